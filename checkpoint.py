@@ -48,7 +48,7 @@ from parallelism.buckets import Bucket, make_buckets
 from parallelism.build import Grid, build_stage
 from parallelism.collectives import (PeerError, comm_errors, on_hosts, out_of_memory,
                                      to_host)
-from parallelism.kernels import use_kernels
+from parallelism.cpu_kernels import use_kernels
 from parallelism.tensor import ParamSpec, param_specs
 from parallelism.zero import FlatParameters
 from runtime.checkpoint_files import (first_cause, name_for_torch, reading, remove_old,

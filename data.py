@@ -11,8 +11,8 @@
     consumed    how many sequences (windows) a run has read or left out. Its sequences are numbered
                 0, 1, ...; which window is number n is a function of (seed, n), in every layout
 
-`plain_prepare` makes shards in the plainest form. `python data.py` makes the same ones from files of
-any size and kind: corpus/program.py has its flags, corpus/prepare.py the work.
+`plain_prepare` makes shards in the plainest form. `python data.py` makes the same ones from files
+of any size and kind: corpus/program.py has its flags, corpus/prepare.py the work.
 
     python data.py                           # the standard library's source, bytes, no network
     python data.py --dataset shakespeare     # or tinystories: downloaded once; GPT-2's tokens
@@ -31,10 +31,11 @@ import runtime      # first: without numpy or tiktoken it ends the program in on
 
 import numpy as np
 
-from corpus.messages import progress
+from corpus.console import progress
 from corpus.program import main
 from corpus.shards import Shards, find_shards, open_flags, read_meta
 from corpus.windows import ConversationWindows, TextWindows
+from runtime.batch_ramp import batch_size_at
 
 CHECKED_AT_ONCE = 1 << 24   # tokens
 PADDING = -1                # in place of a window's number: a row without tokens
@@ -115,7 +116,7 @@ class TokenDataset:
             self.n_windows += windows.count
             self.n_tokens += n_tokens
         metas = [source.meta for source in self.sources.values()]
-        self.meta = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
+        self.meta = dict(tokenizer=metas[0]["tokenizer"], vocab_size=metas[0]["vocab_size"],
                          bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
         for meta in metas:
             self.meta |= {key: meta[key] for key in ("tokenizer_file", "template")
@@ -181,9 +182,10 @@ class TokenDataset:
                 windows.will_need(number)
 
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
-        """{fingerprint: int64 (B,)}: how many of the first n (B,) sequences each source gives. The
-        first source takes its share of all, rounded down, the next its share of what is left, and
-        so on: within a phase, each count is exact to less than one window for each source."""
+        """{fingerprint: int64 (B,)}: how many of the first n (B,) sequences each source gives. From n
+        to n + 1 one count grows by one: its source gives sequence n. The first source takes its
+        share of all, rounded down, the next its share of what is left, and so on. So within a phase
+        a count differs from its exact share by less than the number of sources."""
         counts = dict.fromkeys(self.sources, np.zeros_like(n))
         ends = [first for first, _ in self.phases[1:]] + [np.iinfo(np.int64).max]
         for (first, weights), end in zip(self.phases, ends):
@@ -197,13 +199,15 @@ class TokenDataset:
         return counts
 
     def by_current_keys(self, phases: list) -> list:
-        """Phases of a checkpoint whose fingerprints can be `former` ones."""
+        """Phases of a checkpoint, with each source's former fingerprint replaced by its present one.
+        """
         keys = {source.meta.get("former"): key for key, source in self.sources.items()}
         return [[first, {keys.get(key, key): weight for key, weight in weights.items()}]
                 for first, weights in phases]
 
     def go_on(self, phases: list, consumed: int) -> None:
-        """Continue a run that has these phases and has consumed so many sequences."""
+        """Continue a run that has these phases and has consumed so many sequences. If the weights
+        differ, a new phase begins here."""
         weights = self.phases[-1][1]
         if weights != phases[-1][1]:
             phases = [phase for phase in phases if phase[0] < consumed] + [[consumed, weights]]
@@ -387,22 +391,6 @@ def split_microbatches(window_ids: np.ndarray, micro_batch: int, dp_rank: int,
     microbatches of all of them are the first windows of the batch."""
     in_turns = window_ids.reshape(-1, dp, micro_batch)              # (m, dp, micro_batch)
     return in_turns[:, dp_rank]
-
-
-def batch_sizes(config) -> tuple[range, int]:
-    """The batch sizes of the ramp, and its length; both in sequences. Without a ramp there is one
-    size. --batch-ramp START:INCREMENT:SEQUENCES is Megatron-LM's --rampup-batch-size (GPT-3: Brown
-    et al. 2020, section 2.3)."""
-    if config.batch_ramp is None:
-        return range(config.batch_size, config.batch_size + 1), 1
-    start, increment, sequences = map(int, config.batch_ramp.split(":"))
-    return range(start, config.batch_size + 1, increment), sequences
-
-
-def batch_size_at(config, sequences_trained: int) -> int:
-    """Size of the next batch after training on so many sequences."""
-    sizes, ramp = batch_sizes(config)
-    return sizes[min(sequences_trained, ramp) * (len(sizes) - 1) // ramp]
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from corpus.tokenizers import get_tokenizer
 from parallelism.collectives import first_line, out_of_memory
 from runtime.devices import pick_device
 from runtime.other_names import SAMPLE_ADVICE, SAMPLE_NAMES
-from runtime.sampling import parse_flags, read_lines, read_prompts
+from runtime.sample_flags import parse_flags, read_lines, read_prompts
 
 AT_ONCE = 16                   # samples in a batch, which bounds the memory of the cache
 DASHES = "-" * 40 + "\n"       # the line between samples

@@ -83,7 +83,7 @@ from corpus.shards import SPLITS
 from corpus.tokenizers import get_tokenizer
 from model import GPT, IGNORE_INDEX, SIZES, GPTConfig
 from models.llama import LlamaConfig
-from parallelism import collectives, context, full_tensors, kernels, pipeline
+from parallelism import collectives, context, cpu_kernels, full_tensors, pipeline
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid, build_stage
 from parallelism.pipeline import run_schedule
@@ -92,9 +92,9 @@ from parallelism.tensor import (MAX_LOGITS, TIED, ColumnParallelLinear, VocabPar
                                 add_product, chunk_loss, chunk_size, param_specs)
 from parallelism.zero import FlatParameters
 from runtime import checkpoint_files, run_state
+from runtime.batch_ramp import batch_size_at, sequences_after, steps_of_epochs
 from runtime.flops import parameter_count
 from runtime.options import Config
-from runtime.ramp import sequences_after, steps_of_epochs
 from tests.harness import (BOUNDS, CFG, CUTS, FORMULA, INTERLEAVED, LAYOUTS, NASTY, ROOT, TINY,
                            TWO_STEPS, UPSTREAM, Alive, Command, Memory, Pool, after_backward,
                            assert_close, assert_same_state, batches_from, column, dataset,
@@ -869,7 +869,7 @@ def test_the_loss_of_16_bit_logits_is_computed_in_fp32():
     where a CPU has no instructions for bf16, a parallel model multiplies in fp32.)"""
     plain, tokens = GPT(CFG).initialize(0).bfloat16(), tokens_of(CFG, 2)
     same_products = copy.deepcopy(plain)
-    kernels.use_kernels(same_products)
+    cpu_kernels.use_kernels(same_products)
     local, _ = staged(CFG, Grid(1, 1, 1), torch.bfloat16)
     for gpt, beside in ((plain, plain), (local, same_products)):
         logits = beside(tokens).float().flatten(0, 1)
@@ -1057,7 +1057,7 @@ def test_the_batch_grows_as_in_megatron(batch_size, ramp, steps):
     for at in (0, 1, 2, 5, 30, steps // 2, steps):
         assert sequences_after(config, 0, at) == starts[at]
     for consumed in range(0, starts[-1], 1 + starts[-1] // 5000):
-        assert data.batch_size_at(config, consumed) == megatrons_batch_size(config, consumed)
+        assert batch_size_at(config, consumed) == megatrons_batch_size(config, consumed)
 
 
 def test_a_thousand_million_steps_are_counted_at_once():
@@ -1072,13 +1072,13 @@ def test_a_thousand_million_steps_are_counted_at_once():
         n_windows, steps = rng.randint(1, 500), rng.randint(0, 150)
         trained = begin = rng.randint(0, 700)
         for _ in range(steps):
-            trained += data.batch_size_at(config, trained)
+            trained += batch_size_at(config, trained)
         assert sequences_after(config, begin, steps) == trained
         state = dict(step=5, tokens=begin * 4, model=dict(seq_len=4))
         made = mixture(dict(a=n_windows, b=7), [[0, dict(a=1, b=0)]])
         trained, step = begin, 5
         while trained < config.epochs * n_windows:
-            trained += data.batch_size_at(config, trained)
+            trained += batch_size_at(config, trained)
             step += 1
         assert steps_of_epochs(config, made, state) == step
     config = Config(batch_size=512, batch_ramp="16:16:1000000")
@@ -1367,7 +1367,7 @@ def test_16_bit_gradients_of_layer_norms_and_embeddings_add_up_in_fp32(dtype, bo
     assert_close(pairs, bound)
 
     embed = model.Embed(cfg).to(dtype)
-    kernels.use_kernels(embed)
+    cpu_kernels.use_kernels(embed)
     nn.init.zeros_(embed.token.weight)
     theirs = nn.Embedding.from_pretrained(embed.token.weight.detach(), freeze=False)
     dy = random_tensor(32, 128, cfg.n_embd, seed=2).add(0.1).to(dtype)

@@ -8,7 +8,7 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from corpus.messages import named
+from corpus.console import named
 
 
 def sha256_of(*paths) -> str:

@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 
 from corpus.compressed import BLOCK
+from corpus.console import named, progress
 from corpus.disk import sha256_of
-from corpus.messages import named, progress
 
 HUB = "https://huggingface.co"
 # name: (address, sha256 or None to check the length alone, suffix of the file: how it is read)

@@ -16,9 +16,9 @@ from itertools import chain, groupby
 from pathlib import Path
 
 from corpus.compressed import BLOCK
+from corpus.console import named
 from corpus.conversations import messages_of_line, read_table
 from corpus.file_kinds import LFS_POINTER, START, kind_of, why_not_text
-from corpus.messages import named
 from corpus.records import NotText, open_text, read_lines, read_texts, text_of_line
 
 EOT = "<|endoftext|>"

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from corpus.console import note, progress
 from corpus.conversations import Answer, texts_of
 from corpus.disk import change_of
 from corpus.formats import EOT, read_documents
-from corpus.messages import note, progress
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
 from corpus.records import NotText
 from corpus.split import choose_split

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from corpus.compressed import check_package
+from corpus.console import note
 from corpus.file_kinds import READ, READ_KINDS, advice_for, kind_of
-from corpus.messages import note
 from corpus.records import first_record, is_conversation, is_document
 
 

@@ -5,13 +5,13 @@ import shlex
 import sys
 from pathlib import Path
 
+from corpus.console import explain, is_failure, print_lines
 from corpus.conversations import TEMPLATES
 from corpus.disk import signals_stop
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS, download_fineweb, download_text
 from corpus.file_kinds import READ_KINDS
 from corpus.formats import EOT
 from corpus.inputs import find_files, hold_conversations, standard_library
-from corpus.messages import explain, is_failure, print_lines
 from corpus.prepare import prepare
 from corpus.shards import DEFAULT_OUT, SPLITS, count_tokens
 from corpus.tokenizers import DOWNLOADED, MOST_TOKENS, OWN

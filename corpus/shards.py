@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from corpus.console import named
 from corpus.file_kinds import what_it_is
-from corpus.messages import named
 from corpus.tokenizers import is_of_file, read_own
 
 SPLITS = ("train", "val")

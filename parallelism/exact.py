@@ -41,8 +41,8 @@ import torch.nn.functional as F
 
 from model import GPT, IGNORE_INDEX, GPTConfig
 from parallelism.collectives import all_reduce
+from parallelism.cpu_kernels import linear, use_kernels
 from parallelism.exact_sums import ExactSums
-from parallelism.kernels import linear, use_kernels
 from parallelism.sequence import by_ranks, by_sequences, gather_positions, sum_over_ranks
 from parallelism.tensor import (TensorParallel, VocabParallelCrossEntropy, VocabParallelEmbedding,
                                 VocabParallelHead, chunk_size, matmul)

@@ -4,8 +4,9 @@ Some files stand below the book: data.py, checkpoint.py, train.py and sample.py 
 know nothing of a run. tests/test_structure.py holds them to it:
 
     commandline, other_names, options   flags and their mistakes
-    sampling                            those of sample.py
-    processes, devices, threads         ranks, and what they compute on
+    sample_flags                        those of sample.py
+    batch_ramp                          the sizes of batches that grow
+    processes, devices, cpu_threads     ranks, and what they compute on
     checkpoint_files, flops             files of checkpoints; what a model computes
 
 The others stand above it. Their argument `run` is a train.Run, but none imports train.py:
@@ -15,7 +16,6 @@ The others stand above it. Their argument `run` is a train.Run, but none imports
     watch                               what watches a run: divergence, rollback, flipped_bits,
                                         noise_scale, and console with the log
     evaluation, signals, follower       the validation loss, the end by a signal, plots
-    ramp                                steps and sequences where the batch size grows
 
 Programs import something from here before numpy and torch, so that a Python without the packages
 that they need, such as the system's, ends in one line.

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from data import TokenDataset, batch_sizes
+from data import TokenDataset
 from model import GPTConfig
 from models import PEAK_LR, SIZES, make_config
 from parallelism.buckets import make_buckets, state_bytes
@@ -20,9 +20,9 @@ from parallelism.collectives import out_of_memory
 from parallelism.exact import MOST_BLOCKS
 from parallelism.pipeline import chunk_layers
 from parallelism.tensor import param_specs
+from runtime.batch_ramp import batch_sizes, steps_of_epochs
 from runtime.options import Config, merge_config, new_run_advice
 from runtime.processes import warn
-from runtime.ramp import steps_of_epochs
 
 
 def refuse(problems: list[str]) -> None:

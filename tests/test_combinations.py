@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama import LlamaConfig
-from parallelism import kernels
+from parallelism import cpu_kernels
 from tests.harness import (BOUNDS, CFG, COVER, TWO_STEPS, assert_same_rows, column, deep_enough_for,
                            differences, dp_for, nothing, on_ranks, own_processes,
                            plain_gradient, relative, run_steps, settings, whole_gradient,
@@ -133,7 +133,7 @@ def test_a_cpu_without_products_in_16_bits_multiplies_in_fp32(rank, world, tmp_p
     cfg = replace(CFG, n_layer=2, dropout=0.1)
     runs = []
     for missing in ([], [torch.bfloat16]):
-        with mock.patch.object(kernels, "NO_PRODUCTS", missing), Products() as seen:
+        with mock.patch.object(cpu_kernels, "NO_PRODUCTS", missing), Products() as seen:
             runs.append((run_steps(rank, world, (1, world, 1), config, cfg)[0], seen.types))
     (native, with_16), (rows, without) = runs
     assert torch.bfloat16 in with_16 and without == {torch.float32}

@@ -40,7 +40,7 @@ import checkpoint
 import corpus.prepare
 import corpus.shards
 import data
-from corpus import (bpe, compressed, downloads, encode, formats, index, inputs, messages,
+from corpus import (bpe, compressed, console, downloads, encode, formats, index, inputs,
                     near_duplicates, tokenizers)
 from corpus.prepare import prepare
 from corpus.shards import SPLITS, open_shard
@@ -313,8 +313,8 @@ def test_the_command_that_trains_has_an_out_of_the_datas_name(tmp_path, monkeypa
 def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys, run_data):
     """Mechanism of the lines on standard error: bytes done, of the total where it is known, and
     lines without text move the clock too. Each look at the clock is four seconds later."""
-    monkeypatch.setattr(messages, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
-    note = messages.progress("x", 5_000_000, done=1_000_000)
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
+    note = console.progress("x", 5_000_000, done=1_000_000)
     for _ in range(4):
         note(1_000_000)
     assert capsys.readouterr().err == "x: 3.0 of 5.0 MB\nx: 5.0 of 5.0 MB\n"
@@ -952,7 +952,7 @@ def test_an_error_of_the_disk_has_its_path_and_what_to_do(tmp_path, monkeypatch,
     assert (*done[:2], done[2].count("\n")) == (status, "", 1) and "Errno" not in done[2]
     assert re.fullmatch(rf"data.py: {tmp_path}/d/.new-\w+/(train|val)_000000.bin: "
                         rf"{os.strerror(number)}(?P<needed>.*?): \w.*\n", done[2]), done[2]
-    assert ("(the shards need about 1 MB)" in done[2]) == (number in messages.NO_SPACE)
+    assert ("(the shards need about 1 MB)" in done[2]) == (number in console.NO_SPACE)
     assert names_in(tmp_path / "d") == []
 
 
@@ -960,7 +960,7 @@ def test_a_download_to_a_full_disk_names_its_file(tmp_path, server, monkeypatch)
     monkeypatch.setattr(downloads, "open", Full(errno.ENOSPC), raising=False)
     with pytest.raises(OSError) as error:
         downloads.download(f"{server.url}/a", tmp_path / "file")
-    assert messages.explain(error.value) == (
+    assert console.explain(error.value) == (
         f"{tmp_path}/file.part: No space left on device: free some space there, or give another "
         f"--out")
 
@@ -1570,7 +1570,7 @@ def test_a_check_of_all_tokens_is_told_and_read_once_by_all_ranks(tmp_path, monk
     """Three ranks read a third of each shard each; the first tells how far it is."""
     made = dataset(tmp_path, {f"train_{number}": range(200) for number in range(6)})
     monkeypatch.setattr(data, "CHECKED_AT_ONCE", 30)
-    monkeypatch.setattr(messages, "time", SimpleNamespace(monotonic=itertools.count(0, 6).__next__))
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=itertools.count(0, 6).__next__))
     read = []
     tell = data.progress
 

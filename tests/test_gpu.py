@@ -30,7 +30,7 @@ import checkpoint
 import sample
 import train
 from model import GPT
-from parallelism import build, collectives, kernels, pipeline
+from parallelism import build, collectives, cpu_kernels, pipeline
 from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
@@ -477,7 +477,7 @@ def test_one_process_has_a_graph_for_all_blocks_and_no_hook_but_the_sum_of_gradi
 def kernels_of_ours(rank, world, folder, dtype):
     """Kernels that inductor generates for (a block, the rest of a step)."""
     count_before = metrics.generated_kernel_count
-    with mock.patch.object(kernels, "NO_PRODUCTS", []):               # as on a GPU
+    with mock.patch.object(cpu_kernels, "NO_PRODUCTS", []):               # as on a GPU
         run = new_run(folder, dtype, 2, "inductor")
         x = torch.randn_like(run.activation_like).requires_grad_()
         torch.autograd.grad(run.model.blocks["0"](x, 0).sum(), x)

@@ -15,7 +15,7 @@ import checkpoint
 from model import GPTConfig
 from models import SIZES, llama, make_config
 from models.llama import FAMILIES, LlamaConfig
-from parallelism import kernels
+from parallelism import cpu_kernels
 from runtime import checks
 from runtime.flops import flops_per_token, parameter_count
 from runtime.options import parse_flags
@@ -270,7 +270,7 @@ def test_rms_norm_is_torchs(dtype):
     norm = torch.nn.RMSNorm(16, 1e-5, dtype=dtype)
     torch.nn.init.normal_(norm.weight)
     expected = norm(x)
-    kernels.use_kernels(norm)
+    cpu_kernels.use_kernels(norm)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         found = norm(x)

@@ -75,7 +75,7 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
     names = [*asdict(Config()), *(field.name for field in fields(PlanConfig))]
     known = {f"--{name.replace('_', '-')}" for name in names}
     tool_files = [str(file.relative_to(ROOT)) for file in ROOT.glob("tools/**/*.py")]
-    for file in ["corpus/program.py", "runtime/sampling.py", "parallel.py", "checkpoint.py",
+    for file in ["corpus/program.py", "runtime/sample_flags.py", "parallel.py", "checkpoint.py",
                  *tool_files]:
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((

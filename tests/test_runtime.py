@@ -50,12 +50,12 @@ import train
 from corpus import program
 from corpus.tokenizers import get_tokenizer
 from model import GPT, SIZES, GPTConfig
-from parallelism import collectives, kernels
+from parallelism import collectives, cpu_kernels
 from parallelism.buckets import make_buckets
 from parallelism.build import Grid, build_stage
 from parallelism.tensor import param_specs
-from runtime import (checkpoint_files, checks, console, devices, directory, evaluation, processes,
-                     rollback, run_state, signals, startup, threads)
+from runtime import (checkpoint_files, checks, console, cpu_threads, devices, directory, evaluation,
+                     processes, rollback, run_state, signals, startup)
 from runtime.divergence import DivergenceMonitor
 from runtime.flops import flops_per_token, peak_flops
 from runtime.options import Config, merge_config, parse_flags
@@ -705,7 +705,7 @@ def test_a_run_says_what_it_chose_and_what_makes_it_slow(
     for a ramp that does not rise, a microbatch that its default does not divide, a learning rate
     for fine-tuning, and one of 0."""
     monkeypatch.chdir(things)
-    with mock.patch.object(kernels, "NO_PRODUCTS", missing):
+    with mock.patch.object(cpu_kernels, "NO_PRODUCTS", missing):
         text = run_train("--data", shards, "--out", tmp_path, *TINY, *flags.split())[1]
     told = re.findall("^note .*|^layout .*multiplies.*", text, re.M)
     assert len(told) == len(notes) and all(words in line for words, line in zip(notes, told))
@@ -928,11 +928,11 @@ def test_two_threads_on_one_core_hinder_each_other():
     (They begin with one each: then they wait for each other without giving it away.)"""
     code = """
 import os
-from runtime import threads
-threads.one_is_faster(2)
+from runtime import cpu_threads
+cpu_threads.one_is_faster(2)
 for thread in os.listdir("/proc/self/task"):
     os.sched_setaffinity(int(thread), {min(os.sched_getaffinity(0))})
-print(threads.one_is_faster(2))"""
+print(cpu_threads.one_is_faster(2))"""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, env=environment,
                          capture_output=True)
@@ -947,13 +947,13 @@ def test_one_process_takes_one_thread_while_the_machine_is_busy(monkeypatch, cap
     def hinder(count):
         state.trials += 1
         return state.busy
-    monkeypatch.setattr(threads, "one_is_faster", hinder)
-    monkeypatch.setattr(threads.time, "monotonic", lambda: state.now)
+    monkeypatch.setattr(cpu_threads, "one_is_faster", hinder)
+    monkeypatch.setattr(cpu_threads.time, "monotonic", lambda: state.now)
     monkeypatch.setattr(torch, "get_num_threads", lambda: state.threads)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: setattr(state, "threads", n))
     monkeypatch.delenv("OMP_NUM_THREADS")
     cpu = torch.device("cpu")
-    watch = threads.Threads(cpu, 1)
+    watch = cpu_threads.Threads(cpu, 1)
     watch.compare()
     seen = []
     for busy, seconds, steps in [(False, 1, 200), (True, 3, 90), (False, 2, 90), (False, 1, 200)]:
@@ -969,7 +969,7 @@ def test_one_process_takes_one_thread_while_the_machine_is_busy(monkeypatch, cap
     for device, world, environment in [(cpu, 2, {}), (torch.device("cuda"), 1, {}),
                                        (cpu, 1, dict(OMP_NUM_THREADS="4"))]:
         with mock.patch.dict(os.environ, environment):
-            threads.Threads(device, world).compare()
+            cpu_threads.Threads(device, world).compare()
         assert state.threads == 4 and state.trials == 7
 
 

@@ -40,14 +40,15 @@ MAY_IMPORT = {
     "model": ("", ""),
     "models.*": ("model models.*", ""),
     "amp": ("", ""),
-    "data": ("corpus.messages corpus.program corpus.shards corpus.windows runtime", ""),
+    "data": ("corpus.console corpus.program corpus.shards corpus.windows runtime "
+             "runtime.batch_ramp", ""),
     "corpus.*": ("corpus.* runtime.commandline runtime.other_names", ""),
     "parallel": ("model data", ""),               # data: in `main` alone
     "checkpoint": ("model models* parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
     "sample": ("amp model models* checkpoint corpus.conversations corpus.tokenizers "
                "parallelism.collectives runtime.commandline runtime.devices runtime.other_names "
-               "runtime.sampling", ""),
+               "runtime.sample_flags", ""),
     "parallelism.*": ("model models* amp parallel parallelism.*", ""),
     # Below the book (runtime/__init__.py):
     "runtime.commandline": ("", ""),
@@ -56,10 +57,11 @@ MAY_IMPORT = {
                         "runtime.other_names", ""),
     "runtime.processes": ("parallelism.collectives", ""),
     "runtime.devices": ("parallelism.collectives runtime.options runtime.processes", ""),
-    "runtime.threads": ("runtime.processes", ""),
+    "runtime.batch_ramp": ("", ""),
+    "runtime.cpu_threads": ("runtime.processes", ""),
     "runtime.checkpoint_files": ("parallelism.collectives runtime.processes", ""),
     "runtime.flops": ("model", ""),
-    "runtime.sampling": ("runtime.commandline", ""),
+    "runtime.sample_flags": ("runtime.commandline", ""),
     # Above it:
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),
