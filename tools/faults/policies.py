@@ -220,7 +220,7 @@ class PolicyRun(train.Run):
         policy = self.policy.go_back_if_diverged
         no_signal = SimpleNamespace(held=nullcontext, close=lambda: None)
         with mock.patch.object(rollback, "go_back_if_diverged", policy), \
-                mock.patch.object(run_state, "save", PolicyRun.save), \
+                mock.patch.object(run_state, "save", lambda run: run.save()), \
                 redirect_stdout(None), redirect_stderr(None):       # prints nothing
             while True:
                 try:
