@@ -32,7 +32,6 @@ import runtime      # first: without numpy or tiktoken it ends the program in on
 import numpy as np
 
 from corpus.console import progress
-from corpus.program import main
 from corpus.shards import Shards, find_shards, open_flags, read_meta
 from corpus.windows import ConversationWindows, TextWindows
 from runtime.batch_ramp import batch_size_at
@@ -182,8 +181,8 @@ class TokenDataset:
                 windows.will_need(number)
 
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
-        """{fingerprint: int64 (B,)}: how many of the first n (B,) sequences each source gives. From n
-        to n + 1 one count grows by one: its source gives sequence n. The first source takes its
+        """{fingerprint: int64 (B,)}: how many of the first n (B,) sequences each source gives. From
+        n to n + 1 one count grows by one: its source gives sequence n. The first source takes its
         share of all, rounded down, the next its share of what is left, and so on. So within a phase
         a count differs from its exact share by less than the number of sources."""
         counts = dict.fromkeys(self.sources, np.zeros_like(n))
@@ -199,8 +198,7 @@ class TokenDataset:
         return counts
 
     def by_current_keys(self, phases: list) -> list:
-        """Phases of a checkpoint, with each source's former fingerprint replaced by its present one.
-        """
+        """Phases of a checkpoint, with former fingerprints replaced by the present ones."""
         keys = {source.meta.get("former"): key for key, source in self.sources.items()}
         return [[first, {keys.get(key, key): weight for key, weight in weights.items()}]
                 for first, weights in phases]
@@ -394,4 +392,5 @@ def split_microbatches(window_ids: np.ndarray, micro_batch: int, dp_rank: int,
 
 
 if __name__ == "__main__":
+    from corpus.program import main     # here: it imports what reads files, which training does not
     sys.exit(main())

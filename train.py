@@ -31,6 +31,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Iterator
 
 import runtime      # first: without numpy or torch it ends the program in one line
 
@@ -54,7 +55,7 @@ from runtime.signals import StopSignal
 from runtime.watch import Watch
 
 
-def plain_train(config, model: GPT, data: TokenDataset):
+def plain_train(config, model: GPT, data: TokenDataset) -> Iterator[tuple[float, float]]:
     """Train on the CPU with PyTorch's own AdamW. Yields (loss, gradient norm) of each step. After
     `python data.py`:
 

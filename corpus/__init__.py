@@ -10,5 +10,5 @@
     tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json
     bpe         trains a tokenizer             shards      the files of a data set
     windows     of tokens, of conversations    downloads   files from the network
-    disk        whole files alone appear       messages    notes, progress, errors in a line
+    disk        whole files alone appear       console     notes, progress, errors in a line
 """

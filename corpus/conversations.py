@@ -110,7 +110,7 @@ def messages_of(record) -> list[Message]:
 def messages_of_pair(prompt, completion) -> list:
     """The messages of a prompt and its completion: two texts, or two lists of messages."""
     if isinstance(prompt, list):
-        if any(isinstance(one, dict) and one.get("role") == ASSISTANT for one in prompt):
+        if any(parse_message(one).role == ASSISTANT for one in prompt):
             raise ValueError(': the "prompt" has an answer, and every answer is learnt: write '
                              '"messages" if this one may be')
     else:

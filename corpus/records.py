@@ -106,8 +106,9 @@ def is_document(record: dict, field: str) -> bool:
 
 def check_first_line(path: Path, line: bytes) -> None:
     """Raise ValueError if a .jsonl file is something else."""
-    if kind_of_start(line) is not None or line.count(0) > len(line) // 50:
-        raise ValueError(f"{path} is not UTF-8 text: {why_not_text(path, line, line)}")
+    is_json = line.startswith((b"{", b"["))
+    if line.count(0) > len(line) // 50 or (not is_json and kind_of_start(line) is not None):
+        raise ValueError(f"{path} has no lines of JSON: {why_not_text(path, line, line)}")
     if line.startswith(b"["):
         of_messages = re.match(rb'\[\s*(\[?)\s*\{\s*"(role|content|from|value)"', line)
         each = "'.[]'"

@@ -15,7 +15,8 @@ The others stand above it. Their argument `run` is a train.Run, but none imports
     run_state                           what a run's checkpoints hold: save, restore, go back
     watch                               what watches a run: divergence, rollback, flipped_bits,
                                         noise_scale, and console with the log
-    evaluation, signals, follower       the validation loss, the end by a signal, plots
+    evaluation, answers                 the validation loss; answers that are right
+    signals, follower                   the end by a signal; dashboards
 
 Programs import something from here before numpy and torch, so that a Python without the packages
 that they need, such as the system's, ends in one line.

@@ -1,5 +1,6 @@
 """--batch-ramp: the size of each batch, and how many steps a number of sequences makes. `config`
-has train.py's flags. data.Batches calls `batch_size_at`; checks, console and rollback the rest."""
+has train.py's flags. data.Batches and rollback.py call `batch_size_at`; checks, console and
+rollback the rest."""
 import math
 
 
@@ -19,7 +20,7 @@ def batch_size_at(config, sequences_trained: int) -> int:
     return sizes[min(sequences_trained, ramp) * (len(sizes) - 1) // ramp]
 
 
-def divide_up(n: int, divisor: int) -> int:
+def divide_up(n: int, divisor: int) -> int:      # model.ceil_div, without torch
     return (n + divisor - 1) // divisor
 
 

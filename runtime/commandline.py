@@ -111,7 +111,7 @@ class Parser(argparse.ArgumentParser):
         elif sentence is None and "invalid float value" in message:
             sentence = "give a number, such as 0.1"
         elif sentence is None and "expected one argument" in message:
-            sentence = f"a value that begins with - needs {error.argument_name}=VALUE"
+            sentence = f"give a value; one that begins with - as {error.argument_name}=VALUE"
         return f"{message}: {sentence}" if sentence else message
 
     def find_advice(self, name: str) -> str | None:

@@ -1,6 +1,7 @@
 """The state of a run: what its checkpoints hold beside tensors, and how it is saved and restored.
 train.py calls `restore` at the start and `save` in its loop, startup.py `save` at the start of a
-branch; rollback.py and flipped_bits.py call `go_back`, signals.py `submit`. `run` is a train.Run.
+branch. rollback.py and flipped_bits.py call `go_back`; rollback.py and signals.py `submit`, the
+second after `judge_checkpoint`. `run` is a train.Run.
 """
 import copy
 import dataclasses

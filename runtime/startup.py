@@ -17,9 +17,9 @@ from model import GPTConfig
 from parallelism.build import Grid
 from runtime import checks, console, devices, evaluation, follower, run_state
 from runtime.checkpoint_files import list_checkpoints
+from runtime.cpu_threads import Threads
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
                                lock_output_dir, start_branch)
-from runtime.cpu_threads import Threads
 from runtime.options import Config, parse_flags, restored_flags
 from runtime.processes import Job, all_ranks, assert_equal_across_ranks, on_rank0
 

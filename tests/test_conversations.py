@@ -365,6 +365,8 @@ GOOD = pair("a", "b")
      'line 2 has a field "system" and a message of system'),
     ([GOOD, pair([dict(role="assistant", content="a")], "b")],
      'line 2: the "prompt" has an answer, and every answer is learnt'),
+    ([GOOD, dict(prompt=[{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}],
+                 completion="z")], 'line 2: the "prompt" has an answer'),
     ([[dict(role="user", content="a")]], "is a JSON array, not an object on each line: jq -c "
      "'{messages: .}' "),
     ([[[dict(role="user", content="a")]]], "jq -c '.[] | {messages: .}' "),
@@ -889,7 +891,6 @@ def test_an_instruct_models_template_is_found(tmp_path, marked_tokenizer, text, 
     assert find_template(tmp_path, name_of(own), own) == found
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("file, content, told", [
     ("tokenizer_config.json", "[1]", "tokenizer_config.json is refused: it is no object, but list"),
     ("tokenizer_config.json", "{", "tokenizer_config.json is refused: "),
@@ -910,6 +911,7 @@ def test_an_odd_template_of_a_model_is_refused_by_its_file(tmp_path, marked_toke
     assert (found is None) if told is None else told in found
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, marked_tokenizer, run_data,
                                                           run_train, monkeypatch, capsys):
     """The four commands of docs/instructions.md and the export, with a Qwen2 of random weights and

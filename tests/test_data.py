@@ -95,7 +95,7 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("--out a.txt", b"x" * 9, "a.txt is not a directory: give another"),
     ("a.txt --out gone", b"x" * 9, "--out gone is not a directory: give another"),
     ("a.txt --out held", b"x" * 9, "held/meta.json was made of other text"),
-    ("a.txt --out", b"x" * 9, "--out: expected one argument: a value that begins with - needs"),
+    ("a.txt --out", b"x" * 9, "--out: expected one argument: give a value; one that"),
     ("a.txt --tokenizer folder.tiktoken", b"x" * 9, "folder.tiktoken: Is a directory: a file is"),
     ("a.txt --tokenizer Qwen/Qwen3-8B", b"x" * 9, "tokenizer.json, `python -m tools.huggingface"),
     ("no\nsuch.txt", None, r"there is no file or folder no\nsuch.txt"),
@@ -328,10 +328,10 @@ def test_ctrl_c_ends_data_py_in_one_line_and_leaves_nothing(tmp_path):
     """While it tokenises: exit status 1, an empty --out, and the same command makes the shards."""
     (tmp_path / "a.txt").write_text("some words\n" * 1000)
     (tmp_path / "wrapper.py").write_text("""
-import os, signal, sys, corpus.prepare, data
+import os, signal, sys, corpus.prepare, corpus.program
 signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background ignores it
 corpus.prepare.append_tokens = lambda *_: os.kill(os.getpid(), signal.SIGINT)
-sys.exit(data.main())
+sys.exit(corpus.program.main())
 """)
     flags = ["--input", tmp_path / "a.txt", "--out", tmp_path / "d", "--tokenizer", "bytes"]
     assert Command(tmp_path / "wrapper.py", *flags).finish() == (
@@ -717,6 +717,14 @@ def test_a_file_of_another_kind_than_its_name_says_is_called_by_its_kind(tmp_pat
     assert_refused_by_name(run_data, tmp_path / name, words)
 
 
+def test_json_may_hold_the_mark_of_another_kind(tmp_path, run_data):
+    """257 bytes behind its begin, as in a tar archive."""
+    line = json.dumps(dict(text="x" * (257 - len('{"text": "')) + "ustar"))
+    (tmp_path / "a.jsonl").write_text(f"{line}\n" + '{"text": "more words"}\n' * 40)
+    flags = ["--near-duplicates", "ignore", "--tokenizer", "bytes", "--out", tmp_path / "d"]
+    assert run_data("--input", tmp_path / "a.jsonl", *flags)[0] == 0
+
+
 @pytest.mark.parametrize("name, package", [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
 def test_a_package_that_is_missing_is_named_before_anything_is_read(tmp_path, monkeypatch, run_data,
                                                                     name, package):
@@ -855,7 +863,7 @@ def test_a_signal_leaves_nothing(tmp_path, number):
     """Twice, as an impatient user sends it, while data.py tokenises."""
     (tmp_path / "a.txt").write_text("some words\n" * 1000)
     (tmp_path / "wrapper.py").write_text(f"""
-import os, signal, sys, corpus.prepare, data
+import os, signal, sys, corpus.prepare, corpus.program
 signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background ignores it
 def stop(*_):
     os.kill(os.getpid(), {int(number)})
@@ -863,7 +871,7 @@ corpus.prepare.append_tokens = stop
 import tempfile
 cleanup = tempfile.TemporaryDirectory.cleanup
 tempfile.TemporaryDirectory.cleanup = lambda self: (stop(), cleanup(self))
-sys.exit(data.main())
+sys.exit(corpus.program.main())
 """)
     done = Command(tmp_path / "wrapper.py", "--input", tmp_path / "a.txt", "--out", tmp_path / "d",
                    "--tokenizer", "bytes").finish()
@@ -875,12 +883,12 @@ def test_the_next_run_removes_what_a_killed_one_left_but_not_of_a_live_one(tmp_p
     """Into the same --out: one was killed (SIGKILL) while it tokenised, another waits there."""
     (tmp_path / "a.txt").write_text("some words\n" * 1000)
     (tmp_path / "wrapper.py").write_text("""
-import sys, time, corpus.prepare, data
+import sys, time, corpus.prepare, corpus.program
 def wait(folder, *_):
     (folder / "train_000000.bin").touch()
     time.sleep(100)
 corpus.prepare.append_tokens = wait
-sys.exit(data.main())
+sys.exit(corpus.program.main())
 """)
     flags = ["--input", tmp_path / "a.txt", "--out", tmp_path / "d", "--tokenizer", "bytes"]
     found = {}

@@ -1573,7 +1573,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
     def prepare(run):
         monkeypatch.setattr(evaluation, "evaluate_source",
                             lambda *_: takes(1000, 2 * math.log(2)))
-        run.save = lambda: takes(1000)
+        run.writer.submit = lambda facts: takes(1000)
         run.val_data.meta["bytes_per_token"] = 4.0
     with mock.patch.object(time, "perf_counter", lambda: takes(40, now[0])):
         rows = watched(settings(tmp_path, steps=3, save_every=1, eval_every=2, log_every=1),
@@ -2211,7 +2211,7 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
     ("--device gpu", "give cuda"), ("--num_beams=4", "leave it out: --temperature, --top-k and"),
     ("--max-tokens x", "--max-tokens"), ("--device cuda", "no CUDA device"),
     ("--seed -1", "--seed"), ("--seed 99999999999999999999", "--seed"), ("--nonsense", "--nons"),
-    ("--prompt --x", "expected one argument: a value that begins with - needs --prompt=VALUE"),
+    ("--prompt --x", "give a value; one that begins with - as --prompt=VALUE"),
     ("--prompt \udce9", "--stop is not UTF-8 (surrogates not allowed): convert it, as by iconv"),
     ("--stop \udce9", "surrogates not allowed")])
 def test_sampling_mistakes_end_in_one_line_and_exit_2(run_sample, flags, message):

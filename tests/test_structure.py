@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "model": ("", ""),
     "models.*": ("model models.*", ""),
     "amp": ("", ""),
+    # corpus.program: where data.py is the program
     "data": ("corpus.console corpus.program corpus.shards corpus.windows runtime "
              "runtime.batch_ramp", ""),
     "corpus.*": ("corpus.* runtime.commandline runtime.other_names", ""),
@@ -156,6 +157,13 @@ def test_the_example_in_model_py_runs():
     names = vars(model) | dict(tokens=tokens_of(GPTConfig(), 2), targets=tokens_of(GPTConfig(), 2))
     exec("\n".join(re.findall("^    ((?:model|loss) = .*)", model.__doc__, re.M)), names)
     assert names["loss"].dim() == 0 and type(names["model"]) is model.GPT
+
+
+@pytest.mark.parametrize("folder", ["corpus", "runtime"])
+def test_a_folders_docstring_names_its_files(folder):
+    words = (ROOT / folder / "__init__.py").read_text().split()
+    for file in (ROOT / folder).glob("[!_]*.py"):
+        assert file.stem in (word.strip(",:;") for word in words), file
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ the layout of its tensors. tools/huggingface.py reads and writes the files.
 
 What a model of ours cannot be is refused by its key in config.json.
 """
+import math
 import re
 from dataclasses import asdict, fields, replace
 from typing import NamedTuple
@@ -133,9 +134,6 @@ FAMILIES = {
                            only={"attention_bias": (False, False), "clip_qkv": (None, None)}),
     "gpt_neox": NEOX,
 }
-# {type of a default: (the types of other values, what they are)}
-VALUES = {bool: (bool, "true or false"), int: (int, "a whole number"),
-          float: ((int, float), "a number")}
 # Tensors that older files have beside the parameters, which follow from config.json.
 BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
 PREFIXES = re.compile(r"^(transformer|gpt_neox|(model\.)?decoder|model)\.")     # some files lack it
@@ -241,21 +239,35 @@ def model_config(config: dict) -> GPTConfig:
     return GPTConfig(activation=ACTIVATIONS[activation], **shape)
 
 
+def value_of(config: dict, key: str, default):
+    """The value of a key. Raises ValueError if its type is not the default's, or it is negative."""
+    value = config.get(key, default)
+    if isinstance(default, bool):
+        is_right, kind = isinstance(value, bool), "true or false"
+    elif isinstance(default, int):
+        is_right, kind = type(value) is int and value >= 0, "a whole number from 0 on"
+    else:
+        is_right, kind = type(value) in (int, float) and 0 <= value < math.inf, "a number from 0 on"
+    if not is_right:
+        raise ValueError(f"its {key} is {value!r}, not {kind}")
+    return value
+
+
 def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
     """`model_config` of a Llama or a relative; `shape` is what it has of `family.shape`."""
     activation = config.get("hidden_act", family.activation)
     if activation not in list(LLAMA_ACTIVATIONS):
         raise ValueError(f"its hidden_act is {activation!r}, models/llama.py has only "
                          f"{', '.join(LLAMA_ACTIVATIONS)}")
-    kinds = set(config.get("layer_types", [])) - {"full_attention"}
+    layers = config.get("layer_types", [])
+    if not isinstance(layers, list):
+        raise ValueError(f"its layer_types is {layers!r}, not a list")
+    kinds = set(map(str, layers)) - {"full_attention"}
     if kinds:
         raise ValueError(f"its layer_types have {', '.join(sorted(kinds))}, models/llama.py has "
                          f"only full_attention")
     for ours, (theirs, default) in family.optional.items():
-        shape[ours] = config.get(theirs, default)
-        types, kind = VALUES[type(default)]
-        if not isinstance(shape[ours], types) or shape[ours] < 0:
-            raise ValueError(f"its {theirs} is {shape[ours]!r}, not {kind}")
+        shape[ours] = value_of(config, theirs, default)
     if not config.get("use_parallel_residual", True):
         shape["residual"] = "serial"
     rope = {}
@@ -270,12 +282,14 @@ def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
         missing = [key for key in LLAMA3_ROPE if key not in rope]
         if missing:
             raise ValueError(f"its rope_type is llama3, but it lacks {', '.join(missing)}")
-        shape["rope_scaling"] = tuple(float(rope[key]) for key in LLAMA3_ROPE)
+        shape["rope_scaling"] = tuple(float(value_of(rope, key, 1.0)) for key in LLAMA3_ROPE)
     elif kind != "default":
         raise ValueError(f"its rope_type is {kind!r}, models/llama.py has only default and llama3")
     # (Before transformers 5 they stood by themselves; NeoX calls the first rotary_emb_base.)
-    theta = config.get("rope_theta", config.get("rotary_emb_base", 10000.0))
-    shape["rope_theta"] = float(rope.get("rope_theta", theta))
+    theta = value_of(config, "rope_theta", value_of(config, "rotary_emb_base", 10000.0))
+    shape["rope_theta"] = float(value_of(rope, "rope_theta", float(theta)))
+    if shape["rope_theta"] == 0:
+        raise ValueError("its rope_theta is 0")
     if "rotary" in shape:
         shape["rotary"] = rope.get("partial_rotary_factor", shape["rotary"])
     elif rope.get("partial_rotary_factor", 1) != 1:

@@ -22,7 +22,7 @@ from runtime import checkpoint_files, console, rollback, run_state
 from runtime.options import Config
 from runtime.processes import RunError
 from runtime.rollback import go_back_if_diverged
-from runtime.run_state import save
+from runtime.run_state import submit as submit_save     # bound before it is patched below
 
 MAX_RETURNS = 5         # of a policy to a checkpoint, then the run ends: as --max-rollbacks
 
@@ -195,15 +195,15 @@ class PolicyRun(train.Run):
             stats = replace(stats, skipped="left out by the policy")  # the loss scale stays
         return stats
 
-    def save(self) -> None:
+    def submit(self, progress) -> None:
         """Save; or fail where a full disk shows at the latest, when a file is flushed to it."""
         if self.failing_saves == 0:
-            return save(self)
+            return submit_save(self, progress)
         self.failing_saves -= 1
         self.writer.wait()
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with mock.patch.object(os, "fsync", side_effect=full):
-            save(self)
+            submit_save(self, progress)
             self.writer.wait()
         if self.policy.after_failed_save is not None:
             raise self.policy.after_failed_save
@@ -220,7 +220,7 @@ class PolicyRun(train.Run):
         policy = self.policy.go_back_if_diverged
         no_signal = SimpleNamespace(held=nullcontext, close=lambda: None)
         with mock.patch.object(rollback, "go_back_if_diverged", policy), \
-                mock.patch.object(run_state, "save", lambda run: run.save()), \
+                mock.patch.object(run_state, "submit", lambda run, *state: run.submit(*state)), \
                 redirect_stdout(None), redirect_stderr(None):       # prints nothing
             while True:
                 try:
