@@ -96,7 +96,7 @@ def messages_of(record) -> list[Message]:
         raise ValueError(f' has neither "messages" nor "prompt" and "completion", but {found}')
     messages = [parse_message(message) for message in messages]
     for key in UNWRITTEN:
-        if record.get(key):
+        if record.get(key) and record[key] != "[]":         # LLaMA-Factory's files write "[]"
             raise ValueError(f' has "{key}", which no template here writes')
     if record.get("system"):
         if any(message.role == "system" for message in messages):

@@ -390,6 +390,7 @@ SYSTEM = dict(role="system", content="s")
     (dict(prompt=[SYSTEM, TURNS[0]], completion="c"), [SYSTEM, *TURNS]),
     (dict(conversations=SHAREGPT), TURNS), (dict(conversations=TURNS), TURNS),
     (dict(messages=SHAREGPT), TURNS), (dict(messages=TURNS, tools=[]), TURNS),
+    (dict(messages=TURNS, tools="[]"), TURNS),
     (dict(messages=TURNS, system="s"), [SYSTEM, *TURNS]),
     (dict(messages=TURNS, system=""), TURNS),
     (dict(prompt="a b", completion="c", system="s"), [SYSTEM, *TURNS])])
