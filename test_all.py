@@ -1820,8 +1820,8 @@ def test_the_example_of_plain_train_prints_the_losses_of_train_py(
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "python").symlink_to(library)
     monkeypatch.chdir(tmp_path)
-    example = re.search(r"( {8}data = .*?)\n\n", train.plain_train.__doc__, re.S)[1]
-    exec(textwrap.dedent(example).replace("steps=20", "steps=3"), vars(train).copy())
+    example = re.search(r"( {8}from train .*?)\n\n", train.plain_train.__doc__, re.S)[1]
+    exec(textwrap.dedent(example).replace("steps=20", "steps=3"), {})
     losses = [float(line) for line in capsys.readouterr().out.split()]
     run_train("--data", library, "--out", tmp_path / "o", "--steps", 3)
     expected = column(read_metrics(tmp_path / "o")[0], "loss")

@@ -59,6 +59,7 @@ def plain_train(config, model: GPT, data: TokenDataset) -> Iterator[tuple[float,
     """Train on the CPU with PyTorch's own AdamW. Yields (loss, gradient norm) of each step. After
     `python data.py`:
 
+        from train import *
         data = TokenDataset("data/python", "train", seq_len=128)
         model = GPT(GPTConfig()).initialize(1337)
         for loss, norm in plain_train(Config(steps=20, lr=4e-3), model, data):

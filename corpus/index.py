@@ -132,8 +132,8 @@ def check_unreadable(unreadable: list[NotText], documents: int, at_end=False) ->
     if count > most:
         if count > 3:
             named += "; ..."
-        raise ValueError(f"{named} ({count:,} of {documents:,} documents; one in {MOST_NOT_TEXT:,} "
-                         f"would be left out)")
+        raise ValueError(f"{named} ({count:,} of {documents:,} documents; only one in "
+                         f"{MOST_NOT_TEXT:,} is tolerated)")
     if count and at_end:
         note(f"{count:,} of {documents:,} documents are left out: {named}")
 

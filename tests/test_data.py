@@ -522,7 +522,7 @@ def test_one_document_in_a_thousand_may_be_unreadable(tmp_path, run_data):
     (file.parent / "b.txt").write_bytes(b"caf\xe9")
     status, out, error = run_data(*flags)
     assert (status, out, error.count("\n")) == (2, "", 1) and "b.txt is not UTF-8 text" in error
-    assert "3 of 2,001 documents; one in 1,000 would be left out" in error
+    assert "3 of 2,001 documents; only one in 1,000 is tolerated" in error
     file.write_text("".join(lines))
     (tmp_path / "d/meta.json").unlink()
     for shard_file in (tmp_path / "d").iterdir():

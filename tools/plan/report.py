@@ -78,7 +78,8 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> list[str]:
 def notes_of(config: PlanConfig, plan: dict) -> list[str]:
     """What to change in such a plan, in lines."""
     lines = []
-    if config.days is not None and plan["tokens_per_step"] < BATCH_TOKENS / 4:
+    is_long = config.days is not None or config.tokens is not None
+    if is_long and plan["tokens_per_step"] < BATCH_TOKENS / 4:
         lines.append(f"note     a step of {plan['tokens_per_step']:,} tokens is small: a larger "
                      f"--batch-size wastes less of the GPUs (GPT-3's are of {BATCH_TOKENS:,} "
                      f"tokens or more)")
@@ -103,7 +104,8 @@ def format_days(config: PlanConfig, plan: dict, chooses_model: bool) -> str:
         return (f"answer   {config.model} is the largest size of GPT or OPT that {config.days:g} "
                 f"days train on its compute-optimal tokens, 20 for each parameter: {tokens}; "
                 f"{total}")
-    return (f"answer   {config.days:g} days train this model on {tokens}, "
+    train = "train" if plan["fits"] else "would, if it fitted, train"
+    return (f"answer   {config.days:g} days {train} this model on {tokens}, "
             f"{plan['times_compute_optimal']:.3g} times its compute-optimal "
             f"{plan['compute_optimal_tokens']:.4g}; {total}")
 
