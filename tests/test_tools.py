@@ -31,7 +31,7 @@ def test_a_tool_started_as_a_file_says_how_it_is_started(name):
                                f"python -m tools.{name}\n")
 
 
-@pytest.mark.parametrize("program", ["data", "train", "sample", "tools.schedule",
+@pytest.mark.parametrize("program", ["corpus.program", "train", "sample", "tools.schedule",
                                      "tools.plan.__main__"])
 def test_help_is_in_groups_and_says_the_form_of_each_value(monkeypatch, capsys, program):
     """Each flag but --help has a heading of its own subject, and N, X, {a,b} ... for a value, not

@@ -36,7 +36,6 @@ def speed_of_train_py(folder, processes, *flags, vocab=257, shape=SHAPE, steps=3
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in shape.items()]
     rows, _ = launch.train_py(processes, folder, vocab, *sizes, "--batch-size", 16,
                               "--micro-batch", 2, "--steps", warmup + steps, "--lr", 1e-3, *flags)
-    assert len(rows) == warmup + steps
     return np.median([row["tokens_per_second"] for row in rows[warmup:]])
 
 
