@@ -7,6 +7,7 @@ A flip is one bit of one rank's parameter, master, moment or gradient. The final
 that has gone back are compared with those of a run without the flip, bit for bit.
 """
 import functools
+import os
 import random
 import socket
 from collections import Counter
@@ -210,14 +211,15 @@ train.main()
 
 
 # ---------------------------------------------------------------------------------------------
-# Two hundred flips, a hundred healthy runs
+# A campaign of flips, and healthy runs
 # ---------------------------------------------------------------------------------------------
 
 CAMPAIGN = [((2, 1, 1), {}), ((4, 1, 1), {}), ((2, 1, 1), dict(dtype="bf16")), ((2, 2, 1), {}),
             ((1, 2, 1), {}), ((2, 1, 2), {}), ((1, 1, 2), {}), ((4, 1, 1), dict(zero=1)),
             ((2, 2, 1), dict(zero=1, dtype="bf16")), ((2, 1, 2), dict(zero=2)),
             ((4, 1, 1), dict(zero=2)), ((2, 2, 1), dict(zero=3))]
-FLIPS = 18                      # of each row
+# Of each row. FLIPS=18 is the campaign of docs/faults.md: 216 flips, and a hundred healthy runs.
+FLIPS = int(os.environ.get("FLIPS", 6))
 SHARD = "a shard of ZeRO, or a part of tensor parallelism: no other rank has it"
 BEFORE_SUM = "a gradient before the sum: all replicas have the same wrong sum"
 REWRITTEN = "a copy that the next update rewrites, before the check"
@@ -276,10 +278,10 @@ def why_not_seen(flip, layout, flags):
 @pytest.mark.fault("a bit flips in a gradient before its sum", tried=11, survived=0,
                    note="not detected")
 @pytest.mark.slow
-def test_each_of_two_hundred_flips_is_found_or_cannot_be(pool, tmp_path):
-    """Every bit position, at random ranks and steps, in twelve layouts. A flip is found before the
-    next save, named, and undone to the last bit, or it is listed with the reason. (With -s: the
-    table.)"""
+def test_each_flip_is_found_or_cannot_be(pool, tmp_path):
+    """At random bits, ranks and steps, in twelve layouts; the campaign has every bit. A flip is
+    found before the next save, named, and undone to the last bit, or it is listed with the reason.
+    (With -s: the table.)"""
     table, bits, wrong = Counter(), set(), []
     for row, (layout, flags) in enumerate(CAMPAIGN):
         _, healthy = flipped(pool, tmp_path / f"healthy{row}", layout, None, **flags)
@@ -324,15 +326,16 @@ def test_each_of_two_hundred_flips_is_found_or_cannot_be(pool, tmp_path):
         totals[outcome] += count
     for outcome, count in sorted(totals.items()):
         print(f"{'all':22} {count:4}  {outcome}")
-    assert len(bits) == 32 and not wrong
+    assert len(bits) == 32 or FLIPS < 18
+    assert not wrong
 
 
 @pytest.mark.claim("The comparison of replicas leaves healthy runs alone.")
 @pytest.mark.slow
-def test_a_hundred_healthy_runs_are_left_alone(pool, tmp_path):
+def test_healthy_runs_are_left_alone(pool, tmp_path):
     """Compared after each step, in random layouts, ZeRO stages, types and schedules."""
     rng = random.Random(0)
-    rows = [rng.choice(COVER) for _ in range(100)]
+    rows = [rng.choice(COVER) for _ in range(100 * FLIPS // 18)]
     for number, row in enumerate(rows):
         layout = (rng.choice([1, dp_for(row)]), row["tp"], row["pp"])
         _, seen, _ = trained(pool, layout, tmp_path / str(number), deep_enough_for(row), events_of,

@@ -189,10 +189,10 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
 
 @pytest.mark.slow
 def test_the_quick_start_ends_at_the_readmes_validation_loss(library, tmp_path):
-    """To 0.01 with the library of Python 3.11, whose loss the README gives. Others end near 1.62:
-    the 0.05 allowed to them is no measured spread."""
+    """In one process; layouts differ by less. To 0.01 with the library of Python 3.11, whose loss
+    the README gives. Others end near 1.62: the 0.05 allowed to them is no measured spread."""
     loss = float(re.search(r"validation: (\S+) nats", README)[1])
-    first, *_ = launch(8, "--data", library, "--tp", 2, "--pp", 2, "--out", tmp_path)
+    first, = launch(1, "--data", library, "--out", tmp_path)
     assert first.finish(1500)[0] == 0
     expected, bound = (loss, 0.01) if sys.version_info[:2] == (3, 11) else (1.62, 0.05)
     assert abs(read_metrics(tmp_path)[0][-1]["val_loss"] - expected) <= bound
