@@ -271,6 +271,9 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     config, shape = merge_config(given, state, weights_only, file)
     data = TokenDataset(config.data, "train", shape["seq_len"])
     val_data = TokenDataset(config.data, "val", shape["seq_len"])
+    if config.noise_scale > 0 and data.has_conversations:
+        raise ValueError("--noise-scale needs microbatches with equally many targets, which those "
+                         "of conversations have not: give --noise-scale 0")
     if "decay_ratio" in given and config.lr_schedule != "wsd":
         raise ValueError(f"--decay-ratio is for --lr-schedule wsd, not {config.lr_schedule}, which "
                          f"decays until the last step: give --lr-schedule wsd, or drop the flag")
@@ -279,9 +282,6 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     resumed = None if weights_only else state
     if state is not None:
         check_data(given, state, file, data, config, weights_only)
-    if config.noise_scale > 0 and data.has_conversations:
-        raise ValueError("--noise-scale needs microbatches with equally many targets, which those "
-                         "of conversations have not: give --noise-scale 0")
     if config.eval_answers > 0 and not val_data.has_conversations:
         raise ValueError(f"--eval-answers is for conversations, and {config.data} has none: give "
                          f"--eval-answers 0, or make --data from lines with messages or prompt and "

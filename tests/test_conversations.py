@@ -621,6 +621,14 @@ def test_what_conversations_exclude_is_refused(tmp_path, reversals, run_train, f
     assert status == 2 and words in error and error.count("\n") == 1
 
 
+def test_a_resume_on_other_data_says_so_whatever_flags_it_remembers(tmp_path, reversals, shards,
+                                                                    run_train):
+    flags = [*TINY, "--seq-len", 32, "--out", tmp_path / "o"]
+    assert run_train("--data", reversals, "--eval-answers", 2, *flags)[0] == 0
+    status, _, error = run_train("--data", shards, *flags)
+    assert status == 2 and "was trained on" in error and "--eval-answers" not in error
+
+
 def test_text_has_no_answers_to_evaluate(tmp_path, shards, run_train):
     status, _, error = run_train("--data", shards, "--out", tmp_path / "o", *TINY,
                                  "--eval-answers", 5)
