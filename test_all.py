@@ -142,10 +142,9 @@ def equality_row(pool, layout, one, out, cfg, **flags):
     ((1, 2, 2), 3, dict(dtype="fp64", cp=2, zero=1, sequence_parallel=True, pp_schedule="1f1b")),
     # Three replicas cut a bucket into shards whose sizes are no powers of two.
     *(((3, 1, 1), 2, dict(dtype="fp64", batch_size=6, zero=zero)) for zero in range(4)),
-    # In fp32; the long rows of tests/test_combinations.py are in fp64 and 16 bits, too.
     *(pytest.param(layout, deep_enough(layout).n_layer,
-                   dict(dtype="fp32", steps=20, lr=1e-3, warmup_steps=5), marks=pytest.mark.slow)
-      for layout in LAYOUTS),
+                   dict(dtype=dtype, steps=20, lr=1e-3, warmup_steps=5), marks=pytest.mark.slow)
+      for layout, dtype in itertools.product(LAYOUTS, BOUNDS)),
     *(pytest.param(layout, 5, dict(dtype=dtype, steps=20, lr=1e-3, warmup_steps=5, cp=cp, **flags),
                    marks=pytest.mark.slow)
       for dtype, layout, cp, flags in [

@@ -136,21 +136,24 @@ def walk(top: Path, field: str) -> dict[str, Path]:
 def hold_conversations(files: list[Path]) -> bool:
     """Whether these files hold conversations, by the first record of each. Raises ValueError if
     some hold text."""
-    first = {}              # {whether a file holds conversations: the first that does}
+    texts = []
+    conversations = []
     for path in files:
         if kind_of(path.name) == ".txt":
-            first.setdefault(False, path)
+            texts.append(path)
             continue
         try:
             record = first_record(path)
         except (ValueError, OSError):       # whoever reads the file says what is wrong with it
             continue
-        if "text" in record or is_conversation(record):
-            first.setdefault(is_conversation(record), path)
-    if len(first) == 2:
-        raise ValueError(f"{first[True]} holds conversations, {first[False]} holds text: prepare "
+        if is_conversation(record):
+            conversations.append(path)
+        elif "text" in record:
+            texts.append(path)
+    if texts and conversations:
+        raise ValueError(f"{conversations[0]} holds conversations, {texts[0]} holds text: prepare "
                          f"each by itself, in another --out")
-    return True in first
+    return bool(conversations)
 
 
 def standard_library() -> list[Path]:

@@ -243,11 +243,14 @@ def value_of(config: dict, key: str, default):
     """The value of a key. Raises ValueError if its type is not the default's, or it is negative."""
     value = config.get(key, default)
     if isinstance(default, bool):
-        is_right, kind = isinstance(value, bool), "true or false"
+        kind = "true or false"
+        is_right = isinstance(value, bool)
     elif isinstance(default, int):
-        is_right, kind = type(value) is int and value >= 0, "a whole number from 0 on"
+        kind = "a whole number from 0 on"
+        is_right = type(value) is int and value >= 0
     else:
-        is_right, kind = type(value) in (int, float) and 0 <= value < math.inf, "a number from 0 on"
+        kind = "a number from 0 on"
+        is_right = type(value) in (int, float) and 0 <= value < math.inf
     if not is_right:
         raise ValueError(f"its {key} is {value!r}, not {kind}")
     return value
