@@ -545,7 +545,7 @@ def test_logits_are_a_chunk_in_the_models_type_and_in_16_bits_another_in_fp32(mo
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("layout, cfg, flags", [
     *(((4, 1, 1), BIG, dict(zero=zero, micro_batch=1)) for zero in (0, 3)),
-    *(((1, 1, 4), LONG, dict(batch_size=16, **flags)) for flags in PIPELINES.values()),
+    *(((1, 1, 4), LONG, dict(batch_size=32, **flags)) for flags in PIPELINES.values()),
     ((1, 1, 1), CONTEXT, dict(cp=4, batch_size=1, micro_batch=1))])
 def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, layout, cfg, flags):
     peaks = peak_of(cfg, tmp_path, pp=layout[2], **flags)
