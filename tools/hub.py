@@ -79,8 +79,8 @@ def fetch(source: str, folder: Path, hub: str, check: Callable[[Path], object]) 
                              f"has a config.json")
         weights = next(filter(is_there, WEIGHTS), None)
     except requests.RequestException as error:
-        raise ConnectionError(f"there is no folder {source}, and {hub} cannot be reached: "
-                              f"{error}") from error
+        raise ConnectionError(f"there is no folder {source}, and {hub} cannot be reached: give the "
+                              f"folder of a copy, or try again with a network ({error})") from error
     if weights is None:
         raise ValueError(f"{address} has none of {', '.join(WEIGHTS)}")
     download(address + "config.json", folder / "config.json")
