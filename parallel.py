@@ -4,7 +4,7 @@ sequence and context parallelism and ZeRO. It runs on CPUs.
     python data.py; python parallel.py                                  # in one process
     torchrun --nproc_per_node=8 parallel.py --tp 2 --pp 2 --zero 1      # dp = 8 / (tp pp) = 2
 
-trains the quick start's model on its data for 20 steps. With one seed and one global batch every
+trains the quick start's model on its data for 20 steps. With the same seed and global batch every
 layout has the same losses and gradients, up to the order of additions; those of train.py agree to
 1e-5. The sections below are the program; flags choose what runs. Nothing is tuned for speed, but
 buckets overlap communication with backward. Read it, run it, change it.
@@ -16,8 +16,9 @@ buckets overlap communication with backward. Read it, run it, change it.
     5. Context parallelism      the sequence is cut            --cp
     6. All together             one step, and the program
 
-parallelism/ has the same techniques as train.py runs them, faster and with less memory: tensor.py,
-pipeline.py, zero.py and context.py there begin with a table of what they add to the plain form.
+parallelism/ has the versions that train.py runs: the same techniques, faster and with less memory.
+tensor.py, pipeline.py, zero.py and context.py there begin with a table of what they add to the
+plain form.
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V vocabulary.
 """
@@ -38,7 +39,7 @@ from model import GPT, GPTConfig, ceil_div
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
 #
-# A rank is one process. The ranks form an array (dp, pp, cp, tp) in row-major order: neighbours in
+# A rank is one process. The ranks form an array (dp, pp, cp, tp) in row-major order: neighbors in
 # tp have consecutive ranks. For dp 2, pp 2, cp 1, tp 2:
 #
 #                     stage 0     stage 1
@@ -48,7 +49,7 @@ from model import GPT, GPTConfig, ceil_div
 #
 # Tensor parallelism communicates most (four all-reduces per block and microbatch: two forward, two
 # backward), so its ranks are adjacent and share a machine. Context parallelism exchanges keys and
-# values in each block, so its ranks come next. Pipelines send only activations between neighbours.
+# values in each block, so its ranks come next. Pipelines send only activations between neighbors.
 # Data parallelism reduces gradients once a step (ZeRO 2: once per microbatch; ZeRO 3 gathers
 # parameters, too), so its ranks may be on different machines (Narayanan et al. 2021, section 3).
 # ---------------------------------------------------------------------------------------------
@@ -62,10 +63,11 @@ class Grid:
     `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers.
 
     A replica is a full copy of the model, on pp x tp ranks. There are dp x cp: dp cuts the rows of
-    the batch, cp their positions. Their gradients are summed, and ZeRO shards over them."""
+    the batch, cp their positions. (With cp 2 each replica of the drawing becomes two.) Their
+    gradients are summed, and ZeRO shards over them."""
 
-    def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, sequence_parallel: bool = False,
-                 cp: int = 1):
+    def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, *, cp: int = 1,
+                 sequence_parallel: bool = False):
         self.dp, self.pp, self.cp, self.tp = dp, pp, cp, tp
         self.rank = rank
         self.world = dp * pp * cp * tp
@@ -94,8 +96,8 @@ class Grid:
 
 def make_groups(grid: Grid) -> None:
     """Create this rank's process groups. Only the members of a group create it. (PyTorch names it
-    after the number of groups that a member already has, which must be equal. So "embedding" comes
-    last: a rank in the middle of a pipeline has none.)"""
+    after the number of groups that a member has created, which must be equal in all members. Stages
+    in the middle do not create "embedding", so it comes last.)"""
     for kind in GROUPS:
         ranks = grid.members(kind)
         if grid.rank in ranks and len(set(ranks)) > 1:
@@ -108,8 +110,8 @@ def make_groups(grid: Grid) -> None:
 #       rank a   a0 a1       a0+b0  -            a0+b0  a1+b1        a0+b0  a1+b1
 #       rank b   b0 b1       -      a1+b1        a0+b0  a1+b1        a0+b0  a1+b1
 #
-# So an all-reduce costs as much as the other two together. A group of one rank is None: nothing
-# happens.
+# So an all-reduce costs as much as the other two together. The group of a rank alone is None: its
+# collectives return x unchanged.
 
 
 def all_reduce(x: torch.Tensor, group) -> torch.Tensor:
@@ -139,8 +141,8 @@ def all_gather(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
     return torch.cat(slices, dim)
 
 
-# The backward of an all-gather is a reduce-scatter: every rank has used this slice, so its gradient
-# is the sum of theirs. The backward of a reduce-scatter is an all-gather.
+# The backward of an all-gather is a reduce-scatter: every rank uses this slice for work of its own,
+# so its gradient is the sum of theirs. The backward of a reduce-scatter is an all-gather.
 
 
 class AllGather(torch.autograd.Function):
@@ -177,6 +179,10 @@ class ReduceScatter(torch.autograd.Function):
 #
 #   f: identity forward,   all-reduce backward   (x is used on both ranks, so its gradient is a sum)
 #   g: all-reduce forward, identity backward     (y is a sum, so each term has the gradient of y)
+#
+# Between f and g the ranks do different work, so a gradient there is one term of a sum. Outside of
+# them all ranks do the same work, up to the same loss: each has the whole gradient already, and a
+# sum would count it tp times.
 #
 # Attention is cut the same way: each rank has some heads instead of some columns. nn.Linear stores
 # its weight as (out, in), so "by columns" cuts dimension 0. In train.py: parallelism/tensor.py.
@@ -244,7 +250,7 @@ def cut(parameter: nn.Parameter, dim: int, grid: Grid, stacked: int = 1) -> nn.P
     and v are, each is cut by itself: (3C, C) -> (3C / tp, C)."""
     parts = [matrix.chunk(grid.tp, dim)[grid.tp_rank] for matrix in parameter.chunk(stacked, dim)]
     own = nn.Parameter(torch.cat(parts, dim).detach())
-    # Every tp rank has another part. Parameters without this mark are whole on each of them, so
+    # Every tp rank has a different part. Parameters without this mark are whole on each of them, so
     # the norm counts them once, and with sequence parallelism their gradients are summed.
     own.is_cut = True
     return own
@@ -289,7 +295,7 @@ def find_local(tokens: torch.Tensor, weight: torch.Tensor, grid: Grid) -> tuple:
 
 
 class PlainVocabEmbedding(nn.Module):
-    """tokens (B, T) -> (B, T, C). A rank has zeros for the tokens of others; g sums over ranks."""
+    """tokens (B, T) -> (B, T, C). A rank has zeros for tokens whose rows others hold; g sums."""
 
     def __init__(self, weight: nn.Parameter, grid: Grid):
         super().__init__()
@@ -303,8 +309,8 @@ class PlainVocabEmbedding(nn.Module):
 
 
 class PlainPositionEmbedding(nn.Module):
-    """Position i of this rank -> row own[i] of the whole matrix: `own` has the positions of the
-    sequence that this rank holds. The sequence has as many as the matrix has rows."""
+    """Position i of this rank -> row own[i] of the whole matrix: `own` lists the positions that
+    this rank holds. Every sequence is as long as the matrix."""
 
     def __init__(self, whole: nn.Embedding, grid: Grid):
         super().__init__()
@@ -319,8 +325,8 @@ class PlainPositionEmbedding(nn.Module):
 
 
 class PlainVocabHead(nn.Module):
-    """x (B, T, C), targets (B, T), none ignored -> the summed loss of model.Head, though no rank
-    has all V logits z of a position:
+    """x (B, T, C), targets (B, T), none ignored -> the summed loss of model.Head, without any rank
+    holding all V logits z of a position:
 
         loss = log sum_v exp(z_v) - z_target = m + log sum_v exp(z_v - m) - z_target
 
@@ -399,7 +405,8 @@ def keep_stage(model: GPT, grid: Grid, layers) -> None:
 
 
 def plain_gpipe(stage: int, stages: int, m: int) -> list[tuple]:
-    """What a stage does, in order: all forwards, then all backwards, the last one first."""
+    """What a stage does, in order: all forwards, then all backwards, the last one first. (Any order
+    of the backwards would do, if all stages had the same.)"""
     return [("F", i) for i in range(m)] + [("B", i) for i in reversed(range(m))]
 
 
@@ -416,17 +423,20 @@ def plain_1f1b(stage: int, stages: int, m: int) -> list[tuple]:
 SCHEDULES = {"gpipe": plain_gpipe, "1f1b": plain_1f1b}
 
 
-def plain_pipeline(stage: GPT, batch: list, order: list, total: int, grid: Grid) -> float:
-    """Run the stage's forwards and backwards in this order. They add the gradients of the mean loss
-    over `total` tokens. Returns the sum of the losses (0 on all stages but the last).
+def plain_pipeline(stage: GPT, batch: list, order: list, tokens_in_batch: int,
+                   grid: Grid) -> float:
+    """Run the stage's forwards and backwards in this order. They accumulate the gradients of the
+    mean loss over all tokens of the batch. Returns the sum of the losses (0 on all stages but the
+    last).
 
     stage   maps tokens, or activations (B, T, C), to activations; the last one maps them and the
             targets to the sum of the losses
     batch   microbatches, (tokens (B, T), targets (B, T))
     order   what the stage does: ("F" or "B", number of the microbatch)
 
-    A receive waits for its message. A send does not wait for its receiver: with 1F1B two neighbors
-    send to each other, and would both wait forever. (NCCL needs more: PP3 in pipeline.py.)"""
+    `recv` waits for its message; `isend` returns at once. With a blocking send 1F1B would hang: two
+    neighbors send to each other, and each would wait for the other to receive. (NCCL needs more:
+    PP3 in pipeline.py.)"""
     previous = grid.rank - grid.cp * grid.tp        # in the order of section 1, a stage is cp x tp
     following = grid.rank + grid.cp * grid.tp       # ranks long
     parts = grid.tp if grid.sequence_parallel else 1        # an activation has T / parts positions
@@ -442,7 +452,7 @@ def plain_pipeline(stage: GPT, batch: list, order: list, total: int, grid: Grid)
                 x = torch.empty(len(tokens), tokens.shape[1] // parts, stage.cfg.n_embd,
                                 dtype=next(stage.parameters()).dtype)
                 dist.recv(x, src=previous)
-                x.requires_grad_()
+                x.requires_grad_()      # a leaf: backward ends here, with x.grad for `previous`
             y = stage(x, targets)
             if grid.is_last:
                 loss_sum += y.item()
@@ -452,7 +462,7 @@ def plain_pipeline(stage: GPT, batch: list, order: list, total: int, grid: Grid)
         else:
             x, y = kept.pop(i)
             if grid.is_last:
-                (y / total).backward()
+                (y / tokens_in_batch).backward()
             else:
                 dy = torch.empty_like(y)
                 dist.recv(dy, src=following)
@@ -485,13 +495,13 @@ def plain_step(model, optimizer, tokens, targets):
 
 
 class PlainBucket:
-    """Gradients that are sent in one message: many small ones would take longer. Autograd calls the
-    hook of a parameter after it has accumulated into .grad. The last hook starts the all-reduce,
-    which runs while backward computes the gradients of the next bucket. All replicas complete them
-    in the same order, that of backward:
+    """Gradients that are sent in one message, which is faster than many small ones. Autograd calls
+    the hook of a parameter after it has accumulated into .grad. The last hook starts the
+    all-reduce, which runs while backward computes the gradients of the next bucket. All replicas
+    complete the buckets in the same order, that of backward:
 
-        backward      head     block 1          block 0          embedding
-        all-reduce             head ------->    block 1 ------>  block 0 ------>  embedding ------>
+        backward      head.norm  block 1         block 0         embedding
+        all-reduce               head.norm -->   block 1 ----->  block 0 ----->  token matrix ----->
     """
 
     def __init__(self, parameters: list, group):
@@ -527,19 +537,19 @@ def plain_buckets(model: GPT, grid: Grid) -> list[PlainBucket]:
     return [PlainBucket(parameters, grid.groups["replicas"]) for parameters in contents.values()]
 
 
-# With plain data parallelism every replica makes the same update. ZeRO divides it: replica i of r
-# updates shard i of each parameter, laid out flat. AdamW is elementwise, so a shard may begin and
-# end anywhere. Of n parameters a replica keeps:
+# AdamW keeps two moments for each parameter, its averages of the gradient and of the gradient's
+# square. With plain data parallelism every replica keeps all of them and makes the same update.
+# ZeRO divides this: replica i of r updates shard i of each parameter, laid out flat. AdamW is
+# elementwise, so a shard may begin and end anywhere. Of n parameters a replica keeps:
 #
 #            parameters  gradients  moments    sent: gradients                    parameters
 #   ZeRO 0   n           n          2n         all-reduce, once a step            -
 #   ZeRO 1   n           n          2n / r     reduce-scatter, once a step        all-gather, once
 #   ZeRO 2   n           n / r      2n / r     reduce-scatter, in each backward   all-gather, once
-#   ZeRO 3   n / r       n / r      2n / r     reduce-scatter, in each backward   all-gather, in use
+#   ZeRO 3   n / r       n / r      2n / r     reduce-scatter, in each backward   before each use
 #
-# where a moment is one of AdamW's two averages of the gradients. (With 1 and 2 the shards here are
-# copies: 2n / r more with 1, n / r with 2. In zero.py they are views. With 3 a microbatch gathers
-# each parameter twice, for forward and for backward.)
+# (With 1 and 2 the shards here are copies: 2n / r more with 1, n / r with 2. In zero.py they are
+# views. With 3 a microbatch gathers each parameter twice, for forward and for backward.)
 
 
 def flatten(x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -574,9 +584,9 @@ def all_gather_parameters(model: GPT, shards: dict, grid: Grid) -> None:
 
 
 def reduce_scatter_in_backward(model: GPT, shards: dict, grid: Grid) -> None:
-    """ZeRO 2: a hook sums each gradient of a microbatch as soon as it is there, adds the sum to
-    that of the shard, and frees the gradient. So the gradients of the whole model never exist at
-    once."""
+    """ZeRO 2: a hook reduce-scatters each gradient as soon as backward has computed it, adds this
+    rank's part to the shard's gradient, and frees the rest. So the gradients of the whole model
+    never exist at once."""
     def grad_ready(shard, parameter):
         grad = reduce_scatter(flatten(parameter.grad, grid), grid.groups["replicas"])
         shard.grad = grad if shard.grad is None else shard.grad + grad
@@ -587,8 +597,8 @@ def reduce_scatter_in_backward(model: GPT, shards: dict, grid: Grid) -> None:
 
 
 class PlainGathered(nn.Module):
-    """ZeRO 3 (FSDP, Zhao et al. 2023): a module whose parameters exist only while it runs. On the
-    meta device, without memory, `module` gives their names, shapes and order.
+    """ZeRO 3 (FSDP, Zhao et al. 2023): a module whose parameters exist only while it runs.
+    `module`, on the meta device, takes no memory and only gives their names, shapes and order.
 
         forward     gather, run, free         backward    gather, run again, backward, free
     """
@@ -601,7 +611,7 @@ class PlainGathered(nn.Module):
     def gather_and_run(self, *inputs):
         parameters = {}
         for shard, (name, empty) in zip(self.shards, self.module.named_parameters()):
-            flat = AllGather.apply(shard, self.group, 0)
+            flat = AllGather.apply(shard, self.group, 0)    # its backward adds to shard.grad
             parameters[name] = flat[:empty.numel()].view(empty.shape)
         return torch.func.functional_call(self.module, parameters, inputs)
 
@@ -643,7 +653,8 @@ def gather_in_use(model: GPT, shards: dict, grid: Grid) -> None:
 #     number of keys      1 2 3    4 5 6    7 8 9    10 11 12        39 on either rank
 #
 # (The plain form computes the masked scores, too, so it does not gain from this; CP1 in context.py
-# does.) In train.py: parallelism/context.py.
+# does.) A rank gathers the keys and values of one block at a time; all other activations have its
+# T / cp positions alone. In train.py: parallelism/context.py.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -718,14 +729,14 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
     loss over its tokens, in nats, before the update. `owned` is {name: what `optimizer` updates},
     the parameters, or with ZeRO their shards; `buckets` are those of ZeRO 0."""
     # Forward and backward. The gradients of the microbatches add up.
-    total = tokens[:, 1:].numel()
+    tokens_in_batch = tokens[:, 1:].numel()
     batch = load_microbatches(tokens, grid)
     order = schedule(grid.stage, grid.pp, len(batch))
     model.zero_grad()
     optimizer.zero_grad()
     for bucket in buckets:
         bucket.begin_step(len(batch))
-    loss_sum = plain_pipeline(model, batch, order, total, grid)
+    loss_sum = plain_pipeline(model, batch, order, tokens_in_batch, grid)
 
     # Sum the gradients over the replicas. (With ZeRO 2 and 3 backward has done it.)
     for bucket in buckets:
@@ -733,11 +744,11 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
     if zero == 1:
         reduce_scatter_gradients(model, owned, grid)
     for name, parameter in owned.items():
-        # The tied matrix: over its two ends, the embedding on the first stage and the head on the
-        # last. (Where one stage has both, autograd has added them.)
+        # The tied matrix has two copies, the embedding on the first stage and the head on the last:
+        # sum their gradients. (Where one stage has both, autograd has added them.)
         if name in ("embed.token.weight", "head.weight"):
             all_reduce(parameter.grad, grid.groups["embedding"])
-        # What is whole on every tp rank, but has seen this rank's positions alone: over them.
+        # A parameter that is whole on every tp rank has a gradient of the rank's own positions.
         if grid.sequence_parallel and not hasattr(parameter, "is_cut"):
             all_reduce(parameter.grad, grid.groups["tp"])
 
@@ -755,7 +766,7 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
     optimizer.step()
     if zero in (1, 2):
         all_gather_parameters(model, owned, grid)
-    return loss_sum / total
+    return loss_sum / tokens_in_batch
 
 
 def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain_gpipe) -> None:
@@ -799,7 +810,7 @@ def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain
 
 
 def read_flags(world: int, fail) -> argparse.Namespace:
-    """The flags. Calls fail(message), which ends the program, if `world` processes cannot run by
+    """The flags. Calls fail(message), which ends the program, if `world` processes cannot run with
     them."""
     parser = argparse.ArgumentParser(
         "parallel.py", description="3D parallelism in plain forms, on CPUs.")
@@ -862,7 +873,8 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("gloo")
     dp = world // (args.tp * args.pp * args.cp)
-    grid = Grid(dp, args.pp, args.tp, rank, args.sequence_parallel, args.cp)
+    grid = Grid(dp, args.pp, args.tp, rank, cp=args.cp,
+                sequence_parallel=args.sequence_parallel)
     make_groups(grid)
     train_plainly(dataset, args.steps, grid, args.zero, SCHEDULES[args.pp_schedule])
     if world > 1:

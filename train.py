@@ -1,25 +1,27 @@
-"""Train a GPT: first the algorithm on one CPU, then the same on many ranks.
+"""Train a GPT: first the plain algorithm on one CPU, then the same algorithm on many ranks.
 
     python train.py                                             # one process
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (pp * cp * tp) = 2
 
-`plain_train` is the whole algorithm. `Run` follows it on any number of ranks, in any precision; a
-test checks that the results agree:
+New to training? Read `plain_train` and `learning_rate`, the whole algorithm. `Run` does the same on
+any number of ranks and in any precision; a test checks that the results agree. New to parallel
+training? Read on: the picture of the ranks, then Run.train, compute_gradients and update.
 
-    plain_train             Run, on each rank                               where
-    rows of the batch       this rank's rows, in microbatches               load_microbatches
-    learning rate           the same function                               learning_rate
-    zero_grad               the same                                        flat.zero_grad
-    forward and backward    for each microbatch; pp: in a schedule's order  compute_gradients
-                            all-reduce of the gradients over the replicas   flat.finish_grad_sync
-    norm and clipping       loss and squared norm are summed over all       step_stats, clip_factor
-                            ranks, which then all clip by the same factor
-                            or all skip the step
-    AdamW                   AdamW on all or a shard of its parameters       flat.adamw_step
+    plain_train             Run.train, on each rank
+    rows of the batch       next_batch: this rank's rows, in microbatches
+    learning rate           learning_rate: the same function
+                            compute_gradients:
+    zero_grad                 the same, in the flat buffers of zero.FlatParameters
+    forward and backward      for each microbatch; with pp in the order of a schedule
+                              finish_grad_sync: the gradients are summed over the replicas
+    norm                      step_stats: loss and squared norm are summed over all ranks
+                            update:
+    clipping                  all ranks clip by the same factor, or all skip the step
+    AdamW                     on all of the rank's parameters, or on a shard
 
-What else a long run needs is in runtime/: flags, signals, checkpoints (run_state.py), and watch.py,
-which writes metrics.jsonl and takes a diverged run back to an older checkpoint. To change the loss,
-see model.Head; docs/extend.md says where other changes go.
+Everything else that a long run needs is in runtime/: flags, signals, checkpoints (run_state.py),
+and watch.py, which writes metrics.jsonl and takes a diverged run back to an older checkpoint. To
+change the loss, see model.Head; docs/extend.md says where other changes go.
 """
 import signal
 
@@ -33,7 +35,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Iterator
 
-import runtime      # first: without numpy or torch it ends the program in one line
+import runtime      # first: if numpy or torch is missing, it exits with a message of one line
 
 import numpy as np
 import torch
@@ -55,9 +57,10 @@ from runtime.signals import StopSignal
 from runtime.watch import Watch
 
 
-def plain_train(config, model: GPT, data: TokenDataset) -> Iterator[tuple[float, float]]:
-    """Train on the CPU with PyTorch's own AdamW. Yields (loss, gradient norm) of each step. After
-    `python data.py`:
+def plain_train(config: Config, model: GPT,
+                data: TokenDataset) -> Iterator[tuple[float, float]]:
+    """Train on the CPU with PyTorch's own AdamW. Yields the loss and the gradient norm of each
+    step. To try it, after `python data.py`:
 
         from train import *
         data = TokenDataset("data/python", "train", seq_len=128)
@@ -65,7 +68,7 @@ def plain_train(config, model: GPT, data: TokenDataset) -> Iterator[tuple[float,
         for loss, norm in plain_train(Config(steps=20, lr=4e-3), model, data):
             print(loss)
 
-    prints the losses of `python train.py --steps 20`. It needs `config.clip` > 0 and ignores
+    prints the same losses as `python train.py --steps 20`. It needs `config.clip` > 0 and ignores
     --batch-ramp and --skip-steps. With dropout its numbers differ from Run's."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]           # biases, LayerNorm
@@ -73,15 +76,18 @@ def plain_train(config, model: GPT, data: TokenDataset) -> Iterator[tuple[float,
         [dict(params=matrices, weight_decay=config.weight_decay),
          dict(params=vectors, weight_decay=0.0)], betas=(config.beta1, config.beta2))
     for step in range(1, config.steps + 1):
-        # A window is T + 1 tokens: the first T are the inputs of a row, the last T its targets.
+        # The data are windows of T + 1 tokens, in an order that the seed shuffles. The batch is the
+        # next batch_size windows after those consumed. Each gives a row: its first T tokens are
+        # the inputs, its last T the targets. `positions` is None, except for conversations.
         consumed = (step - 1) * config.batch_size
         window_ids = data.window_ids(config.seed, consumed, config.batch_size)
-        inputs, targets, positions = as_tensors(data.rows(window_ids))  # (B, T) each
+        inputs, targets, positions = as_tensors(data.rows(window_ids))      # (B, T) each
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
 
         optimizer.zero_grad()
-        # The model returns the sum of the losses of the targets that are learnt.
+        # The model returns the sum of the losses of the targets that are learnt: all of them, or in
+        # conversations only the answers.
         loss = model(inputs, targets, positions=positions) / data.count_learnt(window_ids)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
@@ -94,17 +100,19 @@ def as_tensors(rows: tuple) -> list:
     return [None if x is None else torch.from_numpy(x) for x in rows]
 
 
-def learning_rate(config, step: int) -> float:
+def learning_rate(config: Config, step: int) -> float:
     """Linear warm-up to `lr` in warmup_steps, then decay to lr * min_lr_ratio at the last step.
-    "cosine" and "linear" decay from the warm-up on. "wsd" (warm-up, stable, decay: Hu et al. 2024,
-    section 4) stays at `lr` and decays linearly over the last decay_ratio of the steps, so that a
-    run can be extended from a checkpoint taken before the decay."""
+    "cosine" and "linear" decay right after the warm-up. "wsd" (warm-up, stable, decay: Hu et al.
+    2024, section 4) stays at `lr` and decays linearly over the last decay_ratio of the steps, so
+    that a run can be extended from a checkpoint taken before the decay."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     decay_start = config.warmup_steps
     if config.lr_schedule == "wsd":
         decay_start = max(decay_start, config.steps - round(config.decay_ratio * config.steps))
-    done = min(1.0, max(0, step - decay_start) / max(1, config.steps - decay_start))
+    if step <= decay_start:
+        return config.lr
+    done = (step - decay_start) / (config.steps - decay_start)      # up to 1
     if config.lr_schedule == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * done))
     else:                       # "linear" and "wsd"
@@ -123,22 +131,22 @@ def learning_rate(config, step: int) -> float:
 #     stage 1, last    rank 2  <-- tp -->  rank 3          rank 6  <-- tp -->  rank 7
 #
 #           divides                   what the ranks exchange                         parallelism/
-#     tp    each matrix               activations, in four all-reduces per block      tensor.py
+#     tp    each matrix               activations: 4 all-reduces a block, 2 backward  tensor.py
 #     pp    the layers, in stages     activations, and their gradients                pipeline.py
 #     dp    the rows of the batch     gradients: 0 with 4, 1 with 5, 2 with 6 ...     zero.py
 #     cp    the positions of a row    keys and values; gradients, as in dp            context.py
 #
 # Ranks at the same place in different replicas hold the same parameters. With --zero 0 each of them
-# updates all of these; with 1 to 3 it updates one shard and sends it to the others.
+# updates all of them; with 1 to 3 it updates one shard and sends it to the others.
 
 
 @dataclass
 class StepStats:
-    """The statistics of a step. All but local_loss are equal on every rank."""
+    """The statistics of a step. Every rank has the same, except for local_loss."""
     loss: float                 # mean over the learnt targets of the global batch, in nats
     activation_norm: float      # mean over the tokens of the norm of the final hidden state
     grad_norm: float            # of the whole model, unscaled, before clipping
-    skipped: str                # why all ranks skip the update, such as NOT_FINITE; "" if none
+    skipped: str                # the reason to skip the update, such as NOT_FINITE; "": do it
     loss_scale: float           # the loss scale used in this step
     local_loss: torch.Tensor    # this rank's summed loss; shows where an inf or NaN first appeared
 
@@ -147,27 +155,25 @@ class Run:
     """A training run on this rank.
 
     step                the step in progress, from 1
-    finished_step       the last one whose update is done
+    finished_step       the last step whose update is complete
     saved_step          the step of the last checkpoint written or restored, or None
     optimizer_steps     updates so far, without skipped steps
-    batches             data.Batches: where the run is in its data
+    batches             data.Batches: the run's position in the data
     prefetched          the batch of the next step, once it is loaded
     model               this rank's part of the model
     flat                zero.FlatParameters: the buffers that hold its parameters, their gradients
                         and AdamW's state
-    scaler              the loss scale
+    scaler              amp.LossScaler, which adjusts the loss scale
     writer              checkpoint.Writer
-    watch               watch.Watch: the detector of divergence, the noise scale, the log
-    stop                signals.StopSignal while it trains, otherwise None
-
-    all_ranks(f) returns f(); an error on one rank, such as a full disk, is raised on every rank.
+    watch               watch.Watch: detects divergence, measures the noise scale, writes the log
+    stop                signals.StopSignal while the run trains, otherwise None
     """
 
     def __init__(self, config: Config, model_config: GPTConfig, grid: Grid, device: torch.device,
                  train_data: TokenDataset, val_data: TokenDataset, state: dict | None,
                  identity: dict | None = None):
-        """`state` is a loaded checkpoint; None: begin before step 1. `identity` is the run's id and
-        origin (directory.new_run); None: a new id, with weights from the seed."""
+        """`state` is a loaded checkpoint, or None for a run that begins with step 1. `identity` is
+        the run's id and origin (directory.new_run); None: a new id, with weights from the seed."""
         self.config, self.model_config = config, model_config
         self.grid, self.device = grid, device
         self.train_data, self.val_data = train_data, val_data
@@ -175,52 +181,59 @@ class Run:
         self.watch = Watch(self)
         self.stop = None
         dtype, master_dtype = PRECISIONS[config.dtype]
+        # This rank's part of the model: its stage's layers, and its slice of each matrix. Then the
+        # flat buffers that hold its parameters, and the hooks that sum their gradients.
         self.model, self.flat = build_rank(model_config, grid, config, (dtype, master_dtype),
                                            device)
         self.writer = checkpoint.Writer(Path(config.out), config.keep, model_config, self.flat,
                                         config.timeout)
+        # An empty tensor, of the shape and dtype that one stage sends to the next.
         self.activation_like = like_activations(config, model_config, grid, dtype, device)
-        run_state.restore(self, state)      # sets the weights, and the steps, batches and scaler
+        run_state.restore(self, state)      # sets the weights, the steps, batches and scaler
 
     # ---- The loop ---------------------------------------------------------------------------
 
-    def train(self, stop: StopSignal) -> None:
-        """Train up to --steps. A signal ends the process at once, except in a block of `stop.held`
-        (runtime/signals.py), in which a step is finished. So what it saves is the state after a
-        finished step."""
-        config, watch = self.config, self.watch
+    def train(self) -> None:
+        """Train until step --steps. A signal ends the process at once; within a block of
+        `stop.held` (runtime/signals.py) it waits for the end of the block. So a checkpoint always
+        has the state after a complete step."""
         self.model.train()
-        while self.step <= config.steps:
-            watch.before_step()     # skips the data that --skip-steps or a rollback excludes
+        while self.step <= self.config.steps:
+            self.watch.before_step()    # skips the data that --skip-steps or a rollback excludes
             batch = self.next_batch()
-            lr = learning_rate(config, self.step) * watch.lr_factor     # < 1 after a rollback
-            stats = self.compute_gradients(batch)
-            with stop.held():
-                self.update(stats, lr)
-                row = watch.after_step(batch, stats, lr)
-            if row is None:         # diverged: an older checkpoint is restored, and self.step
-                continue
-            last = self.step == config.steps
-            if last or self.is_due(config.eval_every):
-                console.announce_evaluation(self)
-                row.update(evaluation.evaluate(self))
-            saving = last or self.is_due(config.save_every)
-            difference = watch.before_save(saving)      # do the ranks' copies of the state agree?
-            with stop.held():
-                watch.log.write_row(self, row)          # to metrics.jsonl
-                if difference is not None:
-                    watch.go_back(difference)
-                elif saving:
-                    run_state.save(self)
-            self.step = self.finished_step + 1      # after go_back, an older checkpoint's
-        with stop.held():
-            self.finish(stop)
+            lr = learning_rate(self.config, self.step) * self.watch.lr_factor   # < 1: rolled back
+            stats = self.compute_gradients(batch)                               # 1 to 3
+            with self.stop.held():
+                self.update(stats, lr)                                          # 4
+                row = self.watch.after_step(batch, stats, lr)       # of metrics.jsonl
+            if row is not None:         # else it diverged: an older checkpoint has been restored
+                self.evaluate_and_save(row)
+            self.step = self.finished_step + 1
+        with self.stop.held():
+            self.finish()
 
-    def finish(self, stop: StopSignal) -> None:
+    def evaluate_and_save(self, row: dict) -> None:
+        """Evaluate and save if the step is the last one, or one of every --eval-every and
+        --save-every. `row` is the step's row of metrics.jsonl."""
+        last = self.step == self.config.steps
+        if last or self.is_due(self.config.eval_every):
+            console.announce_evaluation(self)
+            row.update(evaluation.evaluate(self))
+        saving = last or self.is_due(self.config.save_every)
+        difference = self.watch.before_save(saving)     # between copies that should be equal
+        with self.stop.held():
+            self.watch.log.write_row(self, row)
+            if difference is not None:
+                self.watch.go_back(difference)          # to an older checkpoint
+            elif saving:
+                run_state.save(self)
+
+    def finish(self) -> None:
         self.flat.wait_params()     # other ranks may still be receiving this rank's shard
-        all_ranks(lambda: self.writer.wait(required=True))      # the last checkpoint is complete
-        stop.close()
-        self.sum_across_ranks({})   # has one of them received a signal?
+        # The last checkpoint is complete. (all_ranks raises one rank's error on every rank.)
+        all_ranks(lambda: self.writer.wait(required=True))
+        self.stop.close()
+        self.sum_across_ranks({})   # the last chance to hear that another rank has a signal
         console.report_end(self)
 
     def is_due(self, every: int) -> bool:
@@ -230,27 +243,28 @@ class Run:
 
     def compute_gradients(self, batch: Batch) -> StepStats:
         """Forward and backward, and the sums over the ranks. It changes nothing that a checkpoint
-        holds."""
+        saves."""
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
         tokens_in_batch = batch.size * self.model_config.seq_len        # of all ranks
         learnt = self.train_data.count_learnt(batch.window_ids)         # targets that have a loss
 
-        # 1. Forward and backward. The model returns the sum of the losses of the microbatch's
-        #    tokens. loss * loss_factor is its share of the mean loss of the batch, times the loss
-        #    scale. Backward adds to the gradients in `flat`.
+        # 1. Forward and backward. The model returns the sum of a microbatch's losses. Times
+        #    loss_factor it is the microbatch's share of the mean loss of the batch, times the loss
+        #    scale. So the gradients of all microbatches and ranks add up to that of the mean loss.
         loss_factor = self.scaler.scale / learnt
-        flat.zero_grad(self.scaler.scale, tokens_in_batch, learnt)
+        flat.zero_grad(self.scaler.scale, tokens_in_batch, learnt)      # --exact needs the counts
         if grid.is_last:
-            # The head computes the gradients of loss * loss_factor in forward; the backward below
-            # returns these, and does not multiply again.
+            # The head computes its gradients in forward, those of loss * loss_factor. Its backward
+            # returns them as they are: nothing is multiplied twice.
             model.head.set_loss_factor(loss_factor)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
             for m, (inputs, targets, dropout_seed, positions) in enumerate(microbatches):
-                # Hooks start the all-reduces of the gradients: during the last backward, with ZeRO
-                # 2 and 3 during every backward.
-                flat.prepare_grad_sync(model, last=m == len(microbatches) - 1)
+                # Hooks start the all-reduce of each gradient in backward: only in that of the last
+                # microbatch, or with ZeRO 2 and 3 in every one.
+                is_last = m == len(microbatches) - 1
+                flat.prepare_grad_sync(model, is_last)
                 loss = model(inputs, targets, dropout_seed, positions=positions)
                 (loss * loss_factor).backward()
                 loss_sum += loss.detach()
@@ -258,12 +272,12 @@ class Run:
         else:       # a pipeline: the same in the order of a schedule; stages exchange messages
             schedule = make_schedule(config.pp_schedule, grid, len(microbatches))
             loss_sum = run_schedule(schedule, model, grid, microbatches, self.activation_like, flat)
-        if self.step < config.steps:    # while a GPU computes; step_stats waits for it
+        self.watch.after_backward()
+        if self.step < config.steps:    # a GPU is still computing: step_stats waits for it
             self.prefetched = self.load_batch(self.step + 1)
 
         # 2. Wait for the all-reduces of the gradients over the replicas. (With ZeRO they are
         #    reduce-scatters: this rank gets the sum of its shard.)
-        self.watch.after_backward()
         flat.finish_grad_sync()
 
         # 3. Sum the loss and the squared norm over all ranks, so that all make the same decision.
@@ -325,7 +339,7 @@ class Run:
 
     def next_batch(self) -> Batch:
         """The batch of this step. It is usually loaded during the step before, and loaded again if
-        sequences have been excluded since."""
+        windows have been left out since."""
         batch = self.prefetched
         if batch is None or (batch.step, batch.start) != (self.step, self.batches.consumed):
             batch = self.load_batch(self.step)
@@ -345,7 +359,7 @@ class Run:
         return split_microbatches(window_ids, self.config.micro_batch, grid.dp_rank, grid.dp)
 
     def load_batch(self, step: int) -> Batch:
-        """The next batch in the data, for step `step`."""
+        """Load the next batch of the data; `step` seeds its dropout."""
         window_ids = self.batches.next_window_ids()
         microbatches = self.load_microbatches(self.train_data, window_ids, step)
         return Batch(step, self.batches.consumed, window_ids, microbatches)
@@ -371,10 +385,10 @@ class Run:
 
     def dropout_seed(self, step: int, microbatch: int) -> int:
         """Ranks with the same activations must draw the same dropout masks; ranks with different
-        rows or positions must not. Those of a cp group, and with sequence parallelism those of a tp
-        group, have different positions."""
+        rows or positions must not. The ranks of a cp group have different positions, and with
+        sequence parallelism those of a tp group do."""
         grid = self.grid
-        number = microbatch * grid.dp + grid.dp_rank        # of the microbatch in the batch
+        number = microbatch * grid.dp + grid.dp_rank        # of the microbatch, in the whole batch
         key = [self.config.seed, step, number]
         if grid.cp > 1:
             key.append(grid.cp_rank)
@@ -386,14 +400,14 @@ class Run:
 # ---- Start ----------------------------------------------------------------------------------
 
 def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> None:
-    """Build this rank's run, and train or evaluate. `stack` has what to do when the process
-    ends."""
+    """Build this rank's run, and train or evaluate. `stack` collects what must be closed when the
+    process ends."""
     config, model_config, begin = startup.prepare(given, job, device, stack)
     state = startup.load_start(begin, given)        # a checkpoint, None for a new run
     train_data, val_data = startup.open_data(config, model_config, state, job)
     dp = job.world // (config.pp * config.cp * config.tp)
-    grid = Grid(dp, config.pp, config.tp, job.rank, config.sequence_parallel, config.pp_chunks,
-                config.cp)
+    grid = Grid(dp, config.pp, config.tp, job.rank, cp=config.cp, chunks=config.pp_chunks,
+                sequence_parallel=config.sequence_parallel)
     stack.enter_context(checks.advice_on_memory(config, grid))
     make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
@@ -406,8 +420,8 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
             console.print_finished(run, begin)
         else:
             startup.begin_training(run, state, begin, given, learning_rate, stack)
-            with StopSignal(run) as stop:
-                run.train(stop)
+            with StopSignal(run):
+                run.train()
     except PeerError as error:
         raise PeerError(f"stage {grid.stage}, step {run.step}: {error}") from error
 

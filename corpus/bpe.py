@@ -1,4 +1,4 @@
-"""Byte-pair encoding of one's own text: the most frequent pair of neighbours becomes a token, again
+"""Byte-pair encoding of one's own text: the most frequent pair of neighbors becomes a token, again
 and again (Sennrich et al. 2016; on bytes: Radford et al. 2019).
 
     l o w   l o w e r   n e w e r        "e r" is here twice, as is "l o" before: the lowest ids win
@@ -68,7 +68,7 @@ def train_bpe(texts, n_tokens: int) -> list[bytes]:
 
 def merge(word: list[int], pair: tuple[int, int], new: int):
     """Replace each occurrence of the pair in a word by the token `new`, in place. Yields (pair, -1)
-    for the neighbouring pairs that go, and (pair, 1) for those that come."""
+    for the neighboring pairs that go, and (pair, 1) for those that come."""
     i = 0
     while i < len(word) - 1:
         if (word[i], word[i + 1]) == pair:

@@ -8,7 +8,7 @@ Text is cut into windows wherever one ends. Conversations are packed, whole ones
 
 Each conversation is in one window, from its first token on, so that no answer loses its question.
 Positions begin again with each, and a token attends to its own conversation alone
-(model.mask_of_packed): the loss of a conversation does not depend on its neighbours.
+(model.mask_of_packed): the loss of a conversation does not depend on its neighbors.
 
 A target is learnt if it has a loss: of text all, of conversations the answers' tokens.
 """

@@ -43,9 +43,9 @@ class Grid(parallel.Grid):
     exact       exact_sums.ExactSums, with --exact
     """
 
-    def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, sequence_parallel: bool = False,
-                 chunks: int = 1, cp: int = 1):
-        super().__init__(dp, pp, tp, rank, sequence_parallel, cp)
+    def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, *, cp: int = 1, chunks: int = 1,
+                 sequence_parallel: bool = False):
+        super().__init__(dp, pp, tp, rank, cp=cp, sequence_parallel=sequence_parallel)
         self.chunks = chunks
         self.hosts = ["this machine"] * self.world
         self.exact = None

@@ -83,7 +83,7 @@ class DivergenceMonitor:
                                     for name, value in vars(self).items()})
 
     def deviation(self) -> float:
-        """Standard deviation of the losses. It is estimated from neighbours, so that a falling loss
+        """Standard deviation of the losses. It is estimated from neighbors, so that a falling loss
         does not count as noise: the median of their distances times 1.4826 / sqrt(2), which is
         sigma if the noise is normal; at least 1% of the median loss, and `least_deviation`."""
         distance = statistics.median(abs(a - b) for a, b in zip(self.losses, self.losses[1:]))

@@ -261,7 +261,8 @@ def on_ranks(body):
 def gridded(rank, world, tp, pp, sequence_parallel=False, chunks=1, cp=1):
     """This rank's grid, whose process groups end with the block: the gradient hooks of its
     parameters keep it alive for ever, and each group is two threads."""
-    grid = Grid(world // (tp * pp * cp), pp, tp, rank, sequence_parallel, chunks, cp)
+    grid = Grid(world // (tp * pp * cp), pp, tp, rank, cp=cp, chunks=chunks,
+                sequence_parallel=sequence_parallel)
     make_groups(grid)
     try:
         yield grid
@@ -391,7 +392,7 @@ def nothing(run):
     return None
 
 
-NO_SIGNAL = SimpleNamespace(held=nullcontext, close=lambda: None)       # a signals.StopSignal
+NO_SIGNAL = SimpleNamespace(held=nullcontext, close=lambda: None, since=None)   # as StopSignal
 
 
 def without_saves(run):
@@ -413,7 +414,8 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
         prepare(run)
         rows = Rows(run, look)
         run.watch.log = console.RunLog(rows)
-        run.train(NO_SIGNAL)
+        run.stop = NO_SIGNAL
+        run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
     return rows.steps, rows.seen, whole
 
@@ -443,7 +445,8 @@ def losses_of_plain_program(rank, world, tp, pp, folder, steps, cp=1, sequence_p
                             **options):
     """The losses that parallel.py prints on rank 0."""
     train_data = data.TokenDataset(folder, "train", seq_len=128)
-    grid = parallel.Grid(world // (tp * pp * cp), pp, tp, rank, sequence_parallel, cp)
+    grid = parallel.Grid(world // (tp * pp * cp), pp, tp, rank, cp=cp,
+                         sequence_parallel=sequence_parallel)
     parallel.make_groups(grid)
     try:
         with redirect_stdout(io.StringIO()) as text:

@@ -565,7 +565,7 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, reversals, run_t
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_the_loss_of_a_conversation_does_not_depend_on_its_neighbours(reversals, family):
+def test_the_loss_of_a_conversation_does_not_depend_on_its_neighbors(reversals, family):
     """The summed loss of packed windows is that of their conversations, each alone."""
     cfg = replace(WORDS, seq_len=96)
     if family == "llama":

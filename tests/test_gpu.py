@@ -353,7 +353,8 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
         rows = Rows(run, lambda run: len(SECOND_LOG))
         run.watch.log = console.RunLog(rows)
-        run.train(NO_SIGNAL)
+        run.stop = NO_SIGNAL
+        run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
         full = collectives.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)

@@ -224,7 +224,7 @@ def test_an_export_is_one_file_or_shards_of_limited_size(tmp_path, capsys):
             listed |= dict.fromkeys(tensors.keys(), file.name)
         assert sum(nbytes) <= 20_000 or len(nbytes) == 1
         sizes.append(sum(nbytes))
-    # The table of tokens is larger than the limit; no two neighbours fit one file.
+    # The table of tokens is larger than the limit; no two neighbors fit one file.
     assert max(sizes) == 257 * 32 * 4 and all(a + b > 20_000 for a, b in zip(sizes, sizes[1:]))
     index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
     assert index["weight_map"] == listed and len(set(listed.values())) == len(sizes)

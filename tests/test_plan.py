@@ -89,7 +89,8 @@ def a_step_of_a_run(rank, world, config, cfg):
     with products in its type"""
     sent, forwards = {}, []
     steps_are_made = []
-    stop = SimpleNamespace(held=nullcontext, close=lambda: steps_are_made.append(True))
+    stop = SimpleNamespace(held=nullcontext, close=lambda: steps_are_made.append(True),
+                           since=None)
     flops = FlopCounterMode(display=False, custom_mapping={
         torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]})
 
@@ -111,7 +112,8 @@ def a_step_of_a_run(rank, world, config, cfg):
         with flops, traffic(note), plain, mock.patch.object(cpu_kernels, "NO_PRODUCTS", []), \
                 mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
             run.watch.log = console.RunLog(Rows(run, nothing))
-            run.train(stop)
+            run.stop = stop
+            run.train()
     numel = sum(bucket.numel for bucket in run.flat.buckets)
     return numel, held, sent, sum(forwards), flops.get_total_flops()
 
@@ -198,8 +200,8 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row, m
     double = 2 if config.dtype == "fp64" else 1
     ranks = pool.run(8, a_step_of_a_run, config, cfg)
     for rank, (numel, held, sent, *_) in enumerate(ranks):
-        grid = Grid(8 // (tp * pp * cp), pp, tp, rank, config.sequence_parallel, config.pp_chunks,
-                    cp)
+        grid = Grid(8 // (tp * pp * cp), pp, tp, rank, cp=cp, chunks=config.pp_chunks,
+                    sequence_parallel=config.sequence_parallel)
         stage = Stage(cfg, config, grid)
         sizes = memory_bytes(stage, on_gpu=False)
         assert held == sum(sizes[kind] for kind in KEPT)
@@ -472,7 +474,7 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
         cfg = replace(cfg, activation=activation)
     for rank in range(tp * pp * cp):
         kept = {}
-        grid = Grid(1, pp, tp, rank, sequence_parallel, cp=cp)
+        grid = Grid(1, pp, tp, rank, sequence_parallel=sequence_parallel, cp=cp)
 
         def keep(x):
             kept[x.untyped_storage().data_ptr()] = x

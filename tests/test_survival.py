@@ -557,7 +557,8 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
             run.watch.log = console.RunLog(directory.Metrics(Path(config.out), rank))
-            run.train(SimpleNamespace(held=held, close=lambda: None))
+            run.stop = SimpleNamespace(held=held, close=lambda: None, since=None)
+            run.train()
             assert all(bucket.unsharding is None for bucket in run.flat.buckets)
         run.writer.wait()
 

@@ -58,7 +58,8 @@ def peak_memory(config, cfg, store, rank):
         run.writer.submit = lambda facts: None
         run.watch.log = console.RunLog(mock.Mock())
         with mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
-            run.train(mock.Mock(held=nullcontext))
+            run.stop = mock.Mock(held=nullcontext, since=None)
+            run.train()
     # Libraries allocate at their first use.
     step(GPTConfig(vocab_size=257, seq_len=16, n_layer=config.pp * config.pp_chunks, n_head=8,
                    n_embd=32))
