@@ -5,7 +5,7 @@ order, because each part needs the one before:
 
     1. Pipeline and tensor parallelism decide which parameters this rank has, and their shapes.
     2. Data parallelism and ZeRO move these parameters into flat buffers.
-    3. With context parallelism backward computes attention again, unless 5 does.
+    3. With context parallelism backward computes attention again, unless step 5 does.
     4. A block is compiled without anything of 5 and 6, which must run as written.
     5. Recomputation runs the compiled block again in backward.
     6. ZeRO gathers a block's parameters before its forward, or its recomputation, begins.

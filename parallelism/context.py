@@ -1,4 +1,4 @@
-"""Context parallelism (Llama 3, Grattafiori et al. 2024, section 3.3.2), as a run uses it.
+"""Context parallelism (Llama 3, Grattafiori et al. 2024, section 3.3.2), as train.py runs it.
 
 The ranks of a cp group share every sequence: each holds the activations of T / cp positions. Only
 attention reads other positions, so only attention communicates. Later positions attend to more

@@ -1,5 +1,4 @@
-"""What PyTorch's own kernels compute slowly or roughly on a CPU, and this project therefore
-computes in another way.
+"""Replacements for PyTorch's kernels that are slow or inaccurate on a CPU.
 
     where                               PyTorch's kernel                   here
     products in 16 bits, on a CPU       4 to 27 times the time of fp32     upcast_for_matmul

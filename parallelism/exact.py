@@ -6,30 +6,31 @@ same bits. The argument, for each operation whose inputs have the same bits:
 
     sums       whose order depends on the layout are exact sums, so their order does not matter
                (exact_sums.py)
-    products   are computed in blocks of the parameters, one by one; tp only decides which rank
-               computes a block. So a product has the same shape, strides and alignment everywhere
+    products   are computed in strips of a layer's columns (or rows), one by one; tp only decides
+               which rank computes a strip. So a product has the same shape, strides and alignment
+               everywhere
     the rest   is elementwise (a + b = b + a), or computes each row by itself
 
 The assumption: a library computes a product in the same way where shape, strides and alignment are
 the same, and a row of LayerNorm however many rows there are. Random layouts test it.
 
-    x -f-+- block 0: qkv -> attention -> proj -+
-         +- block 1: qkv -> attention -> proj -+        with tp 2, rank 0 computes blocks 0 and 1,
-         +- block 2: qkv -> attention -> proj -+-g-> y  and rank 1 blocks 2 and 3
-         +- block 3: qkv -> attention -> proj -+        f, g: exact sums over blocks and ranks
+    x -f-+- strip 0: qkv -> attention -> proj -+
+         +- strip 1: qkv -> attention -> proj -+        with tp 2, rank 0 computes strips 0 and 1,
+         +- strip 2: qkv -> attention -> proj -+-g-> y  and rank 1 strips 2 and 3
+         +- strip 3: qkv -> attention -> proj -+        f, g: exact sums over strips and ranks
 
     operation                     its sums are over                              exact in
     embeddings                    backward: positions, sequences                 ExactLookup
     LayerNorm, bias after g       backward: positions                            Affine
-    qkv and proj, up and down     forward (g) and backward (f): blocks           sum_blocks
-        their biases              backward: positions                            BlockProduct
-    logits and loss               blocks of the vocabulary, positions            ExactCrossEntropy
+    qkv and proj, up and down     forward (g) and backward (f): strips           sum_strips
+        their biases              backward: positions                            StripProduct
+    logits and loss               strips of the vocabulary, positions            ExactCrossEntropy
     gradients of parameters       microbatches, replicas, both ends of a         ExactParameters
                                   pipeline; the squares for the norm
 
-Dropout draws a mask for each block; AdamW's slices end at multiples of 32 (zero.adamw_update). It
-costs float64 gradients, copies of the weights, one block at a time, and on a CPU all threads but
-one. (Under ZB-H1, B computes all gradients here, W none: nothing is gained by it.)
+Dropout draws a mask for each strip; AdamW's slices end at multiples of 32 (zero.adamw_update). It
+costs float64 gradients, copies of the weights, one strip at a time, and on a CPU all threads but
+one. (Here B computes all gradients and W none, so ZB-H1 gains nothing.)
 """
 import math
 from functools import partial
@@ -48,13 +49,13 @@ from parallelism.tensor import (TensorParallel, VocabParallelCrossEntropy, Vocab
                                 VocabParallelHead, chunk_size, matmul)
 from parallelism.zero import FlatParameters, adamw_update
 
-MOST_BLOCKS = 8         # tp must divide it
+MOST_STRIPS = 8         # tp must divide it
 
 
 # ---- Attention and MLP ----------------------------------------------------------------------
 
-class CopyToBlocks(torch.autograd.Function):
-    """f: x for each of this rank's blocks. Backward sums the gradients of all blocks."""
+class CopyToStrips(torch.autograd.Function):
+    """f: x for each of this rank's strips. Backward sums the gradients of all strips."""
 
     @staticmethod
     def forward(ctx, x, count, grid):
@@ -64,17 +65,17 @@ class CopyToBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dxs):
-        return sum_blocks(dxs, ctx.grid.exact.activation_gradient, ctx.grid), None, None
+        return sum_strips(dxs, ctx.grid.exact.activation_gradient, ctx.grid), None, None
 
 
-class SumOfBlocks(torch.autograd.Function):
-    """g: the sum of the y of all blocks."""
+class SumOfStrips(torch.autograd.Function):
+    """g: the sum of the y of all strips."""
 
     @staticmethod
     def forward(ctx, grid, *ys):
         ctx.grid = grid
         ctx.count = len(ys)
-        return sum_blocks(ys, ExactSums.ACTIVATION, grid)
+        return sum_strips(ys, ExactSums.ACTIVATION, grid)
 
     @staticmethod
     def backward(ctx, dy):
@@ -82,15 +83,15 @@ class SumOfBlocks(torch.autograd.Function):
         return (None, *(dy for _ in range(ctx.count)))
 
 
-def sum_blocks(terms, unit: float, grid) -> torch.Tensor:
+def sum_strips(terms, unit: float, grid) -> torch.Tensor:
     """The sum of this rank's terms (B, T, C) and those of the other tensor-parallel ranks."""
     total = torch.zeros_like(terms[0], dtype=torch.float64)
     for term in terms:
-        grid.exact.add(total, term, unit, grid.exact.blocks)
+        grid.exact.add(total, term, unit, grid.exact.strips)
     return sum_over_ranks(by_ranks(total, grid), grid).wait().to(terms[0].dtype)
 
 
-class BlockProduct(torch.autograd.Function):
+class StripProduct(torch.autograd.Function):
     """x W^T + b. W is a view, (1 or 3, w, in) or (out, 1, w), and is copied for each product: a
     kernel may also depend on strides and alignment."""
 
@@ -118,51 +119,51 @@ def copy_matrix(weight: torch.Tensor) -> torch.Tensor:
     return weight.flatten(0, -2).clone(memory_format=torch.contiguous_format)
 
 
-class BlockLinear(nn.Module):
-    """A Linear with the weight and bias of one block, views of this rank's part."""
+class StripLinear(nn.Module):
+    """A Linear with the weight and bias of one strip, views of this rank's part."""
 
     def __init__(self, exact: ExactSums):
         super().__init__()
         self.exact = exact
 
     def forward(self, x):
-        return BlockProduct.apply(x, self.weight, self.bias, self.exact)
+        return StripProduct.apply(x, self.weight, self.bias, self.exact)
 
 
-def cut_in_blocks(layer: TensorParallel, count: int) -> list[tuple]:
-    """[(weight, bias)] of the blocks of this rank's part of a layer. (All at once, because autograd
+def cut_in_strips(layer: TensorParallel, count: int) -> list[tuple]:
+    """[(weight, bias)] of the strips of this rank's part of a layer. (All at once, because autograd
     then joins their gradients. Of single slices it would pad each with zeros, and add.)"""
-    blocks = {"bias": [None] * count}
+    strips = {"bias": [None] * count}
     for name, dim in layer.partition_dim.items():
         if getattr(layer, name) is not None:
-            stacked = getattr(layer, name).unflatten(dim, (layer.stride, count, -1))
-            blocks[name] = stacked.unbind(dim + 1)
-    return list(zip(blocks["weight"], blocks["bias"]))
+            matrices = getattr(layer, name).unflatten(dim, (layer.stacked, count, -1))
+            strips[name] = matrices.unbind(dim + 1)
+    return list(zip(strips["weight"], strips["bias"]))
 
 
-class InBlocks:
-    """The forward of attention or an MLP, `part`, in blocks. `narrow` is model.py's own module,
-    which runs with the weights of one block after another; `names`: its two Linear modules."""
+class InStrips:
+    """The forward of attention or an MLP, `part`, in strips. `narrow` is model.py's own module,
+    which runs with the weights of one strip after another; `names`: its two Linear modules."""
 
     def __init__(self, part: nn.Module, narrow: nn.Module, names: tuple, grid):
         self.part, self.narrow, self.names, self.grid = part, narrow, names, grid
         for name in names:
-            setattr(narrow, name, BlockLinear(grid.exact))
+            setattr(narrow, name, StripLinear(grid.exact))
 
     def __call__(self, x, *args):
-        count = self.grid.exact.blocks // self.grid.tp
+        count = self.grid.exact.strips // self.grid.tp
         layers = {name: getattr(self.part, name) for name in self.names}
-        blocks = {name: cut_in_blocks(layer, count) for name, layer in layers.items()}
+        strips = {name: cut_in_strips(layer, count) for name, layer in layers.items()}
         self.narrow.train(self.part.training)
         ys = []
-        for number, x_of_block in enumerate(CopyToBlocks.apply(x, count, self.grid)):
+        for number, x_of_strip in enumerate(CopyToStrips.apply(x, count, self.grid)):
             for name in self.names:
                 narrow = getattr(self.narrow, name)
-                narrow.weight, narrow.bias = blocks[name][number]
-            if hasattr(self.narrow, "core_attention"):      # each block has a dropout mask
+                narrow.weight, narrow.bias = strips[name][number]
+            if hasattr(self.narrow, "core_attention"):      # each strip has a dropout mask
                 self.narrow.core_attention.part = self.grid.tp_rank * count + number
-            ys.append(self.narrow(x_of_block, *args))
-        y = SumOfBlocks.apply(self.grid, *ys)
+            ys.append(self.narrow(x_of_strip, *args))
+        y = SumOfStrips.apply(self.grid, *ys)
         bias = layers[self.names[1]].bias
         return y if bias is None else Affine.apply(y, None, bias, self.grid.exact)
 
@@ -184,8 +185,8 @@ class Affine(torch.autograd.Function):
     def backward(ctx, dy):
         unit = ctx.exact.gradient
         rows = 1                            # for each position
-        if dy.dim() == 4:                   # a norm of heads: (B, heads of a block, T, D)
-            rows = dy.shape[1] * ctx.exact.blocks
+        if dy.dim() == 4:                   # a norm of heads: (B, heads of a strip, T, D)
+            rows = dy.shape[1] * ctx.exact.strips
         if ctx.bias is not None:
             ctx.exact.add_rows(ctx.bias.main_grad(), dy, unit)
         if ctx.weight is None:
@@ -247,7 +248,7 @@ def add_positions(embed: nn.Module, grid, x: torch.Tensor, dropout_seed, start: 
 
 
 class ExactCrossEntropy(VocabParallelCrossEntropy):
-    """The loss of tensor.VocabParallelCrossEntropy, with logits in blocks, and its gradients."""
+    """The loss of tensor.VocabParallelCrossEntropy, with logits in strips, and its gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, grid, loss_factor, vocab_size):
@@ -255,30 +256,30 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
         x = by_sequences(gather_positions(x, grid).wait(), grid)
         shape = x.shape
         x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
-        # Each (w, C), and aligned: w is a multiple of 16, C of the number of blocks.
-        weights = weight.chunk(exact.blocks // grid.tp)
+        # Each (w, C), and aligned: w is a multiple of 16, C of the number of strips.
+        weights = weight.chunk(exact.strips // grid.tp)
         first = grid.tp_rank * len(weight)
         dx = torch.zeros_like(x, dtype=torch.float64)
         loss = torch.zeros(1, dtype=torch.float64, device=x.device)
         size = chunk_size(len(x), len(weight) * grid.tp, x.device.type)     # the same for every tp
         for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
-            logits = [wide_logits(x_i, block, vocab_size - first - i * len(block))
-                      for i, block in enumerate(weights)]                   # each (n, w)
-            targets_of_blocks = [(targets_i - first - i * len(block)).unsqueeze(1)
-                                 for i, block in enumerate(weights)]        # each (n, 1)
-            losses, total = exact_losses(logits, targets_of_blocks, grid)   # (n, 1); new logits
+            logits = [wide_logits(x_i, strip, vocab_size - first - i * len(strip))
+                      for i, strip in enumerate(weights)]                   # each (n, w)
+            targets_of_strips = [(targets_i - first - i * len(strip)).unsqueeze(1)
+                                 for i, strip in enumerate(weights)]        # each (n, 1)
+            losses, total = exact_losses(logits, targets_of_strips, grid)   # (n, 1); new logits
             counted = (targets_i != IGNORE_INDEX).unsqueeze(1)
             exact.add_rows(loss, losses.where(counted, 0), exact.LOSS)
             if loss_factor is None:
                 continue
             weight_of_row = counted.to(total.dtype) * loss_factor           # (n, 1)
             dws = weight.main_grad().chunk(len(weights))
-            for p, block, dw, columns in zip(logits, weights, dws, targets_of_blocks):
+            for p, strip, dw, columns in zip(logits, weights, dws, targets_of_strips):
                 p.mul_((weight_of_row / total).to(p.dtype))
                 columns, is_local = local_columns(columns, p)
                 p.scatter_add_(1, columns, -(weight_of_row * is_local).to(p.dtype))
                 dz = p.to(x.dtype)
-                exact.add(dx_i, matmul(dz, block), exact.activation_gradient, exact.blocks)
+                exact.add(dx_i, matmul(dz, strip), exact.activation_gradient, exact.strips)
                 exact.add(dw, matmul(dz.t(), x_i), exact.embedding_gradient, exact.terms(len(x_i)))
         if loss_factor is not None:
             dx = by_ranks(dx.view(shape), grid)
@@ -296,14 +297,14 @@ def wide_logits(x: torch.Tensor, weight: torch.Tensor, tokens: int) -> torch.Ten
 
 
 def local_columns(columns: torch.Tensor, logits: torch.Tensor) -> tuple:
-    """(the columns (n, 1) that a block has, 0 for the others; whether it has them)."""
+    """(the columns (n, 1) that a strip has, 0 for the others; whether it has them)."""
     is_local = (columns >= 0) & (columns < logits.shape[1])
     return columns.where(is_local, 0), is_local
 
 
 def exact_losses(logits: list, targets: list, grid) -> tuple:
     """The losses of n positions, and the sum of exp(z - largest) over the vocabulary, (n, 1) each
-    in float64. The logits z (n, w) of each block become exp(z - largest)."""
+    in float64. The logits z (n, w) of each strip become exp(z - largest)."""
     largest = torch.stack([z.amax(1, keepdim=True) for z in logits]).amax(0)
     largest = all_reduce(largest, grid.groups["tp"], dist.ReduceOp.MAX).wait()
     sums = torch.zeros(2, *largest.shape, dtype=torch.float64, device=largest.device)
@@ -311,8 +312,8 @@ def exact_losses(logits: list, targets: list, grid) -> tuple:
     for z, columns in zip(logits, targets):
         z.sub_(largest)
         columns, is_local = local_columns(columns, z)
-        target += z.gather(1, columns).where(is_local, 0)       # one block has it
-        grid.exact.add(total, z.exp_().sum(1, keepdim=True), ExactSums.SOFTMAX, grid.exact.blocks)
+        target += z.gather(1, columns).where(is_local, 0)       # one strip has it
+        grid.exact.add(total, z.exp_().sum(1, keepdim=True), ExactSums.SOFTMAX, grid.exact.strips)
     total, target = all_reduce(sums, grid.groups["tp"]).wait()
     return total.log() - target, total
 
@@ -378,8 +379,8 @@ def new_sums(model_config: GPTConfig, config, device: torch.device) -> ExactSums
     if device.type == "cpu":
         torch.set_num_threads(1)
     positions = config.micro_batch * model_config.seq_len
-    blocks = math.gcd(MOST_BLOCKS, model_config.n_kv_head, model_config.hidden)
-    return ExactSums(blocks, positions, device)
+    strips = math.gcd(MOST_STRIPS, model_config.n_kv_head, model_config.hidden)
+    return ExactSums(strips, positions, device)
 
 
 def make_exact(model: GPT, model_config: GPTConfig, grid) -> None:
@@ -388,11 +389,11 @@ def make_exact(model: GPT, model_config: GPTConfig, grid) -> None:
         with torch.device("meta"):
             narrow = type(block)(model_config, int(name))
         use_kernels(narrow)
-        for norm in ("q_norm", "k_norm"):           # all blocks share it
+        for norm in ("q_norm", "k_norm"):           # all strips share it
             if hasattr(block.attn, norm):
                 setattr(narrow.attn, norm, getattr(block.attn, norm))
-        block.attn.forward = InBlocks(block.attn, narrow.attn, ("qkv", "proj"), grid)
-        block.mlp.forward = InBlocks(block.mlp, narrow.mlp, ("up", "down"), grid)
+        block.attn.forward = InStrips(block.attn, narrow.attn, ("qkv", "proj"), grid)
+        block.mlp.forward = InStrips(block.mlp, narrow.mlp, ("up", "down"), grid)
     for module in model.modules():
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             module.forward = partial(exact_norm, module, grid.exact)

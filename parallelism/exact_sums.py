@@ -1,4 +1,4 @@
-"""Exact sums: the same in every order. parallelism/exact.py (--exact) computes by them.
+"""Exact sums: the same in every order. parallelism/exact.py (--exact) uses them.
 
 Floating-point addition rounds, so a sum depends on its order, and the order on the layout: on
 microbatches, replicas, tensor-parallel ranks. Whole numbers add without rounding, in float64 up
@@ -13,7 +13,7 @@ The sum is the same in every order (Demmel and Nguyen 2013; Collange et al. 2015
 Each term changes by at most half a unit. The units (powers of two) and limits:
 
     terms                                   unit                    largest sum: 2^52 units
-    activations of blocks                   2^-32                   2^20
+    activations of strips                  2^-32                   2^20
     a token's gradients of these            2^-36 loss scale / N    2^16 loss scale / N
     gradients of parameters                 2^-40 loss scale        2^12 loss scale
       of embedding and head                 2^-36 loss scale        2^16 loss scale
@@ -29,7 +29,7 @@ million tokens must not vanish. (An embedding's gradients are the largest: they 
 LayerNorm, which divides by 0.03 at the start.) The largest sum is half of what float64 holds,
 because the token matrix has two sums, of the embedding and of the head, which are added.
 
-A larger term must not cost the exactness in silence. Of n terms each may be as large as the n-th
+A larger term must not silently make the sum inexact. Of n terms each may be as large as the n-th
 part of the largest sum, its share. `ExactSums` compares it with that, and an excess skips the
 step on all ranks, as an overflow does. (In 60 healthy steps of nano the largest term had 0.03 of
 its share.)
@@ -50,7 +50,7 @@ def plain_exact_sum(terms: list[float], unit: float) -> float:
 class ExactSums:
     """The exact sums of a step, in float64 tensors, and whether a term was too large.
 
-    blocks      attention, MLP and logits are computed in so many blocks (exact.py)
+    strips      attention, MLP and logits are computed in so many strips (exact.py)
     positions   of a microbatch
     excess      the largest |term| so far, relative to its limit; at 1 or more a sum may be inexact
     """
@@ -60,8 +60,8 @@ class ExactSums:
     LOSS = 2.0 ** -20
     NORM = 2.0 ** -10
 
-    def __init__(self, blocks: int, positions: int, device: torch.device):
-        self.blocks, self.positions = blocks, positions
+    def __init__(self, strips: int, positions: int, device: torch.device):
+        self.strips, self.positions = strips, positions
         self.scratch = torch.empty(0, device=device)
         self.set_units(1.0, 1)
 
@@ -94,7 +94,7 @@ class ExactSums:
 
     def add_rows(self, total: torch.Tensor, x: torch.Tensor, unit: float, rows: int = 1) -> None:
         """total (C,) += the sum of x (..., C), which has so many rows for each position, those of
-        other blocks and ranks included."""
+        other strips and ranks included."""
         units = self.in_units(x.flatten(0, -2), unit, rows * self.terms(1))
         total.add_(units.sum(0, dtype=total.dtype), alpha=unit)
 

@@ -10,8 +10,8 @@ parameter is a part; with ZeRO 3 its memory is freed between uses (to read it cr
 and a pipeline's first and last stage both have the tied matrix.
 
 Each number of a full tensor has one owner among the ranks. So every rank writes what it owns into
-zeros of the full shape, and an all-reduce adds them: x + 0 = x, without rounding. It is for a look:
-every rank needs memory for the full parameter, twice.
+zeros of the full shape, and an all-reduce adds them: x + 0 = x, without rounding. It is meant for
+inspection, not for every step: every rank needs memory for the full parameter, twice.
 """
 import difflib
 import math

@@ -1,6 +1,7 @@
-"""Pipeline parallelism (GPipe, Huang et al. 2019), as a run uses it: one executor for any schedule.
+"""Pipeline parallelism (GPipe, Huang et al. 2019), as train.py runs it: one executor for any
+schedule.
 
-It computes what `plain_pipeline` in parallel.py does, which has PP2 too. The differences:
+It computes the same as `plain_pipeline` in parallel.py, which already has PP2. The differences:
 
          difference                          gain                                  where
     PP1  an input arrives during an op       communication is hidden               run_turns
@@ -85,10 +86,10 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
     last_backward = {chunk: m for kind, m, chunk in schedule if kind == "B"}
     kept = {}                   # (microbatch, chunk) -> (input, output), from forward to backward
     chunks = model_chunks(model, grid)
-    put_off = []                # PP7: of each backward without its W, the factors of the products
+    postponed = []                # PP7: of each backward without its W, the factors of the products
     has_weight_ops = ("W", 0, 0) in schedule
     for module in model.modules():
-        module.put_off = put_off if has_weight_ops else None
+        module.postponed = postponed if has_weight_ops else None
 
     def forward(m, chunk, x):
         inputs, targets, dropout_seed, positions = batch[m]
@@ -108,13 +109,13 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
         else:       # dy is its gradient. (torch.autograd.backward(y, dy) imports a compiler, 0.5 s)
             scaled = (y * dy).sum()
         flat.prepare_grad_sync(chunks[chunk], m == last_backward[chunk])        # DP1
-        put_off.append([])
+        postponed.append([])
         scaled.backward()
         return x.grad
 
     @torch.no_grad()
     def weight_grads(m, chunk, _):
-        factors = put_off.pop(0)
+        factors = postponed.pop(0)
         while factors:                                  # each product frees its own
             module, dy, x = factors.pop(0)
             if len(x) < len(dy):                        # TP2: x has this rank's positions alone

@@ -1,6 +1,6 @@
-"""Tensor parallelism (Megatron-LM, Shoeybi et al. 2019, section 3), as a run uses it.
+"""Tensor parallelism (Megatron-LM, Shoeybi et al. 2019, section 3), as train.py runs it.
 
-It computes what the plain forms in parallel.py do, which have TP2 too. The differences:
+It computes the same as the plain forms in parallel.py, which already have TP2. The differences:
 
          difference                             gain                      where
     TP1  a rank never builds a whole parameter  memory / tp               ParamSpec.cut
@@ -37,7 +37,7 @@ class ParamSpec:
     shape: tuple                # of the full parameter, without padding
     padded_rows: int            # shape[0] with the padding
     partition_dim: int | None   # the dimension that is cut; None: every rank has all of it
-    stride: int                 # how many matrices are stacked in that dimension
+    stacked: int                # how many matrices are stacked in that dimension
     tp: int
     owners: list                # (module, attribute): two if embedding and head are on one stage
     is_tied_copy: bool          # the last stage's copy of a weight tied across stages
@@ -55,8 +55,8 @@ class ParamSpec:
         return math.prod(self.local_shape)
 
     @property
-    def is_of_heads(self) -> bool:
-        """Every rank has all of it, but its gradient is of this rank's heads alone."""
+    def grad_covers_own_heads(self) -> bool:
+        """Whole on every rank, but each rank's gradient covers only its own heads."""
         return self.name.endswith(("attn.q_norm.weight", "attn.k_norm.weight"))
 
     @property
@@ -73,22 +73,22 @@ class ParamSpec:
             mine = full[tp_rank * rows:(tp_rank + 1) * rows]
             padding = rows - len(mine)
             return F.pad(mine, (0, 0, 0, padding)) if padding > 0 else mine     # a view: not read
-        dim = self.partition_dim                                    # qkv's weight: (3C, C)
-        stacked = full.unflatten(dim, (self.stride, self.tp, -1))   # (3, tp, C / tp, C)
-        mine = stacked.select(dim + 1, tp_rank)                     # (3, C / tp, C)
-        return mine.flatten(dim, dim + 1)                           # (3C / tp, C)
+        dim = self.partition_dim                                        # qkv's weight: (3C, C)
+        matrices = full.unflatten(dim, (self.stacked, self.tp, -1))     # (3, tp, C / tp, C)
+        mine = matrices.select(dim + 1, tp_rank)                        # (3, C / tp, C)
+        return mine.flatten(dim, dim + 1)                               # (3C / tp, C)
 
     def join(self, parts: list) -> torch.Tensor:
         """The parts of all tensor-parallel ranks -> full parameter."""
         if self.partition_dim is None:
             return parts[0]
         dim = self.partition_dim
-        stacked = [part.unflatten(dim, (self.stride, -1)) for part in parts]        # (3, C / tp, C)
-        return torch.cat(stacked, dim + 1).flatten(dim, dim + 1)[:self.shape[0]]    # (3C, C)
+        matrices = [part.unflatten(dim, (self.stacked, -1)) for part in parts]      # (3, C / tp, C)
+        return torch.cat(matrices, dim + 1).flatten(dim, dim + 1)[:self.shape[0]]   # (3C, C)
 
 
 class _Reduce(torch.autograd.Function):
-    """g. It overwrites x, which saves a copy of (B, T, C)."""
+    """g. It overwrites x, to save a copy of (B, T, C)."""
 
     @staticmethod
     def forward(ctx, x, grid):
@@ -103,8 +103,8 @@ class _Reduce(torch.autograd.Function):
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """y = f(x) W^T + b. TP3: the all-reduce of dx runs while dW is computed. With TP2 backward
-    gathers x again, because saving f(x) would take tp times the memory."""
+    """y = f(x) W^T + b. TP3: backward computes dx, starts its sum, computes dW and only then waits.
+    With TP2 it gathers x again, because saving f(x) would take tp times the memory."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, grid):
@@ -131,26 +131,26 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) ->
 
 class TensorParallel(nn.Module):
     """Takes over a plain module's parameters. `partition_dim` says in which dimension they are cut
-    (those it does not name are whole), `stride` how many matrices are stacked there."""
+    (those it does not name are whole), `stacked` how many matrices are stacked there."""
     partition_dim = {}
-    put_off = None      # the pipeline schedule ZB-H1 (PP7 in pipeline.py) keeps `multiply`'s here
+    postponed = None      # the pipeline schedule ZB-H1 (PP7 in pipeline.py) keeps `multiply`'s here
 
     def __init__(self, plain: nn.Module, grid):
         super().__init__()
         self.weight = plain.weight
         self.bias = getattr(plain, "bias", None)
-        self.stride = getattr(plain, "stacked", 1)
+        self.stacked = getattr(plain, "stacked", 1)
         self.grid = grid
 
     def multiply(self, function: Callable, x: torch.Tensor, *args) -> torch.Tensor:
         """function(x, weight, *args). With ZB-H1 backward does not compute the weight's gradient:
-        it stores the factors (module, dy, x) in `put_off[-1]`, and the op W multiplies them."""
-        if self.put_off is None:
+        it stores the factors (module, dy, x) in `postponed[-1]`, and the op W multiplies them."""
+        if self.postponed is None:
             return function(x, self.weight, *args)
         y = function(x, self.weight.detach(), *args)
 
         def keep_factors(dy):           # (what a hook returned would replace dy)
-            self.put_off[-1].append((self, dy, x.detach()))
+            self.postponed[-1].append((self, dy, x.detach()))
         y.register_hook(keep_factors)
         return y
 
@@ -167,7 +167,7 @@ class ColumnParallelLinear(TensorParallel):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Its columns are cut by heads: those of q, k and v each on its own (a GPT: stride 3), or in
+    """Its columns are cut by heads: those of q, k and v, which are stacked, each on its own, or in
     groups (models/llama.py)."""
 
     def forward(self, x):
@@ -449,7 +449,7 @@ def param_specs(model: GPT, model_config: GPTConfig, grid) -> list[ParamSpec]:
             specs[name] = ParamSpec(
                 name, (rows, *parameter.shape[1:]), padded_rows=parameter.shape[0],
                 partition_dim=getattr(module, "partition_dim", {}).get(attribute),
-                stride=getattr(module, "stride", 1), tp=grid.tp, owners=[(module, attribute)],
+                stacked=getattr(module, "stacked", 1), tp=grid.tp, owners=[(module, attribute)],
                 is_tied_copy=local_name in tied and not grid.is_first,
                 is_tied=name in tied.values())
     return list(specs.values())

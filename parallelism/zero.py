@@ -1,8 +1,8 @@
-"""Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020), as a run uses them.
+"""Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020), as train.py runs them.
 
-DP1 and DP4 to DP9 have plain forms in parallel.py: `PlainBucket`, `plain_shards`,
-`reduce_scatter_in_backward`, `PlainGathered`. DP2, DP3, DP10 and two buckets a block are added
-here. The differences from `plain_step` there (numbers of GPT-2 124M in 16 bits):
+parallel.py has plain forms of DP1 and DP4 to DP9: `PlainBucket`, `plain_shards`,
+`reduce_scatter_in_backward`, `PlainGathered`. Only here are DP2, DP3, DP10 and two buckets a block.
+The table compares with `plain_step` there (numbers of GPT-2 124M in 16 bits):
 
          difference                              gain                          where
     DP1  microbatches add up, one sync a step    1/m of the traffic            prepare_grad_sync
@@ -17,8 +17,8 @@ here. The differences from `plain_step` there (numbers of GPT-2 124M in 16 bits)
     DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  gather_before_use
 
 A step of m microbatches; r = dp x cp ranks, one of each replica, have the same parameters (in
-fp32 a parameter is its own master). Bytes per parameter; those sent are in 16 bits, times
-(r - 1) / r:
+fp32 a parameter is its own master). Bytes per parameter; those sent, by a run in 16 bits (which
+sends gradients in fp32, parameters in 16 bits), times (r - 1) / r:
 
             a rank keeps (moments as masters)    bytes kept in           bytes sent
     ZeRO    masters    gradients    data         16 bits     fp32        gradients    parameters
@@ -53,7 +53,7 @@ class FlatParameters(FullTensors):
     gather the updated parameters: `gather_before_use` or `wait_params` waits for them. (With
     --exact exact.ExactParameters replaces add_grad, sum_squares, global_norm, update_shards.)
 
-    holds_grads         in this step the all-reduces start in finish_grad_sync, not during backward:
+    sync_at_end         in this step the all-reduces start in finish_grad_sync, not during backward:
                         until then bucket.grad has the gradient of this rank's tokens
     grads_are_summed    from finish_grad_sync to the next zero_grad
     grad_factor         by which the gradients are then multiplied: the loss scale; after
@@ -69,7 +69,7 @@ class FlatParameters(FullTensors):
         self.buckets = make_buckets(specs, grid.replicas, self.num_shards, self.shard_rank)
         self.buckets_to_sync = []       # those that this backward communicates, the next one last
         self.in_flight = []             # [(bucket, Work)] of gradients
-        self.holds_grads = False
+        self.sync_at_end = False
         self.grads_are_summed = False
         self.grad_factor = 1.0
         self.shapes = None              # of all stages' parameters, once FullTensors has asked
@@ -201,7 +201,7 @@ class FlatParameters(FullTensors):
         for parameter in chunk.parameters():
             parameter.bucket.pending_grads += 1
         self.buckets_to_sync = []
-        if (last or self.zero >= 2) and not self.holds_grads:
+        if (last or self.zero >= 2) and not self.sync_at_end:
             self.buckets_to_sync = [bucket for bucket in self.buckets if bucket.pending_grads > 0]
             if self.buckets_to_sync[0].specs[0].is_tied_copy:   # the head's gradient is ready first
                 self.buckets_to_sync.append(self.buckets_to_sync.pop(0))
@@ -214,7 +214,7 @@ class FlatParameters(FullTensors):
             self.add_grad(parameter.main_grad(), parameter.grad)
             parameter.grad = None
         parameter.bucket.pending_grads -= 1
-        if self.holds_grads and parameter.bucket.pending_grads == 0:
+        if self.sync_at_end and parameter.bucket.pending_grads == 0:
             self.reshard([parameter.bucket])
         # All ranks must communicate in the same order. A bucket completed out of turn waits.
         while self.buckets_to_sync and self.buckets_to_sync[-1].pending_grads == 0:
@@ -250,12 +250,12 @@ class FlatParameters(FullTensors):
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
-        """DP5: wait for all buckets. Then sum two kinds of gradients of which other ranks have a
-        part: the tied matrix's on the two ends of a pipeline, and those of parameters that tensor
-        parallelism replicates: with sequence parallelism (TP2) all, without it those of norms that
-        see this rank's heads alone."""
+        """DP5: wait for all buckets. Then sum two kinds of gradients that are still spread over
+        other ranks: the tied matrix's on the two ends of a pipeline, and those of parameters that
+        tensor parallelism replicates: with sequence parallelism (TP2) all, without it those of
+        norms that see this rank's heads alone."""
         assert not self.buckets_to_sync, "a parameter got no gradient"
-        if self.holds_grads:
+        if self.sync_at_end:
             for bucket in reversed(self.buckets):
                 self._start_grad_sync(bucket)
         self._wait_grad_sync()
@@ -265,7 +265,7 @@ class FlatParameters(FullTensors):
             replicated = [bucket.shard["grad"][shard_slice] for bucket in self.buckets
                           for spec, shard_slice, _ in bucket.shard_ranges
                           if spec.partition_dim is None
-                          and (self.grid.sequence_parallel or spec.is_of_heads)]
+                          and (self.grid.sequence_parallel or spec.grad_covers_own_heads)]
             if replicated:
                 sums = all_reduce(torch.cat(replicated), self.grid.groups["tp"]).wait()
                 torch._foreach_copy_(replicated, sums.split([len(x) for x in replicated]))

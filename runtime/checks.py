@@ -17,7 +17,7 @@ from models import PEAK_LR, SIZES, make_config
 from parallelism.buckets import make_buckets, state_bytes
 from parallelism.build import Grid, build_stage
 from parallelism.collectives import out_of_memory
-from parallelism.exact import MOST_BLOCKS
+from parallelism.exact import MOST_STRIPS
 from parallelism.pipeline import chunk_layers
 from parallelism.tensor import param_specs
 from runtime.batch_ramp import batch_sizes, steps_of_epochs
@@ -64,8 +64,8 @@ def check_grid(world: int, config) -> None:
     if schedule == "zb-h1" and (pp == 1 or config.zero == 2 or config.recompute or config.compile):
         problems.append("--pp-schedule zb-h1 requires --pp 2 or more, and cannot be combined "
                         "with --zero 2, --recompute or --compile: drop these, or use 1f1b")
-    if config.exact and MOST_BLOCKS % tp:
-        problems.append(f"--exact computes in {MOST_BLOCKS} blocks at most, which tp {tp} does "
+    if config.exact and MOST_STRIPS % tp:
+        problems.append(f"--exact computes in {MOST_STRIPS} strips at most, which tp {tp} does "
                         f"not divide: give --tp 1, 2, 4 or 8")
     if config.exact and cp > 1:
         problems.append(f"--exact cannot be combined with --cp {cp}, which sums the gradients of "

@@ -33,24 +33,24 @@ class NoiseScale:
 
     def before_step(self, run) -> None:
         """On a measured step the all-reduces start after backward."""
-        run.flat.holds_grads = run.is_due(run.config.noise_scale)
+        run.flat.sync_at_end = run.is_due(run.config.noise_scale)
 
     def after_microbatch(self, run, microbatch: int) -> None:
         """With dp 1: measure the first microbatch."""
-        if run.flat.holds_grads and run.grid.dp == 1 and microbatch == 0:
+        if run.flat.sync_at_end and run.grid.dp == 1 and microbatch == 0:
             self.small_squares = local_squares(run.flat)
 
     def after_backward(self, run) -> None:
         """Otherwise: measure the rows of each dp rank."""
-        if run.flat.holds_grads and run.grid.dp > 1:
+        if run.flat.sync_at_end and run.grid.dp > 1:
             self.small_squares = local_squares(run.flat)
-        if run.flat.holds_grads:
+        if run.flat.sync_at_end:
             total = run.sum_across_ranks(dict(squares=self.small_squares))
             self.small_squares = total["squares"]
 
     def after_step(self, run, batch, stats, row: dict) -> None:
         """Add a measured step, unless it was skipped, and complete its row of metrics.jsonl."""
-        if not run.flat.holds_grads or stats.skipped:
+        if not run.flat.sync_at_end or stats.skipped:
             return
         dp = run.grid.dp
         parts = dp if dp > 1 else len(batch.microbatches)
@@ -88,7 +88,7 @@ def local_squares(flat) -> torch.Tensor:
         for spec in bucket.specs:
             if not spec.is_tied_copy:
                 kind = replicated if spec.partition_dim is None else counted
-                if spec.is_of_heads and not grid.sequence_parallel:
+                if spec.grad_covers_own_heads and not grid.sequence_parallel:
                     kind = of_heads
                 kind.append(bucket.view(grad, spec).flatten())
     in_parts = replicated if grid.sequence_parallel else of_heads

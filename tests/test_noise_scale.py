@@ -47,7 +47,7 @@ def test_a_small_batch_is_a_replicas_rows_or_of_one_replica_its_first_microbatch
     noise = NoiseScale()
     noise.observe = mock.Mock()
     noise.small_squares = ((1024 * measured / parts) ** 2).sum()
-    run = SimpleNamespace(flat=SimpleNamespace(holds_grads=True), grid=SimpleNamespace(dp=dp),
+    run = SimpleNamespace(flat=SimpleNamespace(sync_at_end=True), grid=SimpleNamespace(dp=dp),
                           model_config=CFG)
     noise.after_step(run, SimpleNamespace(microbatches=[None] * microbatches, size=16),
                      SimpleNamespace(skipped=False, loss_scale=1024.0, grad_norm=3.0), {})

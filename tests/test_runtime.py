@@ -129,7 +129,7 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
         "--cp 2 --tp 4 --n-head 4 --sequence-parallel --seq-len 20"]),
     ("--exact cannot be combined with --cp 2", ["--exact --cp 2"]),
     ("seq_len 15 is not divisible", ["--sequence-parallel --tp 2 --seq-len 15"]),
-    ("--exact computes in 8 blocks at most, which tp 3 does not divide: give --tp 1, 2, 4 or 8",
+    ("--exact computes in 8 strips at most, which tp 3 does not divide: give --tp 1, 2, 4 or 8",
      ["--exact --tp 3 --n-head 3"]),
     ("--exact cannot be combined with --compile", ["--exact --compile"]),
     ("--exact cannot be combined with --dropout and --sequence-parallel",

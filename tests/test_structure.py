@@ -5,7 +5,7 @@
     the book        model.py, data.py, amp.py, parallel.py, checkpoint.py, train.py, sample.py
     models/         decoders since GPT-3
     corpus/         from the files that people have to shards of tokens
-    parallelism/    each technique as a run uses it
+    parallelism/    each technique as train.py runs it
     runtime/        what a run on real machines needs beside the training
     tools/          programs that only use the rest
 
