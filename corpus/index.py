@@ -7,6 +7,7 @@
 """
 import hashlib
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,13 +129,17 @@ def check_unreadable(unreadable: list[NotText], documents: int, at_end=False) ->
     ValueError if they are more, at the end or once most documents are so."""
     count = len(unreadable)
     most = documents // MOST_NOT_TEXT if at_end else max(10, documents // 2)
-    named = "; ".join(map(str, unreadable[:3]))
     if count > most:
-        if count > 3:
+        first_of_a_kind = {}            # {the message without its line numbers: the first of them}
+        for problem in map(str, unreadable):
+            first_of_a_kind.setdefault(re.sub(r"\d+", "", problem), problem)
+        named = "; ".join([*first_of_a_kind.values()][:3])
+        if count > 1:
             named += "; ..."
         raise ValueError(f"{named} ({count:,} of {documents:,} documents; only one in "
                          f"{MOST_NOT_TEXT:,} is tolerated)")
     if count and at_end:
+        named = "; ".join(map(str, unreadable[:3]))
         note(f"{count:,} of {documents:,} documents are left out: {named}")
 
 

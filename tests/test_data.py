@@ -529,6 +529,11 @@ def test_one_document_in_a_thousand_may_be_unreadable(tmp_path, run_data):
         shard_file.unlink()
     status, out, error = run_data(*flags)
     assert status == 0 and "1 unreadable left out" in out and "b.txt" in error and "byte 3" in error
+    (file.parent / "b.txt").unlink()
+    file.write_text('{"text": null}\n' * 20)
+    assert run_data(*flags)[2] == (
+        f'data.py: {file} line 1: "text" is null, not a string; ... (11 of 11 documents; only one '
+        f'in 1,000 is tolerated)\n')           # one of a kind is named
 
 
 @pytest.mark.parametrize("name, words", [
