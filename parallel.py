@@ -180,9 +180,9 @@ class ReduceScatter(torch.autograd.Function):
 #   f: identity forward,   all-reduce backward   (x is used on both ranks, so its gradient is a sum)
 #   g: all-reduce forward, identity backward     (y is a sum, so each term has the gradient of y)
 #
-# Between f and g the ranks do different work, so a gradient there is one term of a sum. Outside of
-# them all ranks do the same work, up to the same loss: each has the whole gradient already, and a
-# sum would count it tp times.
+# Between f and g the ranks do different work, so each has only its own term of the gradient of x.
+# Outside of them all ranks do the same work, up to the same loss: each has the whole gradient
+# already, and a sum would count it tp times.
 #
 # Attention is cut the same way: each rank has some heads instead of some columns. nn.Linear stores
 # its weight as (out, in), so "by columns" cuts dimension 0. In train.py: parallelism/tensor.py.
@@ -500,8 +500,8 @@ class PlainBucket:
     all-reduce, which runs while backward computes the gradients of the next bucket. All replicas
     complete the buckets in the same order, that of backward:
 
-        backward      head.norm  block 1         block 0         embedding
-        all-reduce               head.norm -->   block 1 ----->  block 0 ----->  token matrix ----->
+        backward      head       block 1         block 0         embedding
+        all-reduce               head.norm ->    block 1 ----->  block 0 ----->  positions, tokens >
     """
 
     def __init__(self, parameters: list, group):
@@ -546,7 +546,7 @@ def plain_buckets(model: GPT, grid: Grid) -> list[PlainBucket]:
 #   ZeRO 0   n           n          2n         all-reduce, once a step            -
 #   ZeRO 1   n           n          2n / r     reduce-scatter, once a step        all-gather, once
 #   ZeRO 2   n           n / r      2n / r     reduce-scatter, in each backward   all-gather, once
-#   ZeRO 3   n / r       n / r      2n / r     reduce-scatter, in each backward   before each use
+#   ZeRO 3   n / r       n / r      2n / r     reduce-scatter, in each backward   all-gather, in use
 #
 # (With 1 and 2 the shards here are copies: 2n / r more with 1, n / r with 2. In zero.py they are
 # views. With 3 a microbatch gathers each parameter twice, for forward and for backward.)
@@ -611,7 +611,7 @@ class PlainGathered(nn.Module):
     def gather_and_run(self, *inputs):
         parameters = {}
         for shard, (name, empty) in zip(self.shards, self.module.named_parameters()):
-            flat = AllGather.apply(shard, self.group, 0)    # its backward adds to shard.grad
+            flat = AllGather.apply(shard, self.group, 0)    # backward adds to shard.grad
             parameters[name] = flat[:empty.numel()].view(empty.shape)
         return torch.func.functional_call(self.module, parameters, inputs)
 
@@ -653,8 +653,8 @@ def gather_in_use(model: GPT, shards: dict, grid: Grid) -> None:
 #     number of keys      1 2 3    4 5 6    7 8 9    10 11 12        39 on either rank
 #
 # (The plain form computes the masked scores, too, so it does not gain from this; CP1 in context.py
-# does.) A rank gathers the keys and values of one block at a time; all other activations have its
-# T / cp positions alone. In train.py: parallelism/context.py.
+# does.) Backward keeps the gathered keys and values of every block, where CP3 gathers again; all
+# other activations have this rank's T / cp positions alone. In train.py: parallelism/context.py.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -748,7 +748,8 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
         # sum their gradients. (Where one stage has both, autograd has added them.)
         if name in ("embed.token.weight", "head.weight"):
             all_reduce(parameter.grad, grid.groups["embedding"])
-        # A parameter that is whole on every tp rank has a gradient of the rank's own positions.
+        # With sequence parallelism the gradient of a parameter that is whole on every tp rank is of
+        # this rank's positions alone.
         if grid.sequence_parallel and not hasattr(parameter, "is_cut"):
             all_reduce(parameter.grad, grid.groups["tp"])
 

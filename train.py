@@ -13,15 +13,16 @@ training? Read on: the picture of the ranks, then Run.train, compute_gradients a
                             compute_gradients:
     zero_grad                 the same, in the flat buffers of zero.FlatParameters
     forward and backward      for each microbatch; with pp in the order of a schedule
-                              finish_grad_sync: the gradients are summed over the replicas
+                              finish_grad_sync: waits for the sums of gradients over the replicas
     norm                      step_stats: loss and squared norm are summed over all ranks
                             update:
     clipping                  all ranks clip by the same factor, or all skip the step
     AdamW                     on all of the rank's parameters, or on a shard
 
-Everything else that a long run needs is in runtime/: flags, signals, checkpoints (run_state.py),
-and watch.py, which writes metrics.jsonl and takes a diverged run back to an older checkpoint. To
-change the loss, see model.Head; docs/extend.md says where other changes go.
+Everything else that a long run needs is in runtime/: flags, signals, what a checkpoint holds
+(run_state.py; checkpoint.py writes the file), and watch.py, which writes metrics.jsonl and takes a
+diverged run back to an older checkpoint. To change the loss, see model.Head; docs/extend.md says
+where other changes go.
 """
 import signal
 
@@ -76,9 +77,10 @@ def plain_train(config: Config, model: GPT,
         [dict(params=matrices, weight_decay=config.weight_decay),
          dict(params=vectors, weight_decay=0.0)], betas=(config.beta1, config.beta2))
     for step in range(1, config.steps + 1):
-        # The data are windows of T + 1 tokens, in an order that the seed shuffles. The batch is the
-        # next batch_size windows after those consumed. Each gives a row: its first T tokens are
-        # the inputs, its last T the targets. `positions` is None, except for conversations.
+        # The data are windows of T + 1 tokens, shuffled by the seed. The batch is the batch_size
+        # windows after those consumed. Each gives a row: its first T tokens are the inputs, its
+        # last T the targets. `positions` is None, except for conversations: there they count from
+        # 0 in each.
         consumed = (step - 1) * config.batch_size
         window_ids = data.window_ids(config.seed, consumed, config.batch_size)
         inputs, targets, positions = as_tensors(data.rows(window_ids))      # (B, T) each
@@ -86,8 +88,8 @@ def plain_train(config: Config, model: GPT,
             group["lr"] = learning_rate(config, step)
 
         optimizer.zero_grad()
-        # The model returns the sum of the losses of the targets that are learnt: all of them, or in
-        # conversations only the answers.
+        # The model returns the sum of the losses of the targets that are learnt: all, but in
+        # conversations only those of the answers.
         loss = model(inputs, targets, positions=positions) / data.count_learnt(window_ids)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
@@ -112,7 +114,9 @@ def learning_rate(config: Config, step: int) -> float:
         decay_start = max(decay_start, config.steps - round(config.decay_ratio * config.steps))
     if step <= decay_start:
         return config.lr
-    done = (step - decay_start) / (config.steps - decay_start)      # up to 1
+    if step >= config.steps:    # beyond it, too: a resume tells the rate of a run that had ended
+        return config.lr * config.min_lr_ratio
+    done = (step - decay_start) / (config.steps - decay_start)      # of the decay: 0 to 1
     if config.lr_schedule == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * done))
     else:                       # "linear" and "wsd"
@@ -131,13 +135,13 @@ def learning_rate(config: Config, step: int) -> float:
 #     stage 1, last    rank 2  <-- tp -->  rank 3          rank 6  <-- tp -->  rank 7
 #
 #           divides                   what the ranks exchange                         parallelism/
-#     tp    each matrix               activations: 4 all-reduces a block, 2 backward  tensor.py
+#     tp    each matrix               activations, twice a block; their gradients     tensor.py
 #     pp    the layers, in stages     activations, and their gradients                pipeline.py
-#     dp    the rows of the batch     gradients: 0 with 4, 1 with 5, 2 with 6 ...     zero.py
+#     dp    the rows of the batch     gradients: rank 0 with 4, 1 with 5, 2 with 6 .. zero.py
 #     cp    the positions of a row    keys and values; gradients, as in dp            context.py
 #
-# Ranks at the same place in different replicas hold the same parameters. With --zero 0 each of them
-# updates all of them; with 1 to 3 it updates one shard and sends it to the others.
+# Ranks at the same place in different replicas, such as 0 and 4, train the same parameters. With
+# --zero 0 each updates all of them; with 1 to 3 it updates one shard and sends it to the others.
 
 
 @dataclass
@@ -146,7 +150,7 @@ class StepStats:
     loss: float                 # mean over the learnt targets of the global batch, in nats
     activation_norm: float      # mean over the tokens of the norm of the final hidden state
     grad_norm: float            # of the whole model, unscaled, before clipping
-    skipped: str                # the reason to skip the update, such as NOT_FINITE; "": do it
+    skipped: str                # the reason to skip the update, such as NOT_FINITE; "" if none
     loss_scale: float           # the loss scale used in this step
     local_loss: torch.Tensor    # this rank's summed loss; shows where an inf or NaN first appeared
 
@@ -166,7 +170,7 @@ class Run:
     scaler              amp.LossScaler, which adjusts the loss scale
     writer              checkpoint.Writer
     watch               watch.Watch: detects divergence, measures the noise scale, writes the log
-    stop                signals.StopSignal while the run trains, otherwise None
+    stop                signals.StopSignal, once the run trains; before, None
     """
 
     def __init__(self, config: Config, model_config: GPTConfig, grid: Grid, device: torch.device,
@@ -189,26 +193,26 @@ class Run:
                                         config.timeout)
         # An empty tensor, of the shape and dtype that one stage sends to the next.
         self.activation_like = like_activations(config, model_config, grid, dtype, device)
-        run_state.restore(self, state)      # sets the weights, the steps, batches and scaler
+        run_state.restore(self, state)      # sets the rest, and the weights
 
     # ---- The loop ---------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train until step --steps. A signal ends the process at once; within a block of
-        `stop.held` (runtime/signals.py) it waits for the end of the block. So a checkpoint always
-        has the state after a complete step."""
+        """Train until step --steps. At a signal, another thread saves the state after the last
+        finished step and ends the process. A block of `stop.held`, which changes that state, ends
+        first (runtime/signals.py)."""
         self.model.train()
         while self.step <= self.config.steps:
             self.watch.before_step()    # skips the data that --skip-steps or a rollback excludes
             batch = self.next_batch()
-            lr = learning_rate(self.config, self.step) * self.watch.lr_factor   # < 1: rolled back
-            stats = self.compute_gradients(batch)                               # 1 to 3
+            lr = learning_rate(self.config, self.step) * self.watch.lr_factor
+            stats = self.compute_gradients(batch)
             with self.stop.held():
-                self.update(stats, lr)                                          # 4
+                self.update(stats, lr)
                 row = self.watch.after_step(batch, stats, lr)       # of metrics.jsonl
             if row is not None:         # else it diverged: an older checkpoint has been restored
                 self.evaluate_and_save(row)
-            self.step = self.finished_step + 1
+            self.step = self.finished_step + 1      # finished_step may be the older checkpoint's
         with self.stop.held():
             self.finish()
 
@@ -230,10 +234,10 @@ class Run:
 
     def finish(self) -> None:
         self.flat.wait_params()     # other ranks may still be receiving this rank's shard
-        # The last checkpoint is complete. (all_ranks raises one rank's error on every rank.)
+        # Wait for the last checkpoint. (all_ranks raises one rank's error on every rank.)
         all_ranks(lambda: self.writer.wait(required=True))
         self.stop.close()
-        self.sum_across_ranks({})   # the last chance to hear that another rank has a signal
+        self.sum_across_ranks({})   # the last chance to hear that another rank received a signal
         console.report_end(self)
 
     def is_due(self, every: int) -> bool:
@@ -243,7 +247,7 @@ class Run:
 
     def compute_gradients(self, batch: Batch) -> StepStats:
         """Forward and backward, and the sums over the ranks. It changes nothing that a checkpoint
-        saves."""
+        holds."""
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
         tokens_in_batch = batch.size * self.model_config.seq_len        # of all ranks
@@ -251,20 +255,19 @@ class Run:
 
         # 1. Forward and backward. The model returns the sum of a microbatch's losses. Times
         #    loss_factor it is the microbatch's share of the mean loss of the batch, times the loss
-        #    scale. So the gradients of all microbatches and ranks add up to that of the mean loss.
+        #    scale. The gradients of all microbatches and replicas add up to that of this mean.
         loss_factor = self.scaler.scale / learnt
         flat.zero_grad(self.scaler.scale, tokens_in_batch, learnt)      # --exact needs the counts
         if grid.is_last:
-            # The head computes its gradients in forward, those of loss * loss_factor. Its backward
-            # returns them as they are: nothing is multiplied twice.
+            # The head computes the gradients of loss * loss_factor already in forward, and its
+            # backward only hands them on: they are not multiplied again.
             model.head.set_loss_factor(loss_factor)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
             for m, (inputs, targets, dropout_seed, positions) in enumerate(microbatches):
-                # Hooks start the all-reduce of each gradient in backward: only in that of the last
-                # microbatch, or with ZeRO 2 and 3 in every one.
-                is_last = m == len(microbatches) - 1
-                flat.prepare_grad_sync(model, is_last)
+                # Hooks start the all-reduce of each bucket of gradients in backward: only in that
+                # of the last microbatch, or with ZeRO 2 and 3 in every one.
+                flat.prepare_grad_sync(model, last=m == len(microbatches) - 1)
                 loss = model(inputs, targets, dropout_seed, positions=positions)
                 (loss * loss_factor).backward()
                 loss_sum += loss.detach()
@@ -272,9 +275,9 @@ class Run:
         else:       # a pipeline: the same in the order of a schedule; stages exchange messages
             schedule = make_schedule(config.pp_schedule, grid, len(microbatches))
             loss_sum = run_schedule(schedule, model, grid, microbatches, self.activation_like, flat)
-        self.watch.after_backward()
-        if self.step < config.steps:    # a GPU is still computing: step_stats waits for it
+        if self.step < config.steps:    # while a GPU computes: what follows waits for it
             self.prefetched = self.load_batch(self.step + 1)
+        self.watch.after_backward()
 
         # 2. Wait for the all-reduces of the gradients over the replicas. (With ZeRO they are
         #    reduce-scatters: this rank gets the sum of its shard.)
@@ -339,7 +342,7 @@ class Run:
 
     def next_batch(self) -> Batch:
         """The batch of this step. It is usually loaded during the step before, and loaded again if
-        windows have been left out since."""
+        sequences have been left out since."""
         batch = self.prefetched
         if batch is None or (batch.step, batch.start) != (self.step, self.batches.consumed):
             batch = self.load_batch(self.step)
@@ -350,8 +353,12 @@ class Run:
         return batch
 
     def will_need(self, dataset: TokenDataset, window_ids: np.ndarray) -> None:
-        if self.grid.is_first or self.grid.is_last:
+        if self.reads_rows(dataset):
             dataset.will_need(self.own_windows(window_ids).ravel())
+
+    def reads_rows(self, dataset: TokenDataset) -> bool:
+        """The stages in the middle of a pipeline need no tokens, only conversations' positions."""
+        return self.grid.is_first or self.grid.is_last or dataset.has_conversations
 
     def own_windows(self, window_ids: np.ndarray) -> np.ndarray:
         """(B,) -> (m, b): the windows that this rank reads, by microbatches."""
@@ -367,14 +374,14 @@ class Run:
     def load_microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
         """This rank's rows of the batch `window_ids` (B,), as a list of microbatches: (inputs
         (b, T), targets (b, T), dropout seed, positions (b, T) of conversations or None). With --cp
-        inputs and targets have this rank's T / cp positions. The stages in the middle of a
-        pipeline need only the positions."""
+        inputs and targets have this rank's T / cp positions; `positions` stays whole, because
+        attention reads the keys of all."""
         grid = self.grid
         microbatches = []
-        self.will_need(dataset, window_ids)
+        self.will_need(dataset, window_ids)     # again: the first batch, and those of evaluations
         for m, ids in enumerate(self.own_windows(window_ids)):                  # ids (b,)
             inputs, targets, positions = None, None, None
-            if grid.is_first or grid.is_last or dataset.has_conversations:
+            if self.reads_rows(dataset):
                 inputs, targets, positions = as_tensors(dataset.rows(ids))
                 inputs = own_positions(inputs, grid.cp_rank, grid.cp)
                 targets = own_positions(targets, grid.cp_rank, grid.cp)
@@ -420,7 +427,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
             console.print_finished(run, begin)
         else:
             startup.begin_training(run, state, begin, given, learning_rate, stack)
-            with StopSignal(run):
+            with StopSignal(run):       # sets run.stop
                 run.train()
     except PeerError as error:
         raise PeerError(f"stage {grid.stage}, step {run.step}: {error}") from error

@@ -130,11 +130,12 @@ def check_unreadable(unreadable: list[NotText], documents: int, at_end=False) ->
     count = len(unreadable)
     most = documents // MOST_NOT_TEXT if at_end else max(10, documents // 2)
     if count > most:
-        first_of_a_kind = {}            # {the message without its line numbers: the first of them}
+        first_of_a_kind = {}            # {the message without its numbers: the first such problem}
         for problem in map(str, unreadable):
             first_of_a_kind.setdefault(re.sub(r"\d+", "", problem), problem)
-        named = "; ".join([*first_of_a_kind.values()][:3])
-        if count > 1:
+        shown = [*first_of_a_kind.values()][:3]
+        named = "; ".join(shown)
+        if count > len(shown):
             named += "; ..."
         raise ValueError(f"{named} ({count:,} of {documents:,} documents; only one in "
                          f"{MOST_NOT_TEXT:,} is tolerated)")

@@ -8,7 +8,7 @@ keys, so for equal work each rank has an early and a late piece (Brandon et al. 
     rank that holds it              0   1   2   3   3   2   1   0
     pieces that its q attends to    1   2   3   4   5   6   7   8       9 on every rank
 
-It computes what `PlainContextAttention` in parallel.py does. The differences:
+It computes the same as `PlainContextAttention` in parallel.py. The differences:
 
          difference                             gain                       where
     CP1  a piece of q attends to the keys       about half the products;   attend_to_prefix

@@ -13,7 +13,7 @@ The sum is the same in every order (Demmel and Nguyen 2013; Collange et al. 2015
 Each term changes by at most half a unit. The units (powers of two) and limits:
 
     terms                                   unit                    largest sum: 2^52 units
-    activations of strips                  2^-32                   2^20
+    activations of strips                   2^-32                   2^20
     a token's gradients of these            2^-36 loss scale / N    2^16 loss scale / N
     gradients of parameters                 2^-40 loss scale        2^12 loss scale
       of embedding and head                 2^-36 loss scale        2^16 loss scale

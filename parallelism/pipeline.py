@@ -86,7 +86,7 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
     last_backward = {chunk: m for kind, m, chunk in schedule if kind == "B"}
     kept = {}                   # (microbatch, chunk) -> (input, output), from forward to backward
     chunks = model_chunks(model, grid)
-    postponed = []                # PP7: of each backward without its W, the factors of the products
+    postponed = []              # PP7: of each backward without its W, the factors of the products
     has_weight_ops = ("W", 0, 0) in schedule
     for module in model.modules():
         module.postponed = postponed if has_weight_ops else None

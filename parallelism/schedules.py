@@ -60,8 +60,8 @@ def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1)
 
 
 def zb_h1(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
-    """PP7 (ZB-H1: Qi et al. 2024, section 2.1): 1F1B, with each W put off by `stage` microbatches.
-    Earlier stages wait for the first gradients, so later stages run B before W."""
+    """PP7 (ZB-H1: Qi et al. 2024, section 2.1): 1F1B, with each W postponed by `stage`
+    microbatches. Earlier stages wait for the first gradients, so later stages run B before W."""
     ops = []
     for op, m, chunk in one_f_one_b(stage, stages, num_microbatches, chunks):
         ops.append((op, m, chunk))

@@ -102,11 +102,11 @@ class Parser(argparse.ArgumentParser):
         value = re.search("'(.*?)'|$", error.message)[1] or ""
         sentence = self.find_advice(f"{error.argument_name}={value}")
         choices = getattr(self._option_string_actions.get(error.argument_name), "choices", None)
-        near = difflib.get_close_matches(value.lower(), map(str, choices or ()), 1)
-        if sentence is None and near == [value.lower()]:
-            sentence = f"give {near[0]}"
-        elif sentence is None and near:
+        near = difflib.get_close_matches(value.lower(), map(str, choices or ()), 1, 0.65)
+        if sentence is None and near:
             sentence = f"did you mean {near[0]}?"
+            if near[0] == value.lower():
+                sentence = f"give {near[0]}"
         elif sentence is None and "invalid int value" in message:
             sentence = f"give a whole number, such as {whole_number(value)}"
             if choices:

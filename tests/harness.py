@@ -392,7 +392,9 @@ def nothing(run):
     return None
 
 
-NO_SIGNAL = SimpleNamespace(held=nullcontext, close=lambda: None, since=None)   # as StopSignal
+def no_signal(held=nullcontext, close=lambda: None):
+    """As a signals.StopSignal that gets none."""
+    return SimpleNamespace(held=held, close=close, since=None)
 
 
 def without_saves(run):
@@ -414,7 +416,7 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
         prepare(run)
         rows = Rows(run, look)
         run.watch.log = console.RunLog(rows)
-        run.stop = NO_SIGNAL
+        run.stop = no_signal()
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
     return rows.steps, rows.seen, whole

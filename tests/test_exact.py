@@ -144,7 +144,7 @@ def test_every_sum_of_a_step_is_a_whole_number_of_units(tmp_path, unrounded):
     def prepare(one):
         nonlocal run
         run = one
-        run.model.head.norm.weight.data *= 200      # some blocks' exp(logit - largest) are tiny
+        run.model.head.norm.weight.data *= 200      # some strips' exp(logit - largest) are tiny
         after_backward(run, gradients_are_whole)
 
     run = None
@@ -236,7 +236,7 @@ def test_an_overflow_in_fp16_halves_the_scale_as_without_exact(tmp_path):
 
 
 def test_the_softmax_of_a_large_vocabulary_is_in_range(tmp_path):
-    """At the start all tokens of 50257 are nearly as likely as the largest; here in one block."""
+    """At the start all tokens of 50257 are nearly as likely as the largest; here in one strip."""
     cfg = GPTConfig(vocab_size=50257, seq_len=16, n_layer=1, n_head=1, n_embd=24)
     run = watched(settings(tmp_path, steps=1, batch_size=2, exact=True), cfg=cfg)
     assert column(run.rows, "skipped") == [0]

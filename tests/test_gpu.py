@@ -35,9 +35,9 @@ from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
 from runtime import console, evaluation, processes
-from tests.harness import (CFG, GPUS, NO_SIGNAL, ROOT, TINY, Memory, Rows, assert_same_rows,
-                           gather_full_state, gridded, own_processes, read_metrics, run_main,
-                           run_steps, settings, torchrun, traffic, without_saves)
+from tests.harness import (CFG, GPUS, ROOT, TINY, Memory, Rows, assert_same_rows,
+                           gather_full_state, gridded, no_signal, own_processes, read_metrics,
+                           run_main, run_steps, settings, torchrun, traffic, without_saves)
 from tools.bench import peer
 
 
@@ -353,7 +353,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
         rows = Rows(run, lambda run: len(SECOND_LOG))
         run.watch.log = console.RunLog(rows)
-        run.stop = NO_SIGNAL
+        run.stop = no_signal()
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
         full = collectives.all_gather_object(whole)[0]

@@ -12,9 +12,8 @@ import random
 import re
 import subprocess
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -41,8 +40,8 @@ from runtime.flops import parameter_count
 from runtime.options import Config, parse_flags
 from tests import published_steps
 from tests.harness import (CFG, COVER, FORMULA, PAGES, ROOT, Alive, Memory, Rows, column,
-                           deep_enough_for, gridded, nothing, run_steps, settings, staged,
-                           tokens_of, traffic, without_saves)
+                           deep_enough_for, gridded, no_signal, nothing, run_steps, settings,
+                           staged, tokens_of, traffic, without_saves)
 from tools.bench.peak import BIG, CONTEXT, KEPT, LONG, PIPELINES, peak_of
 from tools.plan.__main__ import answer, main
 from tools.plan.estimate import (RESTART, chinchilla_loss, compute_optimal, goodput,
@@ -89,8 +88,6 @@ def a_step_of_a_run(rank, world, config, cfg):
     with products in its type"""
     sent, forwards = {}, []
     steps_are_made = []
-    stop = SimpleNamespace(held=nullcontext, close=lambda: steps_are_made.append(True),
-                           since=None)
     flops = FlopCounterMode(display=False, custom_mapping={
         torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]})
 
@@ -112,7 +109,7 @@ def a_step_of_a_run(rank, world, config, cfg):
         with flops, traffic(note), plain, mock.patch.object(cpu_kernels, "NO_PRODUCTS", []), \
                 mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
             run.watch.log = console.RunLog(Rows(run, nothing))
-            run.stop = stop
+            run.stop = no_signal(close=lambda: steps_are_made.append(True))
             run.train()
     numel = sum(bucket.numel for bucket in run.flat.buckets)
     return numel, held, sent, sum(forwards), flops.get_total_flops()

@@ -27,7 +27,6 @@ import zipfile
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -47,10 +46,9 @@ from runtime.options import Config
 from runtime.processes import RunError
 from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Command, Memory,
                            after_backward, assert_same_state, column, expect_mistake, failing,
-                           gridded, kinds, launch, names_in, no_file_above, nothing, on_ranks,
-                           poison, read_metrics, saved, saved_file, settings, small_state, torchrun,
-                           trained, wait_for_event, wait_for_step,
-                           watched)
+                           gridded, kinds, launch, names_in, no_file_above, no_signal, nothing,
+                           on_ranks, poison, read_metrics, saved, saved_file, settings,
+                           small_state, torchrun, trained, wait_for_event, wait_for_step, watched)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -557,7 +555,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
             run.watch.log = console.RunLog(directory.Metrics(Path(config.out), rank))
-            run.stop = SimpleNamespace(held=held, close=lambda: None, since=None)
+            run.stop = no_signal(held)
             run.train()
             assert all(bucket.unsharding is None for bucket in run.flat.buckets)
         run.writer.wait()

@@ -82,6 +82,7 @@ def tensor_parallel_bytes(stage: Stage) -> float:
     replicated = 0
     for bucket, count in stage.buckets:
         for spec, shard_slice, _ in bucket.shard_ranges:
-            if spec.partition_dim is None and (grid.sequence_parallel or spec.grad_covers_own_heads):
+            if spec.partition_dim is None and (
+                    grid.sequence_parallel or spec.grad_covers_own_heads):
                 replicated += count * (shard_slice.stop - shard_slice.start)
     return total + 2 * ring(grid.tp, config.master_size * replicated)
