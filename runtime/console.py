@@ -287,7 +287,7 @@ def print_notes(run, given: dict, resumed: bool) -> None:
             break
     if config.lr == 0:
         print_rank0("note     a learning rate of 0 trains nothing: all weights stay as they are")
-    if config.warmup_steps > config.steps / 2:
+    if config.warmup_steps > config.steps / 2 and run.step <= config.warmup_steps:
         print_rank0(f"note     the warm-up takes {config.warmup_steps} of {config.steps} steps: "
                     f"give a smaller --warmup-steps")
     sizes, _ = batch_sizes(config)
@@ -318,7 +318,8 @@ def report_start(run, begin: Start) -> None:
 def report_resume(run, state: dict, begin: Start, given: dict,
                   lr_before: float, lr_now: float) -> None:
     """The events of a resume, and its line: which settings differ from the stored ones, and how the
-    next step's learning rate changes (`lr_before` is that of the stored settings)."""
+    next step's learning rate changes. `lr_before` is that of the stored settings; if they make no
+    more steps, that of their last one."""
     config, factor = run.config, run.watch.monitor.lr_factor
     changed = {}
     stored = dataclasses.asdict(Config()) | state["config"]     # an older file lacks flags

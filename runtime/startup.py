@@ -125,8 +125,8 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
         console.report_start(run, begin)
     else:
         stored = Config(**restored_flags(state))
-        console.report_resume(run, state, begin, given, learning_rate(stored, run.step),
-                              learning_rate(config, run.step))
+        before = learning_rate(stored, min(run.step, stored.steps))     # it may have ended
+        console.report_resume(run, state, begin, given, before, learning_rate(config, run.step))
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
     console.print_notes(run, given, resumed=state is not None)

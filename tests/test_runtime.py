@@ -688,6 +688,15 @@ runpy.run_path({str(ROOT)!r} + "/" + sys.argv.pop(1), run_name="__main__")
 BATCH_OF_6 = "--micro-batch is 3: no larger one, up to 4, divides every batch size / (dp 1 x pp 1)"
 
 
+def test_a_run_that_was_all_warm_up_is_prolonged_without_a_word_of_it(run_train, shards, tmp_path):
+    """Its last step had the peak rate, and the next one has 0.875 of it."""
+    flags = ["--data", shards, "--out", tmp_path]
+    first = run_train(*flags, *TINY, "--warmup-steps", 4, "--min-lr-ratio", 0.5)[1]
+    assert "the warm-up takes 4 of 4 steps" in first
+    text = run_train(*flags, "--steps", 7)[1]
+    assert "steps 7 instead of 4" in text and "rate is" not in text and "warm-up" not in text
+
+
 @pytest.mark.parametrize("missing, flags, notes", [
     ([torch.bfloat16], "", []), ([], "--dtype bf16", []),
     ([torch.bfloat16], "--dtype bf16", ["cpu (multiplies bf16 in fp32), bf16"]),

@@ -60,8 +60,9 @@ NOTES = {                   # of flags whose meaning takes more than a cell
                    "or `--zero 2`.",
     "compile": "Communication and the products with the token matrix are not compiled.",
     "micro-batch": "The default is the largest size, up to 4, or 16 on CUDA without `--pp`, that "
-                   "gives a multiple of `--pp` microbatches. With `--exact` the size is chosen as "
-                   "for 8 replicas on CPUs, so that it is the same in every layout.",
+                   "gives a multiple of `--pp` microbatches; 1 if none does. With `--exact` the "
+                   "size is chosen as for 8 replicas on CPUs, so that it is the same in every "
+                   "layout.",
     "offload": "Set `OMP_NUM_THREADS` with `--offload`: torchrun sets it to 1.",
     "dtype": "On GPUs, `fp32` computes products in TF32, unless `NVIDIA_TF32_OVERRIDE=0` is set. A "
              "CPU without instructions for a 16-bit type multiplies in fp32.",
