@@ -2451,8 +2451,8 @@ def test_other_files_and_states_that_contradict_themselves_are_refused(tmp_path,
 # ---------------------------------------------------------------------------------------------
 
 def test_learning_rate_warms_up_then_decays_to_the_ratio():
-    """To 0.1 of a peak of 2 at step 110, where it stays, after a warm-up of 10; a quarter of the way
-    is step 35."""
+    """To 0.1 of a peak of 2 at step 110, where it stays, after a warm-up of 10; a quarter of the
+    way is step 35."""
     config = Config(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1)
     for schedule, at_a_quarter in [("cosine", 1.7363961), ("linear", 1.55)]:
         rates = [train.learning_rate(replace(config, lr_schedule=schedule), step)

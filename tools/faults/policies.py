@@ -218,13 +218,13 @@ class PolicyRun(train.Run):
     def reaches_the_end(self) -> bool:
         """Train. False if the run ended before its last step."""
         policy = self.policy.go_back_if_diverged
-        no_signal = SimpleNamespace(held=nullcontext, close=lambda: None)
+        self.stop = SimpleNamespace(held=nullcontext, close=lambda: None, since=None)   # no signal
         with mock.patch.object(rollback, "go_back_if_diverged", policy), \
                 mock.patch.object(run_state, "submit", lambda run, *state: run.submit(*state)), \
                 redirect_stdout(None), redirect_stderr(None):       # prints nothing
             while True:
                 try:
-                    self.train(no_signal)
+                    self.train()
                     return True
                 except Restart:
                     self.load(self.files()[0])
