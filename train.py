@@ -210,7 +210,7 @@ class Run:
             with self.stop.held():
                 self.update(stats, lr)
                 row = self.watch.after_step(batch, stats, lr)       # of metrics.jsonl
-            if row is not None:         # else it diverged: an older checkpoint has been restored
+            if row is not None:     # None: the run diverged; an older checkpoint has been restored
                 self.evaluate_and_save(row)
             self.step = self.finished_step + 1      # finished_step may be the older checkpoint's
         with self.stop.held():
@@ -378,7 +378,8 @@ class Run:
         attention reads the keys of all."""
         grid = self.grid
         microbatches = []
-        self.will_need(dataset, window_ids)     # again: the first batch, and those of evaluations
+        # (next_batch has not announced the first batch, nor those of an evaluation.)
+        self.will_need(dataset, window_ids)
         for m, ids in enumerate(self.own_windows(window_ids)):                  # ids (b,)
             inputs, targets, positions = None, None, None
             if self.reads_rows(dataset):
