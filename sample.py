@@ -189,7 +189,7 @@ def main() -> None:
         tokenizer = get_tokenizer(state["tokenizer"], state.get("tokenizer_file"))
         if args.chat and "template" not in state:
             raise ValueError(f"{args.ckpt} was not trained on conversations: drop --chat, or train "
-                             f"it on some (docs/instructions.md)")
+                             f"it on some (docs/conversations.md)")
         prompts = [] if args.chat else read_prompts(args)
         lines = read_lines() if args.chat else []
     except (ValueError, OSError) as error:

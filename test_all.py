@@ -89,7 +89,7 @@ from parallelism.build import Grid, build_stage
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
 from parallelism.tensor import (MAX_LOGITS, TIED, ColumnParallelLinear, VocabParallelEmbedding,
-                                add_product, chunk_loss, chunk_size, param_specs)
+                                add_product, tile_loss, tile_size, param_specs)
 from parallelism.zero import FlatParameters
 from runtime import checkpoint_files, run_state
 from runtime.batch_ramp import batch_size_at, sequences_after, steps_of_epochs
@@ -1615,8 +1615,8 @@ def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypat
             local.head(x, tokens_of(cfg, 1)).backward()
         peaks.append(alive.peak)
     few, many = peaks
-    chunk_of_logits = 4 * 2 ** 17
-    assert few > chunk_of_logits
+    tile_of_logits = 4 * 2 ** 17
+    assert few > tile_of_logits
     assert many - few < 8 * (4 * 384 * 16)
 
 
@@ -1641,7 +1641,7 @@ class Passes(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype, given", [
     (torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])    # False: on a GPU
-def test_the_loss_of_a_chunk_passes_over_its_logits_few_times(dtype, given):
+def test_the_loss_of_a_tile_passes_over_its_logits_few_times(dtype, given):
     """Loss and gradient of 7 positions are those of F.cross_entropy in fp64, to the type's eps.
     Two operations reduce the logits; at most five more read or write all of them, of which two copy
     a tensor to itself in fp32, which does nothing."""
@@ -1654,18 +1654,18 @@ def test_the_loss_of_a_chunk_passes_over_its_logits_few_times(dtype, given):
     if given:
         p = logits.to(torch.float32)                    # in fp32 the logits themselves
     with Passes(7, 384) as passes:
-        loss, columns, at_columns = chunk_loss(logits, p, targets, torch.tensor(0.25), width,
-                                               Grid(1, 1, 1))
+        loss, columns, at_columns = tile_loss(logits, p, targets, torch.tensor(0.25), width,
+                                              Grid(1, 1, 1))
     logits.scatter_(1, columns, at_columns.to(dtype))
     assert {"amax", "sum"} < set(passes.names) and len(passes.names) <= 7
     assert relative(loss, expected_loss.detach()) < 1e-6
     assert relative(logits, F.pad(exact.grad, (0, 84))) < torch.finfo(dtype).eps
 
 
-def test_logits_are_computed_in_equal_chunks_of_at_most_MAX_LOGITS():
+def test_logits_are_computed_in_equal_tiles_of_at_most_MAX_LOGITS():
     """A GPU's 2^28 logits hold 5336 positions of GPT-2: four microbatches of 4096 positions are
-    four chunks."""
-    assert chunk_size(4 * 4096, 50304, "cuda") == 4096
+    four tiles."""
+    assert tile_size(4 * 4096, 50304, "cuda") == 4096
 
 
 # ---- Mechanisms

@@ -20,8 +20,8 @@ training? Read on: the picture of the ranks, then Run.train, compute_gradients a
     AdamW                     on all of the rank's parameters, or on a shard
 
 Everything else that a long run needs is in runtime/: flags, signals, what a checkpoint holds
-(run_state.py; checkpoint.py writes the file), and watch.py, which writes metrics.jsonl and takes a
-diverged run back to an older checkpoint. To change the loss, see model.Head; docs/extend.md says
+(run_state.py; checkpoint.py writes the file), and monitors.py, which writes metrics.jsonl and takes
+a diverged run back to an older checkpoint. To change the loss, see model.Head; docs/extend.md says
 where other changes go.
 """
 import signal
@@ -55,7 +55,7 @@ from runtime import (checks, console, devices, directory, evaluation, processes,
 from runtime.options import Config
 from runtime.processes import Job, all_ranks
 from runtime.signals import StopSignal
-from runtime.watch import Watch
+from runtime.monitors import Monitors
 
 
 def plain_train(config: Config, model: GPT,
@@ -169,7 +169,7 @@ class Run:
                         and AdamW's state
     scaler              amp.LossScaler, which adjusts the loss scale
     writer              checkpoint.Writer
-    watch               watch.Watch: detects divergence, measures the noise scale, writes the log
+    monitors            monitors.Monitors: divergence, the gradient noise scale, the log
     stop                signals.StopSignal, once the run trains; before, None
     """
 
@@ -182,7 +182,7 @@ class Run:
         self.grid, self.device = grid, device
         self.train_data, self.val_data = train_data, val_data
         self.identity = identity or directory.new_run("seed")
-        self.watch = Watch(self)
+        self.monitors = Monitors(self)
         self.stop = None
         dtype, master_dtype = PRECISIONS[config.dtype]
         # This rank's part of the model: its stage's layers, and its slice of each matrix. Then the
@@ -203,13 +203,13 @@ class Run:
         first (runtime/signals.py)."""
         self.model.train()
         while self.step <= self.config.steps:
-            self.watch.before_step()    # skips the data that --skip-steps or a rollback excludes
+            self.monitors.before_step()    # skips the data that --skip-steps or a rollback excludes
             batch = self.next_batch()
-            lr = learning_rate(self.config, self.step) * self.watch.lr_factor
+            lr = learning_rate(self.config, self.step) * self.monitors.lr_factor
             stats = self.compute_gradients(batch)
             with self.stop.held():
                 self.update(stats, lr)
-                row = self.watch.after_step(batch, stats, lr)       # of metrics.jsonl
+                row = self.monitors.after_step(batch, stats, lr)       # of metrics.jsonl
             if row is not None:     # None: the run diverged; an older checkpoint has been restored
                 self.evaluate_and_save(row)
             self.step = self.finished_step + 1      # finished_step may be the older checkpoint's
@@ -224,11 +224,11 @@ class Run:
             console.announce_evaluation(self)
             row.update(evaluation.evaluate(self))
         saving = last or self.is_due(self.config.save_every)
-        difference = self.watch.before_save(saving)     # between copies that should be equal
+        difference = self.monitors.before_save(saving)     # between copies that should be equal
         with self.stop.held():
-            self.watch.log.write_row(self, row)
+            self.monitors.log.write_row(self, row)
             if difference is not None:
-                self.watch.go_back(difference)          # to an older checkpoint
+                self.monitors.go_back(difference)          # to an older checkpoint
             elif saving:
                 run_state.save(self)
 
@@ -271,13 +271,13 @@ class Run:
                 loss = model(inputs, targets, dropout_seed, positions=positions)
                 (loss * loss_factor).backward()
                 loss_sum += loss.detach()
-                self.watch.after_microbatch(m)
+                self.monitors.after_microbatch(m)
         else:       # a pipeline: the same in the order of a schedule; stages exchange messages
             schedule = make_schedule(config.pp_schedule, grid, len(microbatches))
             loss_sum = run_schedule(schedule, model, grid, microbatches, self.activation_like, flat)
         if self.step < config.steps:    # while a GPU computes: what follows waits for it
             self.prefetched = self.load_batch(self.step + 1)
-        self.watch.after_backward()
+        self.monitors.after_backward()
 
         # 2. Wait for the all-reduces of the gradients over the replicas. (With ZeRO they are
         #    reduce-scatters: this rank gets the sum of its shard.)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from corpus.console import explain, is_failure, print_lines
 from corpus.conversations import TEMPLATES
-from corpus.disk import signals_stop
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS, download_fineweb, download_text
 from corpus.file_kinds import READ_KINDS
 from corpus.formats import EOT
 from corpus.inputs import find_files, hold_conversations, standard_library
 from corpus.prepare import prepare
 from corpus.shards import DEFAULT_OUT, SPLITS, count_tokens
+from corpus.temporary_folder import signals_stop
 from corpus.tokenizers import DOWNLOADED, MOST_TOKENS, OWN
 from runtime.commandline import Parser
 from runtime.other_names import DATA_ADVICE

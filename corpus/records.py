@@ -158,7 +158,7 @@ def other_fields(field: str, names, texts) -> str:
     found = ", ".join(f'"{name}"' for name in list(names)[:5]) or "no field"
     if CONVERSATION_FIELDS & set(names):
         return (f'"{field}", but {found}: for conversations rename the fields to "prompt" and '
-                f'"completion", or to "messages" (docs/instructions.md)')
+                f'"completion", or to "messages" (docs/conversations.md)')
     if not texts:
         return f'"{field}", but {found}, and none is a string, as the text must be'
     return f'"{field}", but {found}: give the name of the one with the text to --text-field'

@@ -188,7 +188,7 @@ def compile_model(model: GPT) -> None:
         compile_method(head, "normalize")
         if head.grid.tp > 1:            # two parts, before and after the all-reduces
             eager = torch.compiler.disable(softmax_over_ranks)
-            head.chunk_loss = partial(head.chunk_loss, over_ranks=eager)
-        head.chunk_loss = torch.compile(head.chunk_loss, fullgraph=head.grid.tp == 1, dynamic=False)
+            head.tile_loss = partial(head.tile_loss, over_ranks=eager)
+        head.tile_loss = torch.compile(head.tile_loss, fullgraph=head.grid.tp == 1, dynamic=False)
     for block in model.blocks.values():
         compile_method(block, "forward")

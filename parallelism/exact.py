@@ -46,7 +46,7 @@ from parallelism.cpu_kernels import linear, use_kernels
 from parallelism.exact_sums import ExactSums
 from parallelism.sequence import by_ranks, by_sequences, gather_positions, sum_over_ranks
 from parallelism.tensor import (TensorParallel, VocabParallelCrossEntropy, VocabParallelEmbedding,
-                                VocabParallelHead, chunk_size, matmul)
+                                VocabParallelHead, tile_size, matmul)
 from parallelism.zero import FlatParameters, adamw_update
 
 MOST_STRIPS = 8         # tp must divide it
@@ -261,7 +261,7 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
         first = grid.tp_rank * len(weight)
         dx = torch.zeros_like(x, dtype=torch.float64)
         loss = torch.zeros(1, dtype=torch.float64, device=x.device)
-        size = chunk_size(len(x), len(weight) * grid.tp, x.device.type)     # the same for every tp
+        size = tile_size(len(x), len(weight) * grid.tp, x.device.type)     # the same for every tp
         for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
             logits = [wide_logits(x_i, strip, vocab_size - first - i * len(strip))
                       for i, strip in enumerate(weights)]                   # each (n, w)

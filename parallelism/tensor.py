@@ -7,7 +7,7 @@ It computes the same as the plain forms in parallel.py, which already have TP2. 
     TP2  sequence parallelism, with fewer       activations / tp from g   sequence.py
          copies than its plain form             to f
     TP3  f is fused with the next product       sum of dx runs during dW  _ColumnParallel
-    TP4  the loss works in chunks of positions  logits of one chunk       VocabParallelCrossEntropy
+    TP4  the loss works in tiles of positions   logits of one tile        VocabParallelCrossEntropy
     TP5  its forward computes its gradients     logits computed once      VocabParallelCrossEntropy
     TP6  the token matrix's gradients add up    20 to 30% of a step       _LookupToMainGrad,
          in place, in fp32                      (50304 tokens)            add_product
@@ -243,7 +243,7 @@ class _LookupToMainGrad(torch.autograd.Function):
 
     zero.FlatParameters gives each weight a method `main_grad`, which returns the tensor that
     collects its gradient, in fp32 (as in Megatron-LM). The embedding, which reads few rows, and the
-    head, which works in chunks, add their gradients there, and autograd gets None: with 50304
+    head, which works in tiles, add their gradients there, and autograd gets None: with 50304
     tokens a step takes 0.80 of the time (0.70 in bf16). Other matrices gain nothing."""
 
     @staticmethod
@@ -282,7 +282,7 @@ def softmax_over_ranks(largest: torch.Tensor, total: torch.Tensor, z: torch.Tens
     return overall, *all_reduce(local, group).wait()
 
 
-def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor,
+def tile_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor,
                loss_factor: torch.Tensor | None, vocab_size: int, grid,
                over_ranks: Callable = softmax_over_ranks) -> tuple:
     """The summed cross-entropy of n positions in nats, the same on all ranks. If `loss_factor` is
@@ -321,11 +321,11 @@ def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tens
     return loss, columns, ((z - overall).exp() / total - is_local.to(wide)) * weight
 
 
-# Upper limit on the logits of a chunk. (That of the CPU is measured: its cache holds them.)
+# Upper limit on the logits of a tile. (That of the CPU is measured: its cache holds them.)
 MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}
 
 
-def chunk_size(positions: int, vocab: int, device_type: str) -> int:
+def tile_size(positions: int, vocab: int, device_type: str) -> int:
     """Number of positions whose logits, of `vocab` tokens each, exist at once."""
     most = max(1, MAX_LOGITS["cpu" if device_type == "cpu" else "gpu"] // vocab)
     return ceil_div(positions, ceil_div(positions, most))       # of about equal size
@@ -334,11 +334,11 @@ def chunk_size(positions: int, vocab: int, device_type: str) -> int:
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), with TP2 T / tp
     positions, targets (B, T), W (V / tp, C) this rank's rows. TP4: it computes the logits of one
-    chunk of positions at a time. TP5: with these forward also computes the gradients, those of
+    tile of positions at a time. TP5: with these forward also computes the gradients, those of
     loss * loss_factor (None: no gradients). Backward returns them."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, grid, loss_factor, chunk_loss):
+    def forward(ctx, x, weight, targets, grid, loss_factor, tile_loss):
         x = gather_positions(x, grid).wait()
         shape = x.shape
         x, targets = x.flatten(0, 1), by_ranks(targets, grid).flatten()     # (N, C), (N,)
@@ -351,8 +351,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             dx = torch.empty_like(x)
             dw = weight.main_grad() if in_main_grad else torch.zeros_like(weight, dtype=wide)
         loss = 0.0
-        size = chunk_size(len(x), len(weight), x.device.type)
-        memory = x.new_empty(size, len(weight))                             # of all chunks
+        size = tile_size(len(x), len(weight), x.device.type)
+        memory = x.new_empty(size, len(weight))                             # of all tiles
         p = None
         if wide == x.dtype or x.device.type == "cpu":   # (a CPU converts in memory, which is slow)
             p = memory.to(wide)                                             # in fp32 the same
@@ -361,7 +361,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             p_i = None if p is None else p[:len(x_i)]
             if p is memory:
                 p_i = logits            # the same object: a compiler handles two views worse
-            loss_i, columns, at_columns = chunk_loss(logits, p_i, targets_i, loss_factor)
+            loss_i, columns, at_columns = tile_loss(logits, p_i, targets_i, loss_factor)
             loss += loss_i
             if loss_factor is not None:
                 dz = logits.scatter_(1, columns, at_columns.to(logits.dtype))
@@ -399,7 +399,7 @@ class VocabParallelHead(TensorParallel):
         super().__init__(head, grid)
         self.norm = head.norm
         self.vocab_size = head.vocab_size
-        self.chunk_loss = partial(chunk_loss, vocab_size=head.vocab_size, grid=grid)
+        self.tile_loss = partial(tile_loss, vocab_size=head.vocab_size, grid=grid)
         self.set_loss_factor(1.0)
 
     def set_loss_factor(self, loss_factor: float) -> None:
@@ -418,7 +418,7 @@ class VocabParallelHead(TensorParallel):
 
     def loss(self, x, targets, loss_factor):
         return VocabParallelCrossEntropy.apply(x, self.weight, targets, self.grid, loss_factor,
-                                               self.chunk_loss)
+                                               self.tile_loss)
 
 
 TP_PLAN = {         # which module of model.py becomes what (build_stage)

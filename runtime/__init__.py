@@ -13,10 +13,10 @@ The others stand above it. Their argument `run` is a train.Run, but none imports
 
     startup, checks, directory          where a run begins, and what is refused
     run_state                           what a run's checkpoints hold: save, restore, go back
-    watch                               what watches a run: divergence, rollback, flipped_bits,
+    monitors                            what watches a run: divergence, rollback, flipped_bits,
                                         noise_scale, and console with the log
-    evaluation, answers                 the validation loss; answers that are right
-    signals, follower                   the end by a signal; dashboards
+    evaluation, eval_answers            the validation loss; answers that are right
+    signals, start_follow               the end by a signal; dashboards
 
 Programs import something from here before numpy and torch, so that a Python without the packages
 that they need, such as the system's, ends in one line.

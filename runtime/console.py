@@ -47,7 +47,7 @@ class RunLog:
         self.unwritten = None           # the row of a step that is finished, until `write_row`
         self.recent_seconds = deque(maxlen=20)      # of the last steps
         self.compute_clock = None       # this rank's, when ranks were last compared, in seconds
-        self.close = lambda: None       # end the follower
+        self.close = lambda: None       # end tools/follow.py
         self.printed_at = None          # when a step's line was last printed, in seconds
         self.shown_at = -math.inf       # when that or the line of a terminal was
         self.on_terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -100,8 +100,9 @@ class RunLog:
         self.unwritten = None
         if "val_loss" in row:
             print_rank0(format_eval(row, run))
-            if run.watch.noise.sequences is not None:
-                print_rank0(format_noise(run.watch.noise.sequences, run.model_config.seq_len, row))
+            if run.monitors.noise.sequences is not None:
+                print_rank0(format_noise(run.monitors.noise.sequences, run.model_config.seq_len,
+                                         row))
         # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
         on_cpus = run.grid.world > 1 and run.device.type == "cpu"
         if row["step"] % COMPARE_RANKS_EVERY == 0 and on_cpus:
@@ -311,7 +312,7 @@ def report_start(run, begin: Start) -> None:
     line = None
     if begin.kind == "init-from":
         line = f"weights  from {run.config.init_from}"
-    run.watch.log.event("start", line, step=0, config=dataclasses.asdict(run.config),
+    run.monitors.log.event("start", line, step=0, config=dataclasses.asdict(run.config),
                   data=describe_data(run), environment=environment(run.grid))
 
 
@@ -320,7 +321,7 @@ def report_resume(run, state: dict, begin: Start, given: dict,
     """The events of a resume, and its line: which settings differ from the stored ones, and how the
     next step's learning rate changes. `lr_before` is that of the stored settings; if they make no
     more steps, that of their last one."""
-    config, factor = run.config, run.watch.monitor.lr_factor
+    config, factor = run.config, run.monitors.divergence.lr_factor
     changed = {}
     stored = dataclasses.asdict(Config()) | state["config"]     # an older file lacks flags
     for name in [*RESTORED, "dtype", "exact"]:
@@ -339,8 +340,8 @@ def report_resume(run, state: dict, begin: Start, given: dict,
     if factor != 1:
         line += f", learning rate x {factor:.3g}"
     for event in begin.events:
-        run.watch.log.metrics.write(**event, step=done)
-    run.watch.log.event("resume", line, path=str(begin.path), given=given, changed=changed,
+        run.monitors.log.metrics.write(**event, step=done)
+    run.monitors.log.event("resume", line, path=str(begin.path), given=given, changed=changed,
                   lr_factor=factor, config=dataclasses.asdict(config), data=describe_data(run),
                   environment=environment(run.grid), step=done)
 
@@ -353,12 +354,12 @@ def report_stop(run, done: int) -> None:
     line = f"stopped and saved after step {done}; run {command} to go on"
     if run.saved_step is None:
         line = f"stopped before step 1 was done; run {command} to begin again"
-    run.watch.log.event("stop", line, step=done)
+    run.monitors.log.event("stop", line, step=done)
 
 
 def report_end(run) -> None:
     """The event of a run that has made all steps, and a line: how to sample."""
-    run.watch.log.event("end", step=run.config.steps)
+    run.monitors.log.event("end", step=run.config.steps)
     meta = run.train_data.meta
     if meta["tokenizer"] in ("gpt2", "bytes") or "tokenizer_file" in meta:
         file = shlex.quote(f"{run.config.out}/latest.pt")

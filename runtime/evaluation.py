@@ -15,7 +15,7 @@ from data import Source, pad_window_ids
 from model import GPTConfig
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import make_schedule
-from runtime.answers import greedy_accuracy
+from runtime.eval_answers import greedy_accuracy
 from runtime.options import Config
 
 DEFAULT_SEQUENCES = 128         # of each source

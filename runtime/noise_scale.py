@@ -1,5 +1,5 @@
 """The gradient noise scale: up to which size a batch is worth its work (McCandlish et al. 2018, "An
-Empirical Model of Large-Batch Training", appendix A.1). runtime/watch.py measures it every
+Empirical Model of Large-Batch Training", appendix A.1). runtime/monitors.py measures it every
 --noise-scale steps.
 
 The gradient of a batch of B sequences is the true one, G, plus noise:

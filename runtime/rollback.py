@@ -1,7 +1,7 @@
 """Rollback: how a run acts on a divergence, which divergence.py judges. It returns to an older
 checkpoint and leaves out the batches that led there.
 
-runtime/watch.py calls `skip_excluded` before a step, `go_back_if_diverged` after it and
+runtime/monitors.py calls `skip_excluded` before a step, `go_back_if_diverged` after it and
 `restored_monitor` at a resume or a rollback. `run` is train.Run: these functions read its batches,
 monitor and writer, and `roll_back` restores it from an older checkpoint.
 """
@@ -25,7 +25,7 @@ from runtime.processes import RunError, all_ranks
 def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
     """Judge a step by its train.StepStats; complete its row of metrics.jsonl. Returns True if the
     run has gone back to an older checkpoint: the row is then written."""
-    monitor, config = run.watch.monitor, run.config
+    monitor, config = run.monitors.divergence, run.config
     if batch.new_mixture:
         monitor.forget_losses()
     divergence = monitor.observe(batch.start, stats)
@@ -35,8 +35,8 @@ def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
     hopeless = off and monitor.skipped >= MAX_SKIPPED and not scale_may_help(stats)
     if not hopeless and (off or divergence is None):
         return False
-    run.watch.log.print_step(run, row)
-    run.watch.log.write_row(run, row)
+    run.monitors.log.print_step(run, row)
+    run.monitors.log.write_row(run, row)
     # Was a flipped bit the cause, not the data or the learning rate?
     difference = flipped_bits.find_difference(run)
     if difference is not None:
@@ -56,22 +56,22 @@ def report(run, batch: Batch, stats, row: dict, divergence: Divergence | None) -
         where = {}
         if stats.skipped == NOT_FINITE:
             where = locate_nonfinite(stats.local_loss.item(), run.flat)
-        run.watch.log.event("skip", reason=stats.skipped, **seen, **where,
+        run.monitors.log.event("skip", reason=stats.skipped, **seen, **where,
                       windows=batch.window_ids.tolist())
     if divergence is not None:
         windows = []
-        starts = run.watch.monitor.starts[-LEAD_IN - BAD_STEPS:]
+        starts = run.monitors.divergence.starts[-LEAD_IN - BAD_STEPS:]
         for start, following in pairwise([*starts, run.batches.consumed]):
             size = min(batch.size, following - start)    # skipped batches leave a gap
             windows += run.train_data.window_ids(run.config.seed, start, size).tolist()
-        run.watch.log.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
-                      limit=run.watch.monitor.limit(), windows=windows, **seen)
+        run.monitors.log.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
+                      limit=run.monitors.divergence.limit(), windows=windows, **seen)
 
 
 def roll_back(run, divergence: Divergence) -> None:
     """Return to a healthy checkpoint, skip the batches that led to the divergence, and save at
     once, so that a kill does not undo the rollback."""
-    config, monitor = run.config, run.watch.monitor
+    config, monitor = run.config, run.monitors.divergence
     diverged_at = run.step
     if monitor.rollbacks >= config.max_rollbacks:
         fail(run, f"{divergence.reason}, and --max-rollbacks {config.max_rollbacks} are used up")
@@ -85,9 +85,9 @@ def roll_back(run, divergence: Divergence) -> None:
     run_state.go_back(run, lambda: directory.latest_valid(files))
     excluded[0] = max(excluded[0], run.batches.consumed)
     # The history of rollbacks outlasts the restored state, which has a monitor of its own.
-    monitor.rolled_back(run.step - 1, excluded, data_to_blame, restored=run.watch.monitor)
-    run.watch.monitor = monitor
-    run.watch.log.event(
+    monitor.rolled_back(run.step - 1, excluded, data_to_blame, restored=run.monitors.divergence)
+    run.monitors.divergence = monitor
+    run.monitors.log.event(
         "rollback", f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: back to step "
         f"{run.step - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
         reason=divergence.reason, to=run.step - 1, sequences=excluded, lr_factor=monitor.lr_factor,
@@ -99,7 +99,7 @@ def roll_back(run, divergence: Divergence) -> None:
 def skip_excluded(run) -> None:
     """Leave out the excluded sequences that the next batch would contain: those of --skip-steps
     and those of rollbacks."""
-    monitor, config, batches = run.watch.monitor, run.config, run.batches
+    monitor, config, batches = run.monitors.divergence, run.config, run.batches
     consumed = batches.consumed
     size = batch_size_at(config, batches.sequences_trained)
     if config.skip_steps is not None and monitor.applied_skip != config.skip_steps:
@@ -114,7 +114,7 @@ def skip_excluded(run) -> None:
         if first < start + size and start < end:
             start = end
     if start > consumed:
-        run.watch.log.event(
+        run.monitors.log.event(
             "skip", f"skip     sequences {consumed:,} to {start - 1:,} are left out",
             step=run.step, reason="left out", sequences=[consumed, start])
         batches.skip_to(start)
@@ -122,8 +122,8 @@ def skip_excluded(run) -> None:
 
 def fail(run, reason: str) -> None:
     """Stop a run that cannot recover from its divergence."""
-    run.watch.log.event("stop", step=run.step, reason=reason)
-    healthy = [file for _, file, healthy in run.watch.monitor.checkpoints if healthy]
+    run.monitors.log.event("stop", step=run.step, reason=reason)
+    healthy = [file for _, file, healthy in run.monitors.divergence.checkpoints if healthy]
     begin = "begin again"
     if healthy:
         begin = f"branch from an older checkpoint (--resume {Path(run.config.out, healthy[-1])})"

@@ -30,7 +30,7 @@ class Progress(NamedTuple):
     @classmethod
     def of(cls, run) -> "Progress":
         return cls(run.finished_step, run.batches.consumed, run.batches.sequences_trained,
-                   run.optimizer_steps, run.scaler, run.watch.monitor)
+                   run.optimizer_steps, run.scaler, run.monitors.divergence)
 
     def copy(self) -> "Progress":
         return self._replace(scaler=copy.copy(self.scaler), monitor=self.monitor.copy())
@@ -46,7 +46,7 @@ def restore(run, state: dict | None) -> None:
     run.step = 1
     run.optimizer_steps = 0
     run.scaler = make_scaler(config.dtype)
-    run.watch.restore(state)
+    run.monitors.restore(state)
     if state is None:
         parameters = None
         if config.init_from is not None:
@@ -75,9 +75,9 @@ def go_back(run, find: Callable) -> None:
     all_ranks(run.writer.wait)                  # we may load the file being written
     path, events = on_rank0(find)
     restore(run, all_ranks(lambda: load_state(path), status=1))
-    run.watch.log.compute_clock = None                # the rollback was no computing
+    run.monitors.log.compute_clock = None                # the rollback was no computing
     for event in events:
-        run.watch.log.metrics.write(**event, step=step)
+        run.monitors.log.metrics.write(**event, step=step)
 
 
 def save(run, is_start: bool = False) -> None:

@@ -15,7 +15,7 @@ from amp import PRECISIONS
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
-from runtime import checks, console, devices, evaluation, follower, run_state
+from runtime import checks, console, devices, evaluation, start_follow, run_state
 from runtime.checkpoint_files import list_checkpoints
 from runtime.cpu_threads import Threads
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
@@ -60,7 +60,7 @@ def resolve(given: dict, job: Job, device: torch.device,
     restarted = store.check(["begun"])          # a refused start leaves no key
     config = Config(**given)
     if config.log is not None:
-        follower.check(config.log)
+        start_follow.check(config.log)
     out = Path(config.out)
     begin = find_start(out, config.resume, config.init_from, config.eval_only, restarted)
     if begin.kind == "init-from":
@@ -114,12 +114,12 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
                    stack: ExitStack) -> None:
     """Open the log of a train.Run, report how it begins and, if it begins from a file, save its
     starting state. `state` is that of `load_start`, without the tensors; learning_rate(config,
-    step) is train.py's. `stack` ends the follower."""
+    step) is train.py's. `stack` ends tools/follow.py."""
     config = run.config
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
-    run.watch.log = console.RunLog(metrics, Threads(run.device, run.grid.world))
+    run.monitors.log = console.RunLog(metrics, Threads(run.device, run.grid.world))
     if config.log is not None and run.grid.rank == 0:
-        run.watch.log.close = stack.enter_context(follower.started(config))
+        run.monitors.log.close = stack.enter_context(start_follow.started(config))
     console.print_summary(run)
     if state is None:
         console.report_start(run, begin)
@@ -130,11 +130,11 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
     console.print_notes(run, given, resumed=state is not None)
-    run.watch.log.threads.compare()
+    run.monitors.log.threads.compare()
     row = on_rank0(lambda: find_unevaluated(Path(config.out), state))
     if row is not None:
         console.announce_evaluation(run)
-        run.watch.log.write_row(run, row | evaluation.evaluate(run))
+        run.monitors.log.write_row(run, row | evaluation.evaluate(run))
 
 
 def find_unevaluated(out: Path, state: dict | None) -> dict | None:

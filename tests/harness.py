@@ -415,7 +415,7 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
                         state and checkpoint.load(state))
         prepare(run)
         rows = Rows(run, look)
-        run.watch.log = console.RunLog(rows)
+        run.monitors.log = console.RunLog(rows)
         run.stop = no_signal()
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
@@ -502,14 +502,14 @@ def poison(run, times=1):
     """After step 40 the parameters are wrong, in the first `times` attempts: the losses of the next
     three steps are high, and the last of them rolls back."""
     def spoil(step):
-        if step == 40 and run.watch.monitor.rollbacks < times:
+        if step == 40 and run.monitors.divergence.rollbacks < times:
             for bucket in run.flat.buckets:
                 bucket.shard["data"] *= 30
     after_backward(run, spoil)
 
 
 def monitor_now(run):
-    return asdict(run.watch.monitor), run.batches.consumed, list(run.events)
+    return asdict(run.monitors.divergence), run.batches.consumed, list(run.events)
 
 
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):

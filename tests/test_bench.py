@@ -96,10 +96,10 @@ def test_parts_measure_on_a_cpu(tmp_path):
     rates, = found["ceilings"]["rates"]
     assert min(rates.values()) > 0
     assert found["ceilings"]["card"] == [dict(skipped="only an NVIDIA GPU has nvidia-smi")]
-    chunks = found["loss"]["chunk"]
-    assert [(row["dtype"], row["side"]) for row in chunks] == [
+    tiles = found["loss"]["tile"]
+    assert [(row["dtype"], row["side"]) for row in tiles] == [
         (dtype, side) for dtype in ("fp32", "bf16") for side in ("ours", "ours --compile")]
-    for row in chunks:
+    for row in tiles:
         bound = 1e-6 if row["dtype"] == "fp32" else torch.finfo(torch.bfloat16).eps
         assert max(row["loss"], row["dx"], row["dW"]) <= bound and row["ms"] > 0
     update, = found["optimizer"]["flat.adamw_step"]

@@ -30,7 +30,7 @@ from corpus.shards import BEGINS, LEARNT, open_shard, read_meta
 from corpus.tokenizers import get_tokenizer, name_of
 from model import mask_of_packed
 from models.llama import LlamaConfig
-from runtime import answers
+from runtime import eval_answers
 from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
 from runtime.evaluation import evaluate
 from tests.harness import (BOUNDS, CFG, INTERLEAVED, TINY, assert_same_state, differences, gridded,
@@ -728,7 +728,7 @@ def test_the_answers_right_are_those_that_sample_py_writes(first_letters):
     step = half_learnt(rows)
     ours, _ = checkpoint.load_model(folder / f"out/step_{step:08d}.pt")
     dataset = data.TokenDataset(folder / "data", "val", 64)
-    text = written(dataset.tokens_of(answers.choose_windows(dataset, 40)).flatten())
+    text = written(dataset.tokens_of(eval_answers.choose_windows(dataset, 40)).flatten())
     right = []
     for prompt, answer in re.findall("(Euser:\n[a-h]+\n\nassistant:\n)(.E)", text):
         tokens = [256, *prompt[1:].encode()]
@@ -923,7 +923,7 @@ def test_an_odd_template_of_a_model_is_refused_by_its_file(tmp_path, marked_toke
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, marked_tokenizer, run_data,
                                                           run_train, monkeypatch, capsys):
-    """The four commands of docs/instructions.md and the export, with a Qwen2 of random weights and
+    """The four commands of docs/conversations.md and the export, with a Qwen2 of random weights and
     a tokenizer that has ChatML's tokens: transformers' greedy answer is that of sample.py."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("safetensors")

@@ -59,7 +59,7 @@ def test_the_gyms_operator_goes_back_skips_and_slows_five_times():
     run = SimpleNamespace(
         verdict="back", files=lambda: [Path(f"step_{step:08d}.pt") for step in (150, 120, 90)],
         load=loaded.append,
-        watch=SimpleNamespace(monitor=SimpleNamespace(lr_factor=1.0)),
+        monitors=SimpleNamespace(divergence=SimpleNamespace(lr_factor=1.0)),
         batches=SimpleNamespace(consumed=1200, skip_to=skipped.append))
     policy = policies.ByHand()
     looks = [(149, 120), (150, 150), (119, 90), (50, 90), (120, 120)]
@@ -67,7 +67,7 @@ def test_the_gyms_operator_goes_back_skips_and_slows_five_times():
         policy.good = (good, 2.0)
         assert policy.go_back_if_diverged(run, None, SimpleNamespace(skipped=False), {})
         assert loaded.pop() == Path(f"step_{file:08d}.pt") and skipped.pop() == 1200
-        assert run.watch.monitor.lr_factor == 0.5 ** (returns + 1)
+        assert run.monitors.divergence.lr_factor == 0.5 ** (returns + 1)
     with pytest.raises(policies.Ended):
         policy.go_back_if_diverged(run, None, SimpleNamespace(skipped=False), {})
 

@@ -22,7 +22,7 @@ from runtime.options import parse_flags
 from sample import generate
 from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, differences, greedy, random_gpt,
                            same_bits, tokens_of, trained, whole_gradient, without_saves)
-from tools import families, huggingface
+from tools import huggingface, huggingface_formats
 from tools.plan.__main__ import answer
 from tools.plan.flags import VOCABULARIES
 
@@ -105,14 +105,16 @@ def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name, d
     targets = tokens.roll(-1, 1)
     ours(tokens, targets).backward()
     F.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
-    family = families.FAMILIES[THEIRS[name][0]]
-    gradients = {families.PREFIXES.sub("", name): p.grad for name, p in theirs.named_parameters()}
-    gradients = {name.replace("lm_head", "embed_out") if family is families.NEOX else name: grad
-                 for name, grad in gradients.items()}
+    family = huggingface_formats.FAMILIES[THEIRS[name][0]]
+    gradients = {huggingface_formats.PREFIXES.sub("", name): parameter.grad
+                 for name, parameter in theirs.named_parameters()}
+    if family is huggingface_formats.NEOX:
+        gradients = {name.replace("lm_head", "embed_out"): grad for name, grad in gradients.items()}
     theirs.zero_grad()
     for name, parameter in ours.named_parameters():
-        names = families.their_names(name, family)
-        full = families.to_ours(name, [gradients[one].double() for one in names], family, ours.cfg)
+        names = huggingface_formats.their_names(name, family)
+        theirs_here = [gradients[one].double() for one in names]
+        full = huggingface_formats.to_ours(name, theirs_here, family, ours.cfg)
         rows = len(full)
         assert difference(parameter.grad[:rows], full) < 10 * bound, name
 
@@ -196,7 +198,7 @@ def test_what_the_model_cannot_be_is_refused_by_its_key(theirs_and_ours, name, c
     if "rope_scaling" in changes:
         del config["rope_parameters"]
     with pytest.raises(ValueError, match=words):
-        families.model_config(config | changes)
+        huggingface_formats.model_config(config | changes)
 
 
 @pytest.mark.parametrize("name, changes, words", [

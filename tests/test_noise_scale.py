@@ -69,7 +69,7 @@ MORE_LAYOUTS = [
 
 
 def averages(run):
-    return run.watch.noise.tr_sigma, run.watch.noise.squared_norm
+    return run.monitors.noise.tr_sigma, run.monitors.noise.squared_norm
 
 
 @pytest.mark.claim("Every layout of two replicas measures the same gradient noise scale.")

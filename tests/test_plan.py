@@ -38,7 +38,7 @@ from parallelism.zero import FlatParameters
 from runtime import checks, console, evaluation
 from runtime.flops import parameter_count
 from runtime.options import Config, parse_flags
-from tests import published_steps
+from tests import published_runs
 from tests.harness import (CFG, COVER, FORMULA, PAGES, ROOT, Alive, Memory, Rows, column,
                            deep_enough_for, gridded, no_signal, nothing, run_steps, settings,
                            staged, tokens_of, traffic, without_saves)
@@ -108,7 +108,7 @@ def a_step_of_a_run(rank, world, config, cfg):
         plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
         with flops, traffic(note), plain, mock.patch.object(cpu_kernels, "NO_PRODUCTS", []), \
                 mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
-            run.watch.log = console.RunLog(Rows(run, nothing))
+            run.monitors.log = console.RunLog(Rows(run, nothing))
             run.stop = no_signal(close=lambda: steps_are_made.append(True))
             run.train()
     numel = sum(bucket.numel for bucket in run.flat.buckets)
@@ -253,7 +253,7 @@ def errors_of(rows):
     """(-s prints the table.)"""
     errors = {}
     for number, row in enumerate(rows):
-        error = published_steps.predicted_seconds(row) / row.seconds - 1
+        error = published_runs.predicted_seconds(row) / row.seconds - 1
         print(f"{row.name:24} {row.seconds:8.2f} s {error:+6.1%}")
         errors[number, row.name] = abs(error)
     return errors
@@ -263,11 +263,11 @@ def errors_of(rows):
 def test_plans_predict_published_runs():
     """Megatron-LM's and those of its kind, on which the constants are fitted with others: within 8%
     on average and 17% each, and 5% the first of each table."""
-    errors = {name: error for (_, name), error in errors_of(published_steps.RUNS).items()}
+    errors = {name: error for (_, name), error in errors_of(published_runs.RUNS).items()}
     earlier = [error for name, error in errors.items()
-               if name not in published_steps.EARLIER_FITTED]
+               if name not in published_runs.EARLIER_FITTED]
     assert len(earlier) == 19 and np.mean(earlier) < 0.08 and max(earlier) < 0.17, errors
-    assert max(errors[name] for name in published_steps.EARLIER_FITTED) < 0.05
+    assert max(errors[name] for name in published_runs.EARLIER_FITTED) < 0.05
 
 
 @pytest.mark.claim("Plans of published runs not used for fitting are 5% off on average; with "
@@ -275,22 +275,22 @@ def test_plans_predict_published_runs():
 def test_plans_predict_runs_that_were_held_out_and_order_their_layouts():
     """Of each table 7.5% off on average and nine of ten within 15%; 23% where 1 GB of memory is
     left. 85% of the pairs of one model's layouts are in the right order."""
-    for rows in (published_steps.LONG, published_steps.LAYOUTS, published_steps.SEQUENCE_PARALLEL):
+    for rows in (published_runs.LONG, published_runs.LAYOUTS, published_runs.SEQUENCE_PARALLEL):
         errors = errors_of(rows)
         assert np.mean(list(errors.values())) < 0.075, errors
         assert np.quantile(list(errors.values()), 0.9) < 0.15 and max(errors.values()) < 0.23
-    predicted = [published_steps.predicted_seconds(row) for row in published_steps.LAYOUTS]
-    right = published_steps.right_pairs(published_steps.LAYOUTS, predicted)
+    predicted = [published_runs.predicted_seconds(row) for row in published_runs.LAYOUTS]
+    right = published_runs.right_pairs(published_runs.LAYOUTS, predicted)
     assert len(right) == 186 and np.mean(right) > 0.85
 
 
 def test_fitting_in_memory_is_what_was_seen():
     """Of runs that were held out, and layouts of BigScience's model that ran out of memory. (Where
     the plan needs 84 of 85 GB, a run went on, slowly.)"""
-    refused = [row.name for row in published_steps.LONG
+    refused = [row.name for row in published_runs.LONG
                if not make_plan(row.cfg, row.config)["fits"]]
     assert refused == ["h100 30b 8192"]
-    row = published_steps.LAYOUTS[0]
+    row = published_runs.LAYOUTS[0]
     for tp, pp, micro_batch in [(8, 1, 1), (2, 6, 2), (2, 6, 1)]:
         config = replace(row.config, tp=tp, pp=pp, micro_batch=micro_batch, batch_size=2304)
         assert not make_plan(row.cfg, config)["fits"]
@@ -530,7 +530,7 @@ def test_zb_h1_keeps_the_inputs_of_matrices_and_the_gradients_of_their_outputs(a
     assert until_w == max(until_b, sum(sizes)) and (until_w > until_b) == (activation == "relu")
 
 
-def test_logits_are_a_chunk_in_the_models_type_and_in_16_bits_another_in_fp32(monkeypatch):
+def test_logits_are_a_tile_in_the_models_type_and_in_16_bits_another_in_fp32(monkeypatch):
     monkeypatch.setitem(MAX_LOGITS, "cpu", 2 ** 16)
     cfg = GPTConfig(vocab_size=8192, seq_len=256, n_layer=2, n_head=2, n_embd=16)
     for grid, dtype, expected in [(Grid(1, 1, 1), "fp32", 4 * 2 ** 16),

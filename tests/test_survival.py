@@ -536,7 +536,8 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
     @contextmanager
     def held():
         yield
-        if fate == "signal" and run.finished_step == run.step == at and not run.watch.log.unwritten:
+        at_step = run.finished_step == run.step == at
+        if fate == "signal" and at_step and not run.monitors.log.unwritten:
             signals.StopSignal(run).save(run_state.Progress.of(run).copy())
             raise ZeroDivisionError
 
@@ -554,7 +555,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
             poison(run)
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
-            run.watch.log = console.RunLog(directory.Metrics(Path(config.out), rank))
+            run.monitors.log = console.RunLog(directory.Metrics(Path(config.out), rank))
             run.stop = no_signal(held)
             run.train()
             assert all(bucket.unsharding is None for bucket in run.flat.buckets)

@@ -16,7 +16,7 @@ import torch
 from checkpoint import verify
 from corpus.downloads import download
 from runtime.checkpoint_files import reading
-from tools.families import PREFIXES
+from tools.huggingface_formats import PREFIXES
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json")

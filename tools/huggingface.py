@@ -8,7 +8,8 @@ tools/hub.py says what a folder contains. A model of GPT-2's tokens or of bytes 
 too, in vocab.json and merges.txt: <|endoftext|> within a text is one token there, where data.py and
 sample.py see 13 characters.
 
-tools/families.py says how each architecture differs in its names and in the layout of its tensors.
+tools/huggingface_formats.py says how each architecture differs in its names and in the layout of
+its tensors.
 """
 import tools        # first: python tools/huggingface.py ends in its line
 
@@ -37,9 +38,9 @@ from runtime.commandline import Parser
 from runtime.directory import new_run
 from runtime.flops import parameter_count
 from tools.chat_templates import find_template, in_jinja
-from tools.families import (BUFFERS, END_OF_TEXT, FAMILIES, Family, config_json, model_config,
-                            their_names, to_ours, to_theirs)
 from tools.hub import IS_ADAPTER, check_source, fetch, tensor_readers, weight_files
+from tools.huggingface_formats import (BUFFERS, END_OF_TEXT, FAMILIES, Family, config_json,
+                                       model_config, their_names, to_ours, to_theirs)
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_FILES = {      # tiktoken's name: transformers' name, sha256

@@ -53,7 +53,7 @@ class Work:
     warmup: int
     product: int                # rows and columns of a square matrix
     copied: int                 # bytes
-    positions: int              # of a chunk of the loss
+    positions: int              # of a tile of the loss
     layouts: tuple              # (processes, flags of train.py, the environment)
     memories: tuple             # flags of train.py
 
@@ -219,7 +219,7 @@ def profile(work: Work, folder: Path) -> Iterator:
 
 
 def loss(work: Work, folder: Path) -> Iterator:
-    """A chunk of the loss and its gradients against float64: relative differences, of vectors those
+    """A tile of the loss and its gradients against float64: relative differences, of vectors those
     of the norm. (Expected on an H100: beside its products 2 ms eager, 0.4 compiled.)"""
     cfg = replace(work.model_config, n_layer=1)
     for dtype, (side, flags) in itertools.product(("fp32", "bf16"), OURS.items()):
@@ -244,7 +244,7 @@ def loss(work: Work, folder: Path) -> Iterator:
         seconds = seconds_of(work, lambda: head.loss(x.detach(), targets, 1.0))
         with torch.no_grad():
             product = seconds_of(work, lambda: x[0] @ weight.t())
-        yield "chunk", row | {"ms": 1e3 * seconds, "three products, ms": 3e3 * product}
+        yield "tile", row | {"ms": 1e3 * seconds, "three products, ms": 3e3 * product}
 
 
 def optimizer(work: Work, folder: Path) -> Iterator:

@@ -135,7 +135,7 @@ class ByHand(Policy):
         before = [file for file in run.files() if int(file.stem.removeprefix("step_")) <= step]
         run.load((before or run.files()[-1:])[0])
         run.batches.skip_to(consumed)
-        run.watch.monitor.lr_factor = 0.5 ** self.returns
+        run.monitors.divergence.lr_factor = 0.5 ** self.returns
 
 
 class Ours(Policy):
@@ -146,7 +146,7 @@ class Ours(Policy):
 
     def file_left(self, run):
         """The healthy one that the run's last words name."""
-        healthy = [file for _, file, healthy in run.watch.monitor.checkpoints if healthy]
+        healthy = [file for _, file, healthy in run.monitors.divergence.checkpoints if healthy]
         return Path(run.config.out, healthy[-1]) if healthy else super().file_left(run)
 
 
@@ -180,7 +180,7 @@ class PolicyRun(train.Run):
         self.verdict = None
         self.val_loss = None
         self.alarm = False
-        self.watch.log = console.RunLog(SimpleNamespace(write=self.note))
+        self.monitors.log = console.RunLog(SimpleNamespace(write=self.note))
 
     def note(self, **row) -> None:
         """In place of metrics.jsonl."""

@@ -32,6 +32,6 @@ bytes sent with those of real runs of train.py.
 
 The constants are fitted on 209 published steps. Of 132 others the time is 5% off in the mean, in
 nine of ten cases at most 12%, at worst 23%, and 88% of the pairs of layouts of one model are in the
-right order. That counts what those programs did otherwise than ours (tests/published_steps.py);
+right order. That counts what those programs did otherwise than ours (tests/published_runs.py);
 without it the order is right in 62%. Two layouts within 5% of each other may be in the other order.
 """

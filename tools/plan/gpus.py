@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from runtime.flops import PEAK_FLOPS
 
 # Fractions of the peak that matrix products and FlashAttention (1) reach, fitted on published steps
-# (tests/published_steps.py); attention counts its whole square, of which it computes half.
+# (tests/published_runs.py); attention counts its whole square, of which it computes half.
 AMPERE = (0.75, 0.5)
 HOPPER = (0.625, 0.3)
 

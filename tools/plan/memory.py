@@ -6,7 +6,7 @@ from itertools import accumulate
 from amp import PRECISIONS
 from parallelism.buckets import state_bytes
 from parallelism.schedules import make_schedule
-from parallelism.tensor import chunk_size
+from parallelism.tensor import tile_size
 from tools.plan.stages import Stage
 from tools.schedule import live_activations
 
@@ -77,7 +77,7 @@ def bucket_bytes(stage: Stage) -> int:
 
 
 def logits_bytes(stage: Stage, on_gpu: bool = True) -> int:
-    """The logits that VocabParallelCrossEntropy holds at once, on the last stage: a chunk in the
+    """The logits that VocabParallelCrossEntropy holds at once, on the last stage: a tile in the
     type of the activations, and in 16 bits a second one in fp32."""
     if not stage.grid.is_last:
         return 0
@@ -86,7 +86,7 @@ def logits_bytes(stage: Stage, on_gpu: bool = True) -> int:
         size += 4
     vocab = stage.cfg.padded_vocab // stage.grid.tp
     device_type = "gpu" if on_gpu else "cpu"
-    return chunk_size(stage.positions, vocab, device_type) * vocab * size
+    return tile_size(stage.positions, vocab, device_type) * vocab * size
 
 
 def kept_by_mlp(stage: Stage) -> int:

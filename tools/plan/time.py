@@ -7,7 +7,7 @@ from tools.plan.stages import Stage
 from tools.plan.traffic import CONTEXT_RINGS, gradient_rings
 from tools.schedule import clock
 
-# Fitted on 209 published steps (tests/published_steps.py says which, and the error without each):
+# Fitted on 209 published steps (tests/published_runs.py says which, and the error without each):
 PASSES = 93             # times that (B, T, C / tp) numbers cross memory in the rest of a block
 LINK = 0.55             # fraction of a link's speed that collectives and messages reach
 SHARE = 0.32            # fraction of hidden traffic's time that it takes from what hides it

@@ -1,5 +1,5 @@
-"""What watches a run beside its training: divergence, flipped bits, the gradient noise scale, the
-log. train.py calls it:
+"""The monitors of a run: divergence, flipped bits, the gradient noise scale, the log. train.py
+calls them:
 
     before_step         leaves out sequences: --skip-steps, or a rollback's    rollback.py
     after_microbatch    measure the gradient of a part of the batch            noise_scale.py
@@ -16,17 +16,17 @@ from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
 from runtime.noise_scale import NoiseScale
 
 
-class Watch:
+class Monitors:
     """What watches `run`, a train.Run.
 
-    monitor     the losses so far, and the rollbacks; every checkpoint holds it
+    divergence  the losses so far, and the rollbacks; every checkpoint holds it
     noise       the gradient noise scale, with --noise-scale
     log         console.RunLog; startup sets it before `train`
     """
 
     def __init__(self, run):
         self.run = run
-        self.monitor = DivergenceMonitor()
+        self.divergence = DivergenceMonitor()
         self.noise = NoiseScale()
         self.log = None
         self.started = None             # when the step in progress began, in seconds
@@ -34,15 +34,15 @@ class Watch:
     @property
     def lr_factor(self) -> float:
         """By which the learning rate is multiplied: below 1 after a rollback."""
-        return self.monitor.lr_factor
+        return self.divergence.lr_factor
 
     def restore(self, state: dict | None) -> None:
         """Take the monitor of a checkpoint; without one, a new one."""
-        self.monitor = DivergenceMonitor()
+        self.divergence = DivergenceMonitor()
         if state is not None:
-            self.monitor = rollback.restored_monitor(self.run.config, self.run.train_data, state)
+            self.divergence = rollback.restored_monitor(self.run.config, self.run.train_data, state)
         learns_answers = self.run.train_data.has_conversations
-        self.monitor.least_deviation = ANSWERS_DEVIATION if learns_answers else 0.0
+        self.divergence.least_deviation = ANSWERS_DEVIATION if learns_answers else 0.0
 
     def before_step(self) -> None:
         """Leave out the sequences that --skip-steps or a rollback excludes."""

@@ -1,29 +1,11 @@
-"""Files on the disk: whether one has changed, and what a process that is stopped leaves."""
+"""A folder for files that are not complete yet, which a process that is stopped does not leave."""
 import errno
-import hashlib
 import os
 import shutil
 import signal
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-
-from corpus.console import named
-
-
-def sha256_of(*paths) -> str:
-    """The sha256 of these files' bytes, one file after the other."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with named(path), open(path, "rb") as file:
-            hashlib.file_digest(file, lambda: digest)
-    return digest.hexdigest()
-
-
-def change_of(path: Path) -> tuple[int, int]:
-    """The size of a file and the time of its last change, in nanoseconds."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
 
 
 def check_writable(folder: Path) -> None:
