@@ -20,7 +20,8 @@ from pathlib import Path
 if __name__ == "__main__":      # Ctrl-C at any time, also while torch is imported
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from runtime.commandline import Parser      # first: without torch it ends the program in one line
+# First: without torch it ends the program in one line.
+from runtime.sample_flags import make_parser, parse_flags, read_lines, read_prompts
 
 import torch
 
@@ -30,8 +31,6 @@ from corpus.conversations import ASSISTANT, Message, end_of_answer, prompt_of
 from corpus.tokenizers import get_tokenizer
 from parallelism.collectives import first_line, out_of_memory
 from runtime.devices import pick_device
-from runtime.other_names import SAMPLE_ADVICE, SAMPLE_NAMES
-from runtime.sample_flags import parse_flags, read_lines, read_prompts
 
 AT_ONCE = 16                   # samples in a batch, which bounds the memory of the cache
 DASHES = "-" * 40 + "\n"       # the line between samples
@@ -180,8 +179,7 @@ def chat(model, tokenizer, template: str, lines, args) -> None:
 
 
 def main() -> None:
-    parser = Parser("sample.py", "python sample.py [FLAG ...]", "Sample text from a checkpoint.",
-                    SAMPLE_NAMES, SAMPLE_ADVICE)
+    parser = make_parser()
     args = parse_flags(parser)
     try:
         device = pick_device(args.device)

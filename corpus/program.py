@@ -21,8 +21,8 @@ from runtime.other_names import DATA_ADVICE
 SEQ_LEN = 128               # train.py's default, for a warning
 
 
-def parse_flags(arguments) -> argparse.Namespace:
-    """The flags, with their defaults. A mistake ends the program with status 2."""
+def make_parser() -> Parser:
+    """The flags of data.py, with their defaults."""
     parser = Parser("data.py", "python data.py [--dataset NAME | --input FILE ...] [FLAG ...]",
                     "Turn text into shards of tokens for train.py.", advice=DATA_ADVICE)
     text = parser.add_argument_group("text")
@@ -53,6 +53,12 @@ def parse_flags(arguments) -> argparse.Namespace:
     add("--shard-tokens", type=int, default=10**8, metavar="N", help="per shard (default 100M)")
     add("--shards", type=int, default=1, metavar="N", help="of fineweb, each of 100M (default 1)")
     parser.add_argument("unnamed", nargs="*", help=argparse.SUPPRESS)
+    return parser
+
+
+def parse_flags(arguments) -> argparse.Namespace:
+    """The values of the flags. A mistake ends the program with status 2."""
+    parser = make_parser()
     args = parser.parse_args(arguments)
     if args.unnamed and args.unnamed[0] in ("python", *DOWNLOADS):
         parser.error(f"give --dataset {args.unnamed[0]}")

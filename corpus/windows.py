@@ -182,5 +182,6 @@ class ConversationWindows:
         if self.n_truncated or self.n_left_out:
             text += (f"\nnote     longer than {self.seq_len} + 1 tokens: {self.n_truncated:,} "
                      f"conversations lose their end, {self.n_left_out:,} have no answer before it "
-                     f"and are left out: give a larger --seq-len")
+                     f"and are left out: a larger --seq-len keeps them (the weights of a "
+                     f"GPT fix the largest)")
         return text

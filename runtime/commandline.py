@@ -19,6 +19,15 @@ def whole_number(text: str) -> int:
     return int(number) if 1 <= number < 1e18 else 1000
 
 
+def nearest(value: str, choices: list[str]) -> list[str]:
+    """Which of the choices a wrong value may mean: the same in small letters, those that begin with
+    it, or the most similar one. None: an empty list."""
+    if value in choices:
+        return [value]
+    begin = [choice for choice in choices if value and choice.startswith(value)]
+    return begin or difflib.get_close_matches(value, choices, 1, 0.65)
+
+
 class Parser(argparse.ArgumentParser):
     """The parser of all programs here. Flags may have underscores for dashes, as nanoGPT's.
     Mistakes end the program with status 2 and one line that names all flags that are unknown or
@@ -102,10 +111,12 @@ class Parser(argparse.ArgumentParser):
         value = re.search("'(.*?)'|$", error.message)[1] or ""
         sentence = self.find_advice(f"{error.argument_name}={value}")
         choices = getattr(self._option_string_actions.get(error.argument_name), "choices", None)
-        near = difflib.get_close_matches(value.lower(), map(str, choices or ()), 1, 0.65)
+        near = nearest(value.lower(), [str(choice) for choice in choices or ()])
+        if near and len(choices) > 10:
+            message = message.partition(" (choose from")[0]         # the list would hide `near`
         if sentence is None and near:
-            sentence = f"did you mean {near[0]}?"
-            if near[0] == value.lower():
+            sentence = f"did you mean {', '.join(near)}?"
+            if near == [value.lower()]:
                 sentence = f"give {near[0]}"
         elif sentence is None and "invalid int value" in message:
             sentence = f"give a whole number, such as {whole_number(value)}"

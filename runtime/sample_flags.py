@@ -5,13 +5,16 @@ import sys
 from pathlib import Path
 
 from runtime.commandline import Parser
+from runtime.other_names import SAMPLE_ADVICE, SAMPLE_NAMES
 
 DTYPES = ("fp32", "bf16")
 LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
 
 
-def parse_flags(parser: Parser):
-    """The flags, with their defaults. A mistake ends the program with status 2."""
+def make_parser() -> Parser:
+    """The flags of sample.py, with their defaults."""
+    parser = Parser("sample.py", "python sample.py [FLAG ...]", "Sample text from a checkpoint.",
+                    SAMPLE_NAMES, SAMPLE_ADVICE)
     add = parser.add_argument_group("checkpoint and text").add_argument
     add("--ckpt", default="out/latest.pt", metavar="FILE", help="checkpoint (default %(default)s)")
     add("--prompt", default="", metavar="TEXT",
@@ -36,6 +39,11 @@ def parse_flags(parser: Parser):
     add("--dtype", default="fp32", choices=DTYPES, help="type of weights and activations; "
         "bf16 is faster where the device multiplies 16-bit numbers (default %(default)s)")
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)     # none is expected
+    return parser
+
+
+def parse_flags(parser: Parser) -> argparse.Namespace:
+    """The values of the flags. A mistake ends the program with status 2."""
     args = parser.parse_args()
     if args.words:
         text = " ".join(args.words)

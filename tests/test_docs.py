@@ -19,6 +19,8 @@ from types import SimpleNamespace
 import pytest
 
 import tools.compare
+from corpus import program
+from runtime import sample_flags
 from runtime.options import Config
 from runtime.other_names import IN_PROJECTS, OTHER_NAMES, PROJECTS
 from tests.harness import ROOT, TINY, launch, run_main
@@ -301,8 +303,19 @@ def test_the_tool_writes_what_is_missing_and_says_so(tmp_path, monkeypatch, caps
     assert status == 2 and error.startswith("tools.docs: README.md: a mark <!-- generated: ...")
 
 
+def test_the_page_of_flags_has_the_flags_of_data_py_and_sample_py():
+    page = pages()["docs/flags.md"]
+    for parser in (program.make_parser(), sample_flags.make_parser()):
+        section = page.split(f"## Flags of {parser.prog}\n")[1].split("\n## ")[0]
+        flags = {line.split()[0] for line in parser.format_help().splitlines()
+                 if line.startswith("  --")}
+        assert len(flags) > 9 and set(re.findall(r"(?m)^\| `(--[\w-]+)", section)) == flags
+
+
 def test_the_page_of_flags_has_every_flag_and_every_name_elsewhere():
     page = pages()["docs/flags.md"]
+    of_other_programs = page[page.index("## Flags of"):page.index("## Names in other projects")]
+    page = page.replace(of_other_programs, "")
     rows = {}
     for _, kind, text in elements(page):
         if kind == "row" and text.startswith("| `--"):

@@ -74,6 +74,8 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
 @pytest.mark.parametrize("message, commands", [
     ("invalid choice: 4 (choose from 0, 1, 2, 3)", ["--zero 4"]), ("many", ["--steps many"]),
     (": did you mean gpt3-6.7b?", ["--model gpt3-6.7", "--model GPT-3-6.7B"]),
+    ("--model: invalid choice: 'llama2': did you mean llama2-7b, llama2-13b, llama2-70b?",
+     ["--model llama2"]),
     ("'fp64'): give bf16", ["--dtype bfloat16"]),
     ("give fp16; argument --device: invalid choice: 'cuda:0' (choose from 'auto', 'cpu', 'cuda', "
      "'mps'): give cuda; CUDA_VISIBLE_DEVICES chooses", ["--dtype=float16 --device=cuda:0"]),

@@ -48,8 +48,7 @@ MAY_IMPORT = {
     "checkpoint": ("model models* parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
     "sample": ("amp model models* checkpoint corpus.conversations corpus.tokenizers "
-               "parallelism.collectives runtime.commandline runtime.devices runtime.other_names "
-               "runtime.sample_flags", ""),
+               "parallelism.collectives runtime.devices runtime.sample_flags", ""),
     "parallelism.*": ("model models* amp parallel parallelism.*", ""),
     # Below the book (runtime/__init__.py):
     "runtime.commandline": ("", ""),
@@ -62,7 +61,7 @@ MAY_IMPORT = {
     "runtime.cpu_threads": ("runtime.processes", ""),
     "runtime.checkpoint_files": ("parallelism.collectives runtime.processes", ""),
     "runtime.flops": ("model", ""),
-    "runtime.sample_flags": ("runtime.commandline", ""),
+    "runtime.sample_flags": ("runtime.commandline runtime.other_names", ""),
     # Above it:
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),

@@ -3,7 +3,8 @@
     python -m tools.docs                # write them
     python -m tools.docs --check        # only say which differ; exit status 1 if one does
 
-    docs/flags.md               runtime.options.Config, runtime/other_names.py, NOTES below
+    docs/flags.md               runtime.options.Config, the parsers of data.py and sample.py,
+                                runtime/other_names.py, NOTES below
     docs/claims.md              the marks @pytest.mark.claim of the tests
     docs/images/*.svg           the schedules and the block, by tools/svg.py
 
@@ -25,7 +26,9 @@ import sys
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
+from corpus import program
 from models import SIZES
+from runtime import sample_flags
 from runtime.commandline import Parser
 from runtime.options import LOCAL, SHAPE, Config
 from runtime.other_names import IN_PROJECTS, OTHER_NAMES, PROJECTS
@@ -150,9 +153,11 @@ def split_help(help: str) -> tuple[str, str]:
 
 
 def flags_page() -> str:
-    lines = ["# Flags of train.py", "", GENERATED, "",
+    lines = ["# Flags of train.py, data.py and sample.py", "", GENERATED, "",
              "`python train.py --help` prints this list, too. Dashes and underscores in a name are "
-             "equivalent. A switch, such as `--compile`, takes no value.", "",
+             "equivalent. A switch, such as `--compile`, takes no value. At the end of this page: "
+             "the flags of [data.py](#flags-of-datapy) and [sample.py](#flags-of-samplepy), and "
+             "[names in other projects](#names-in-other-projects).", "",
              "The last column says what a resumed run does. *kept*: the run remembers its value, "
              "unless you give another. *repeat*: give the flag again."]
     rows, group = [], None
@@ -164,7 +169,24 @@ def flags_page() -> str:
     lines += [*section(group, rows), "", "## Notes"]
     for name, note in NOTES.items():
         lines += ["", f"### `--{name}`", "", note]
+    lines += program_section(program.make_parser()) + program_section(sample_flags.make_parser())
     return "\n".join([*lines, "", *elsewhere(), ""])
+
+
+def program_section(parser: Parser) -> list[str]:
+    """The flags of a program other than train.py, as its --help lists them."""
+    rows = []
+    for group in parser._action_groups[2:]:         # without those of argparse
+        for action in group._group_actions:
+            value = action.metavar
+            if action.choices:
+                value = "{" + ",".join(action.choices) + "}"
+            if action.nargs == "+":
+                value += " ..."
+            flag = " ".join(filter(None, [action.option_strings[-1], value]))
+            flag = flag.replace("|", r"\|")                # which ends a cell
+            rows.append([f"`{flag}`", action.help % vars(action)])
+    return ["", f"## Flags of {parser.prog}", "", *table(["Flag", "Meaning"], rows)]
 
 
 def section(group: str | None, rows: list) -> list[str]:
