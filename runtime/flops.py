@@ -51,6 +51,7 @@ def flops_per_token(cfg: GPTConfig, recompute: bool = False) -> int:
     return 6 * N + 3 * cfg.n_layer * attention + again
 
 
+@cache
 def looked_up(cfg: GPTConfig) -> int:
     """The parameters of the embeddings, without those that the head multiplies with."""
     sizes = parameters(replace(cfg, n_layer=1))

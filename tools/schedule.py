@@ -31,13 +31,16 @@ def clock(schedules: list, units: list | None = None) -> list[dict]:
     free = [0] * len(schedules)
     places = len(schedules) * len({chunk for _, _, chunk in schedules[0]})
     arrived = {("F", m, 0): 0 for _, m, _ in schedules[0]}  # (op, microbatch, place) -> input there
-    while any(len(row) < len(ops) for row, ops in zip(times, schedules)):
+    waiting = [list(reversed(ops)) for ops in schedules]    # the next op is the last
+    while any(waiting):
         arrivals_before = len(arrived)
-        for stage, (row, ops) in enumerate(zip(times, schedules)):
-            for op, m, chunk in ops[len(row):]:
+        for stage, (row, ops) in enumerate(zip(times, waiting)):
+            while ops:
+                op, m, chunk = ops[-1]
                 place = chunk * len(schedules) + stage
                 if (op, m, place) not in arrived:
                     break                                   # another stage has to go first
+                ops.pop()
                 start = max(arrived[op, m, place], free[stage])
                 free[stage] = start + units[stage][op]
                 row[op, m, chunk] = start, free[stage]

@@ -1,4 +1,5 @@
 """Seconds of a step."""
+from functools import lru_cache
 from typing import NamedTuple
 
 from parallelism.schedules import SCHEDULES
@@ -134,15 +135,13 @@ def pipeline_seconds(config: PlanConfig, stages: list[StageTimes], m: int) -> fl
     it, and waits for its first and last backward, from all stages behind it, if the forwards (or
     backwards) that it has to do meanwhile are shorter. Interleaved, with chunks that take equally
     long, and ZB-H1, whose W takes `weights` of backward: simulated."""
-    p = len(stages)
-    if config.pp_schedule in ("interleaved", "zb-h1"):
-        chunks = config.pp_chunks
-        units = [dict(F=s.forward / chunks, B=s.backward / chunks) for s in stages]
-        if config.pp_schedule == "zb-h1":
-            units = [dict(F=s.forward, B=s.backward - s.weights, W=s.weights) for s in stages]
-        schedule = SCHEDULES[config.pp_schedule]
-        times = clock([schedule(s, p, m, chunks) for s in range(p)], units)
-        return max(end for row in times for _, end in row.values())
+    p, chunks = len(stages), config.pp_chunks
+    if config.pp_schedule == "interleaved":
+        return simulated_seconds("interleaved", chunks, m, tuple(
+            (s.forward / chunks, s.backward / chunks, 0.0) for s in stages))
+    if config.pp_schedule == "zb-h1":
+        return simulated_seconds("zb-h1", chunks, m, tuple(
+            (s.forward, s.backward - s.weights, s.weights) for s in stages))
     forward, backward = [s.forward for s in stages], [s.backward for s in stages]
     if config.pp_schedule == "gpipe":
         return sum(sum(times) + (m - 1) * max(times) for times in (forward, backward))
@@ -153,6 +152,15 @@ def pipeline_seconds(config: PlanConfig, stages: list[StageTimes], m: int) -> fl
         waits = sum(max(0.0, behind - (p - 1 - s) * times[s]) for times in (forward, backward))
         ends.append(sum(both[:s]) + m * both[s] + waits)
     return max(ends)
+
+
+@lru_cache          # a search asks for the same with each ZeRO stage
+def simulated_seconds(schedule: str, chunks: int, m: int, times: tuple) -> float:
+    """The time of m microbatches, whose F, B and W take `times`, a tuple of three for each stage."""
+    p = len(times)
+    ops = [SCHEDULES[schedule](stage, p, m, chunks) for stage in range(p)]
+    rows = clock(ops, [dict(zip("FBW", of_stage)) for of_stage in times])
+    return max(end for row in rows for _, end in row.values())
 
 
 def exposed(traffic: float, hidden: float) -> float:
