@@ -5,7 +5,6 @@
 import importlib
 import json
 import math
-import shutil
 import signal
 import subprocess
 import sys
@@ -181,27 +180,6 @@ def test_tensorboard_lists_one_run_for_each_out_and_keeps_every_event(tmp_path, 
         assert losses[f"{name}/tensorboard"] == [[1, 1], [2, 2], [3, 3], [4, 22], [5, 23], [6, 24],
                                                  [7, 25]]
         assert_events_arrived(tmp_path / name, texts[f"{name}/tensorboard"])
-
-
-def test_texts_of_an_older_version_join_the_run(tmp_path):
-    """It wrote them to tensorboard/events, which TensorBoard lists as another run, and no count of
-    events to its state. What others keep there stays."""
-    log_words(tmp_path, FIRST)
-    send(tmp_path, "tensorboard")
-    rows, state = sorted((tmp_path / "tensorboard").iterdir())
-    older = tmp_path / "tensorboard" / "events"
-    older.mkdir()
-    for name in (rows.name, "mine"):
-        (older / name).write_bytes(rows.read_bytes())
-    reader = follow.TensorBoard(tmp_path)       # of it, rows alone
-    assert reader.state.pop("events") == {"start": 1, "skip": 3, "spike": 1, "rollback": 1}
-    reader.save()
-    rows.write_bytes(b"")
-    log_words(tmp_path, THEN, 20)
-    send(tmp_path, "tensorboard")
-    assert list(older.iterdir()) == [older / "mine"]
-    shutil.rmtree(older)
-    assert_events_arrived(tmp_path, ReadByTensorBoard(tmp_path).texts())
 
 
 def test_lines_arrive_whole_also_if_the_file_shrinks(tmp_path, wandb):

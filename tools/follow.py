@@ -24,7 +24,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from runtime.commandline import Parser
@@ -91,24 +90,6 @@ class TensorBoard(Destination):
         self.append(file_version="brain.Event:2")
         # Rows that a killed process sent after it last saved the state are sent again.
         self.hide_after(self.state["last_step"], time.time())
-        self.replace_older_texts()
-
-    def replace_older_texts(self) -> None:
-        """An older version wrote events to a folder, which TensorBoard lists as another run: send
-        them again, and remove its files there (each has the name of a file of rows)."""
-        folder = self.file.with_name("events")
-        if not folder.is_dir():
-            return
-        with open(self.out / "metrics.jsonl", "rb") as file:
-            for text in file.read(self.state["position"]).splitlines():
-                line = parse_line(text)
-                if line is not None and "event" in line:
-                    self.send_event(line)
-        for file in folder.iterdir():
-            if self.file.with_name(file.name).exists():
-                file.unlink()
-        with suppress(OSError):         # it holds files of others
-            folder.rmdir()
 
     def append(self, **event) -> None:
         record = io.BytesIO()
