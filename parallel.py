@@ -829,28 +829,21 @@ def read_flags(world: int, fail) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20,
                         help="train.py has the same learning rate up to step 50")
     args = parser.parse_args()
-    tp, pp, cp = (max(1, count) for count in (args.tp, args.pp, args.cp))
-    size = tp * pp * cp             # ranks that share each row of the batch
+    tp, pp, cp = args.tp, args.pp, args.cp
+    layout = f"--tp {tp} --pp {pp} --cp {cp}"
     config = GPTConfig()
     if world > 1 and "MASTER_ADDR" not in os.environ:
         fail(f"WORLD_SIZE is {world}, but the other variables of torchrun are not set: start by "
              f"torchrun --nproc_per_node={world} parallel.py, or unset it")
-    if min(args.tp, args.pp, args.cp) < 1 or world % size or 16 % (world // size):
-        given = f"--tp {args.tp} --pp {args.pp}"
-        needed = f"--tp {tp} --pp {pp}"
-        product = "tp x pp"
-        if args.cp != 1:
-            given += f" --cp {args.cp}"
-            needed += f" --cp {cp}"
-            product += " x cp"
-        fail(f"{given} need {product} processes, or times a dp that divides the batch of 16, not "
-             f"{world}: start them by torchrun --nproc_per_node={size} parallel.py {needed}")
+    if min(tp, pp, cp) < 1:
+        fail(f"{layout}: give at least 1 of each")
+    size = tp * pp * cp             # ranks that share each row of the batch
+    if world % size or 16 % (world // size):
+        fail(f"{layout} need {size} processes, or times a dp that divides the batch of 16, not "
+             f"{world}: start them by torchrun --nproc_per_node={size} parallel.py {layout}")
     if config.n_head % tp or pp > config.n_layer or config.seq_len % (2 * cp * tp):
-        problem = (f"the model has {config.n_head} heads for --tp {tp}, {config.n_layer} layers "
-                   f"for --pp {pp}")
-        if cp > 1:
-            problem += f", {config.seq_len} positions for 2 x --cp {cp} x --tp {tp}"
-        fail(problem)
+        fail(f"{layout}: the model has {config.n_head} heads for tp, {config.n_layer} layers for "
+             f"pp, and {config.seq_len} positions for 2 x cp x tp")
     return args
 
 
