@@ -842,8 +842,8 @@ def read_flags(world: int, fail) -> argparse.Namespace:
         fail(f"{layout} need {size} processes, or times a dp that divides the batch of 16, not "
              f"{world}: start them by torchrun --nproc_per_node={size} parallel.py {layout}")
     if config.n_head % tp or pp > config.n_layer or config.seq_len % (2 * cp * tp):
-        fail(f"{layout}: the model has {config.n_head} heads for tp, {config.n_layer} layers for "
-             f"pp, and {config.seq_len} positions for 2 x cp x tp")
+        fail(f"{layout}: tp must divide the model's {config.n_head} heads, pp be at most its "
+             f"{config.n_layer} layers, and 2 x cp x tp divide its {config.seq_len} positions")
     return args
 
 

@@ -142,10 +142,11 @@ def equality_row(pool, layout, one, out, cfg, **flags):
     ((1, 2, 2), 3, dict(dtype="fp64", cp=2, zero=1, sequence_parallel=True, pp_schedule="1f1b")),
     # Three replicas cut a bucket into shards whose sizes are no powers of two.
     *(((3, 1, 1), 2, dict(dtype="fp64", batch_size=6, zero=zero)) for zero in range(4)),
-    *(pytest.param(layout, deep_enough(layout).n_layer,
+    *(pytest.param(layout, layout[2] + 1,
                    dict(dtype=dtype, steps=20, lr=1e-3, warmup_steps=5), marks=pytest.mark.slow)
       for layout, dtype in itertools.product(LAYOUTS, BOUNDS)),
-    *(pytest.param(layout, 5, dict(dtype=dtype, steps=20, lr=1e-3, warmup_steps=5, cp=cp, **flags),
+    *(pytest.param(layout, layout[2] * flags.get("pp_chunks", 1) + 1,
+                   dict(dtype=dtype, steps=20, lr=1e-3, warmup_steps=5, cp=cp, **flags),
                    marks=pytest.mark.slow)
       for dtype, layout, cp, flags in [
           ("fp32", (1, 1, 1), 8, {}), ("fp64", (1, 4, 1), 2, dict(sequence_parallel=True)),
@@ -155,9 +156,8 @@ def equality_row(pool, layout, one, out, cfg, **flags):
 def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, n_layer, flags):
     """In each layout the loss and the norm of each step, each parameter's gradient and the
     validation loss are those of one process, whose first gradients are those of the plain model by
-    autograd, to 1e-10 in fp64 and 1e-5 in fp32. No pp above 1
-    divides the number of layers. With pp 4 and 8 there are fewer microbatches than stages, if they
-    are not interleaved."""
+    autograd, to 1e-10 in fp64 and 1e-5 in fp32. No pp above 1 divides the number of layers. With pp
+    4 and 8 there are fewer microbatches than stages, if they are not interleaved."""
     cfg = replace(CFG, n_layer=n_layer)
     flags = TWO_STEPS | flags
     one = reference(cfg, **{name: value for name, value in flags.items()
@@ -254,9 +254,9 @@ def test_plain_tensor_parallel_layers_equal_the_whole_layers(rank, world):
     assert_close(pairs, 1e-12)
 
 
-def chunks_of(positions, world):
+def tiles_of(positions, world):
     """In the block, `world` ranks compute the logits of so many positions at once. (Of the 32 in a
-    batch of two, 7 are no divisor: the last chunk is shorter.)"""
+    batch of two, 7 are no divisor: the last tile is shorter.)"""
     return mock.patch.dict(MAX_LOGITS, cpu=positions * (CFG.padded_vocab // world))
 
 
@@ -288,7 +288,7 @@ def test_tensor_parallel_layers_equal_the_whole_layers(rank, world, sequence_par
     def part(x):                        # sequence parallelism: a slice of the positions
         return x.chunk(world, 1)[rank] if sequence_parallel and x.dim() else x
     with gridded(rank, world, tp=world, pp=1, sequence_parallel=sequence_parallel) as grid, \
-            chunks_of(7, world):
+            tiles_of(7, world):
         local, flat = stage_of(plain, grid)
         local.head.set_loss_factor(UPSTREAM.item())
         flat.prepare_grad_sync(local, True)
@@ -1581,7 +1581,7 @@ def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradient
     cfg = replace(CFG, n_layer=2)
     tokens, targets = tokens_of(cfg, 2), tokens_of(cfg, 2, seed=1)
     plain = random_gpt(cfg)
-    with gridded(rank, world, tp=world, pp=1) as grid, chunks_of(7, world):
+    with gridded(rank, world, tp=world, pp=1) as grid, tiles_of(7, world):
         ours = build_stage(cfg, grid)
         specs = param_specs(ours, cfg, grid)
         for spec in specs:

@@ -52,10 +52,10 @@ from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
 from runtime import (checks, console, devices, directory, evaluation, processes, run_state,
                      startup)
+from runtime.monitors import Monitors
 from runtime.options import Config
 from runtime.processes import Job, all_ranks
 from runtime.signals import StopSignal
-from runtime.monitors import Monitors
 
 
 def plain_train(config: Config, model: GPT,

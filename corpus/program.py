@@ -33,7 +33,7 @@ def make_parser() -> Parser:
                         help=f"your own text or conversations: {READ_KINDS} files, or folders of "
                              f"such")
     text.add_argument("--text-field", metavar="NAME",
-                      help="of JSON and Parquet, that has the text (default text)")
+                      help="field of JSON or column of Parquet with the text (default text)")
     text.add_argument("--near-duplicates", choices=["keep", "drop", "ignore"], default="keep",
                       help="documents with most words in common: count them, keep the first, or do "
                            "not look for them, which is faster (default keep)")
@@ -48,10 +48,13 @@ def make_parser() -> Parser:
     tokenizer.add_argument("--train-tokenizer", type=int, metavar="N",
                            help="train a byte-pair encoding of N tokens on the text first")
     add = shards.add_argument
-    add("--out", type=Path, metavar="DIR", help="(default data/DATASET; required with --input)")
-    add("--seed", type=int, default=0, metavar="N", help="of the validation split (default 0)")
-    add("--shard-tokens", type=int, default=10**8, metavar="N", help="per shard (default 100M)")
-    add("--shards", type=int, default=1, metavar="N", help="of fineweb, each of 100M (default 1)")
+    add("--out", type=Path, metavar="DIR",
+        help="folder of the shards (default data/DATASET; required with --input)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the validation split (default 0)")
+    add("--shard-tokens", type=int, default=10**8, metavar="N",
+        help="tokens of a shard (default 100M)")
+    add("--shards", type=int, default=1, metavar="N",
+        help="shards of fineweb, each of 100M tokens (default 1)")
     parser.add_argument("unnamed", nargs="*", help=argparse.SUPPRESS)
     return parser
 

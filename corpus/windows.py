@@ -131,7 +131,8 @@ class ConversationWindows:
         begins, ends, learnt = begins[has_answer], cut_ends[has_answer], learnt[has_answer]
         if len(begins) == 0:
             raise ValueError(f"{shards.paths[numbers[0]]}: no conversation has an answer in its "
-                             f"first {seq_len} + 1 tokens: give a larger --seq-len")
+                             f"first {seq_len} + 1 tokens: give a larger --seq-len (not beyond "
+                             f"that of the weights, if --init-from is a GPT)")
         windows, self.count = pack(ends - begins, seq_len + 1)
         self.n_learnt = np.bincount(windows, learnt, self.count).astype(np.int64)
         # Those of a window stand in it in the order of the shards: not the longest first.
@@ -182,6 +183,6 @@ class ConversationWindows:
         if self.n_truncated or self.n_left_out:
             text += (f"\nnote     longer than {self.seq_len} + 1 tokens: {self.n_truncated:,} "
                      f"conversations lose their end, {self.n_left_out:,} have no answer before it "
-                     f"and are left out: a larger --seq-len keeps them (the weights of a "
-                     f"GPT fix the largest)")
+                     f"and are left out: give a larger --seq-len (not beyond that of the "
+                     f"weights, if --init-from is a GPT)")
         return text

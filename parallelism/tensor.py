@@ -283,8 +283,8 @@ def softmax_over_ranks(largest: torch.Tensor, total: torch.Tensor, z: torch.Tens
 
 
 def tile_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor,
-               loss_factor: torch.Tensor | None, vocab_size: int, grid,
-               over_ranks: Callable = softmax_over_ranks) -> tuple:
+              loss_factor: torch.Tensor | None, vocab_size: int, grid,
+              over_ranks: Callable = softmax_over_ranks) -> tuple:
     """The summed cross-entropy of n positions in nats, the same on all ranks. If `loss_factor` is
     given, the gradient of loss * loss_factor overwrites the logits, except one column of each row:
     the target's, or column 0 where another rank has the target. Returns (loss, the numbers of these

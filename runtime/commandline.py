@@ -20,8 +20,8 @@ def whole_number(text: str) -> int:
 
 
 def nearest(value: str, choices: list[str]) -> list[str]:
-    """Which of the choices a wrong value may mean: the same in small letters, those that begin with
-    it, or the most similar one. None: an empty list."""
+    """The choices that a wrong value, in small letters, may mean: itself; else those that begin
+    with it; else the most similar one, if any."""
     if value in choices:
         return [value]
     begin = [choice for choice in choices if value and choice.startswith(value)]
@@ -112,10 +112,10 @@ class Parser(argparse.ArgumentParser):
         sentence = self.find_advice(f"{error.argument_name}={value}")
         choices = getattr(self._option_string_actions.get(error.argument_name), "choices", None)
         near = nearest(value.lower(), [str(choice) for choice in choices or ()])
-        if near and len(choices) > 10:
-            message = message.partition(" (choose from")[0]         # the list would hide `near`
         if sentence is None and near:
             sentence = f"did you mean {', '.join(near)}?"
+            if len(choices) > 10:               # the list would hide the sentence
+                message = message.partition(" (choose from")[0]
             if near == [value.lower()]:
                 sentence = f"give {near[0]}"
         elif sentence is None and "invalid int value" in message:

@@ -313,7 +313,7 @@ def report_start(run, begin: Start) -> None:
     if begin.kind == "init-from":
         line = f"weights  from {run.config.init_from}"
     run.monitors.log.event("start", line, step=0, config=dataclasses.asdict(run.config),
-                  data=describe_data(run), environment=environment(run.grid))
+                           data=describe_data(run), environment=environment(run.grid))
 
 
 def report_resume(run, state: dict, begin: Start, given: dict,
@@ -342,8 +342,8 @@ def report_resume(run, state: dict, begin: Start, given: dict,
     for event in begin.events:
         run.monitors.log.metrics.write(**event, step=done)
     run.monitors.log.event("resume", line, path=str(begin.path), given=given, changed=changed,
-                  lr_factor=factor, config=dataclasses.asdict(config), data=describe_data(run),
-                  environment=environment(run.grid), step=done)
+                           lr_factor=factor, config=dataclasses.asdict(config),
+                           data=describe_data(run), environment=environment(run.grid), step=done)
 
 
 def report_stop(run, done: int) -> None:

@@ -1,5 +1,5 @@
-"""The monitors of a run: divergence, flipped bits, the gradient noise scale, the log. train.py
-calls them:
+"""The monitors of a run, for divergence, flipped bits and the gradient noise scale, and its log.
+train.py calls them:
 
     before_step         leaves out sequences: --skip-steps, or a rollback's    rollback.py
     after_microbatch    measure the gradient of a part of the batch            noise_scale.py
@@ -17,7 +17,7 @@ from runtime.noise_scale import NoiseScale
 
 
 class Monitors:
-    """What watches `run`, a train.Run.
+    """The monitors of `run`, a train.Run.
 
     divergence  the losses so far, and the rollbacks; every checkpoint holds it
     noise       the gradient noise scale, with --noise-scale
@@ -37,7 +37,7 @@ class Monitors:
         return self.divergence.lr_factor
 
     def restore(self, state: dict | None) -> None:
-        """Take the monitor of a checkpoint; without one, a new one."""
+        """Take the divergence monitor of a checkpoint; without one, a new one."""
         self.divergence = DivergenceMonitor()
         if state is not None:
             self.divergence = rollback.restored_monitor(self.run.config, self.run.train_data, state)

@@ -3,7 +3,7 @@ checkpoint and leaves out the batches that led there.
 
 runtime/monitors.py calls `skip_excluded` before a step, `go_back_if_diverged` after it and
 `restored_monitor` at a resume or a rollback. `run` is train.Run: these functions read its batches,
-monitor and writer, and `roll_back` restores it from an older checkpoint.
+divergence monitor and writer, and `roll_back` restores it from an older checkpoint.
 """
 import dataclasses
 import math
@@ -57,7 +57,7 @@ def report(run, batch: Batch, stats, row: dict, divergence: Divergence | None) -
         if stats.skipped == NOT_FINITE:
             where = locate_nonfinite(stats.local_loss.item(), run.flat)
         run.monitors.log.event("skip", reason=stats.skipped, **seen, **where,
-                      windows=batch.window_ids.tolist())
+                               windows=batch.window_ids.tolist())
     if divergence is not None:
         windows = []
         starts = run.monitors.divergence.starts[-LEAD_IN - BAD_STEPS:]
@@ -65,7 +65,7 @@ def report(run, batch: Batch, stats, row: dict, divergence: Divergence | None) -
             size = min(batch.size, following - start)    # skipped batches leave a gap
             windows += run.train_data.window_ids(run.config.seed, start, size).tolist()
         run.monitors.log.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
-                      limit=run.monitors.divergence.limit(), windows=windows, **seen)
+                               limit=run.monitors.divergence.limit(), windows=windows, **seen)
 
 
 def roll_back(run, divergence: Divergence) -> None:

@@ -75,7 +75,7 @@ def go_back(run, find: Callable) -> None:
     all_ranks(run.writer.wait)                  # we may load the file being written
     path, events = on_rank0(find)
     restore(run, all_ranks(lambda: load_state(path), status=1))
-    run.monitors.log.compute_clock = None                # the rollback was no computing
+    run.monitors.log.compute_clock = None           # the rollback was no computing
     for event in events:
         run.monitors.log.metrics.write(**event, step=step)
 

@@ -12,16 +12,16 @@ from pathlib import Path
 from runtime.options import Config
 from runtime.processes import warn
 
-FOLLOWER_SECONDS = 10           # time allowed to send the last lines
+SECONDS_TO_END = 10             # time allowed to send the last lines
 SECONDS_AFTER_A_SIGNAL = 3      # the same
 ROOT = Path(__file__).resolve().parent.parent         # of the repository
-FOLLOWER = ROOT / "tools" / "follow.py"
+FOLLOW = ROOT / "tools" / "follow.py"
 
 
 def check(log: str) -> None:
     """Raise a ValueError if something that --log needs is missing."""
-    if not FOLLOWER.exists():
-        raise ValueError(f"--log {log} needs {FOLLOWER}, which is missing: drop the flag")
+    if not FOLLOW.exists():
+        raise ValueError(f"--log {log} needs {FOLLOW}, which is missing: drop the flag")
     for name in log.split(","):
         if importlib.util.find_spec(name) is None:
             raise ValueError(f"--log {name} needs a package that is missing: pip install {name}")
@@ -49,4 +49,4 @@ def started(config: Config):
     try:
         yield partial(end, SECONDS_AFTER_A_SIGNAL)
     finally:
-        end(FOLLOWER_SECONDS)
+        end(SECONDS_TO_END)

@@ -15,7 +15,7 @@ from amp import PRECISIONS
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
-from runtime import checks, console, devices, evaluation, start_follow, run_state
+from runtime import checks, console, devices, evaluation, run_state, start_follow
 from runtime.checkpoint_files import list_checkpoints
 from runtime.cpu_threads import Threads
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,

@@ -95,7 +95,7 @@ LAYOUTS = [(world // (tp * pp), tp, pp) for world in (1, 2, 4, 8) for tp in (1, 
 
 
 def deep_enough(layout):
-    """Layers that no pp above 1 divides, but no more than needed."""
+    """The models of the table in docs/measurements.md: layers that no pp above 1 divides."""
     return replace(CFG, n_layer=9 if layout[2] == 8 else 5)
 
 
@@ -498,11 +498,11 @@ def after_backward(run, act):
     run.flat.finish_grad_sync = lambda: (finish(), act(run.step))
 
 
-def poison(run, times=1):
-    """After step 40 the parameters are wrong, in the first `times` attempts: the losses of the next
-    three steps are high, and the last of them rolls back."""
+def poison(run, times=1, at=40):
+    """After step `at` the parameters are wrong, in the first `times` attempts: the next three
+    losses are high, and the last of them rolls back."""
     def spoil(step):
-        if step == 40 and run.monitors.divergence.rollbacks < times:
+        if step == at and run.monitors.divergence.rollbacks < times:
             for bucket in run.flat.buckets:
                 bucket.shard["data"] *= 30
     after_backward(run, spoil)

@@ -319,7 +319,7 @@ def test_a_random_layout_has_the_bits_of_one_process(pool, tmp_path, seed):
     layout; of models with heads of 5 channels, sequences of 17, 50257 tokens, dropout, in all
     precisions."""
     cfg, layout, common, flags = random_pair(seed)
-    steps = 3 if seed < 2 or cfg.vocab_size == 50257 else 20
+    steps = 3 if seed < 2 or cfg.vocab_size == 50257 else 8
     one = pool.run(1, run_on_threads, 1 + seed % 4, (1, 1, 1),
                    settings(tmp_path, steps=steps, **common), cfg, seconds=300)[0]
     other = pool.run(math.prod(layout), run_on_threads, 1, layout,

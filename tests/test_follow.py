@@ -295,9 +295,9 @@ def test_train_py_sends_every_step_through_a_process_of_its_own(shards, tmp_path
 
 def test_a_run_without_tools_refuses_log_in_one_line(run_train, shards, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
-    monkeypatch.setattr(start_follow, "FOLLOWER", tmp_path / "tools" / "follow.py")
+    monkeypatch.setattr(start_follow, "FOLLOW", tmp_path / "tools" / "follow.py")
     expect_mistake(run_train("--data", shards, "--out", tmp_path, *TINY, "--log", "tensorboard"),
-                   "needs " + str(start_follow.FOLLOWER))
+                   "needs " + str(start_follow.FOLLOW))
 
 
 def test_a_signal_that_ends_the_run_is_sent_and_does_not_end_the_follower(shards, tmp_path):
@@ -334,7 +334,7 @@ def test_a_follower_that_hangs_costs_one_warning_and_never_the_run(
         started.append(Popen([sys.executable, "-c", code], **options))
         return started[-1]
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr(start_follow, "FOLLOWER_SECONDS", 0.5)
+    monkeypatch.setattr(start_follow, "SECONDS_TO_END", 0.5)
     status, text, error = run_train("--data", shards, "--out", tmp_path, *TINY, "--steps", 2,
                                     "--log", "tensorboard")
     assert status == 0 and "step 2/2" in text and started[0].poll() is not None

@@ -203,5 +203,8 @@ def test_plain_program_tells_a_mistake_in_one_line(tmp_path):
             ([], "does not exist: give a directory that data.py has made")]:
         status, text, error = Command("parallel.py", *flags, cwd=tmp_path).finish()
         assert (status, text) == (2, "") and words in error and error.count("\n") == 1, error
+    error = Command("parallel.py", "--tp", 8, cwd=tmp_path, WORLD_SIZE=8, RANK=0,
+                    MASTER_ADDR="localhost").finish()[2]
+    assert "tp must divide the model's 4 heads" in error and error.count("\n") == 1
     error = Command("parallel.py", cwd=tmp_path, WORLD_SIZE=2).finish()[2]
     assert error.startswith("parallel.py: WORLD_SIZE is 2, but ") and error.count("\n") == 1

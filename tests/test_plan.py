@@ -42,7 +42,7 @@ from tests import published_runs
 from tests.harness import (CFG, COVER, FORMULA, PAGES, ROOT, Alive, Memory, Rows, column,
                            deep_enough_for, gridded, no_signal, nothing, run_steps, settings,
                            staged, tokens_of, traffic, without_saves)
-from tools.bench.peak import BIG, CONTEXT, KEPT, LONG, PIPELINES, peak_of
+from tools.bench.peak import BIG, CONTEXT, KEPT, MICROBATCHES, NARROW, PIPELINES, peak_of
 from tools.plan.__main__ import answer, main
 from tools.plan.estimate import (RESTART, chinchilla_loss, compute_optimal, goodput,
                                  make_plan)
@@ -542,12 +542,12 @@ def test_logits_are_a_tile_in_the_models_type_and_in_16_bits_another_in_fp32(mon
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
-@pytest.mark.parametrize("layout, cfg, flags", [
-    *(((4, 1, 1), BIG, dict(zero=zero, micro_batch=1)) for zero in (0, 3)),
-    *(((1, 1, 4), LONG, dict(batch_size=32, **flags)) for flags in PIPELINES.values()),
-    ((1, 1, 1), CONTEXT, dict(cp=4, batch_size=1, micro_batch=1))])
-def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, layout, cfg, flags):
-    peaks = peak_of(cfg, tmp_path, pp=layout[2], **flags)
+@pytest.mark.parametrize("cfg, flags", [
+    *((BIG, dict(zero=zero, micro_batch=1)) for zero in (0, 3)),
+    *((NARROW, MICROBATCHES | flags) for flags in PIPELINES.values()),
+    (CONTEXT, dict(cp=4, batch_size=1, micro_batch=1))])
+def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, cfg, flags):
+    peaks = peak_of(cfg, tmp_path, **flags)
     for peak, formula in peaks:
         assert peak == pytest.approx(sum(formula), rel=0.1)
     peak, (state, *others) = peaks[0]                   # the stage that 1F1B relieves least

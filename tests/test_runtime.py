@@ -1873,9 +1873,9 @@ def test_an_fp16_run_with_a_high_loss_scale_rolls_back_too(tmp_path):
     def prepare(run):
         run.scaler.scale = 2.0 ** 18
         infinite_gradients(run)
-    seen = watched(settings(tmp_path, steps=70, save_every=19, keep=99, dtype="fp16"), prepare)
-    assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == [(60, 38)]
-    assert len(seen.rows) == 60 + 70 - 38
+    seen = watched(settings(tmp_path, steps=70, save_every=11, keep=99, dtype="fp16"), prepare)
+    assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == [(60, 33)]
+    assert len(seen.rows) == 60 + 70 - 33
 
 
 def report_instead(run, when, **facts):
@@ -2061,6 +2061,16 @@ def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is(
         fall = 2 + 3.5 * np.exp(-np.arange(1000) / rng.uniform(20, 200))
         fall += rng.standard_t(4, 1000) * rng.uniform(0.005, 0.2)       # tails wider than normal
         assert judge(plateau) == judge(fall) == {}, seed
+
+
+def test_the_batches_of_a_divergence_are_left_out_with_eight_before_them():
+    """Of one of three steps, and of the slowest, as long as the window of 64 losses."""
+    monitor = DivergenceMonitor()
+    for number in range(100):
+        monitor.observe(4 * number, train.StepStats(2.0, 1.0, 1.0, "", loss_scale=1.0,
+                                                    local_loss=None))
+    for steps in (3, 64):
+        assert monitor.to_exclude(steps, 400) == ([4 * (100 - steps - 8), 400], False)
 
 
 @pytest.mark.parametrize("changes, healthy", [

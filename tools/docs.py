@@ -154,12 +154,12 @@ def split_help(help: str) -> tuple[str, str]:
 
 def flags_page() -> str:
     lines = ["# Flags of train.py, data.py and sample.py", "", GENERATED, "",
-             "`python train.py --help` prints this list, too. Dashes and underscores in a name are "
+             "`--help` of each program prints its list. Dashes and underscores in a name are "
              "equivalent. A switch, such as `--compile`, takes no value. At the end of this page: "
              "the flags of [data.py](#flags-of-datapy) and [sample.py](#flags-of-samplepy), and "
              "[names in other projects](#names-in-other-projects).", "",
-             "The last column says what a resumed run does. *kept*: the run remembers its value, "
-             "unless you give another. *repeat*: give the flag again."]
+             "In the tables of train.py the last column says what a resumed run does. *kept*: the "
+             "run remembers its value, unless you give another. *repeat*: give the flag again."]
     rows, group = [], None
     for f in dataclasses.fields(Config):
         if f.metadata["group"] not in (None, group):

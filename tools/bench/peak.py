@@ -23,11 +23,12 @@ from tools.plan.flags import PlanConfig
 from tools.plan.memory import memory_bytes
 from tools.plan.stages import Stage
 
-# What a process holds at its peak: 101M parameters on four replicas; a pipeline of four stages with
-# eight layers of width 512, 16 microbatches of two sequences; and long sequences on four ranks.
+# What a process holds at its peak: 101M parameters on four replicas; the activations of a narrow
+# model, which computes little, on four stages of a pipeline; and long sequences on four ranks.
 
 BIG = GPTConfig(vocab_size=257, seq_len=32, n_layer=8, n_head=8, n_embd=1024)
-LONG = GPTConfig(vocab_size=257, seq_len=512, n_layer=8, n_head=8, n_embd=512)
+NARROW = GPTConfig(vocab_size=257, seq_len=128, n_layer=8, n_head=4, n_embd=256)
+MICROBATCHES = dict(pp=4, batch_size=256, micro_batch=16)
 PIPELINES = {"gpipe": {}, "1f1b": dict(pp_schedule="1f1b"), "recompute": dict(recompute=True),
              "interleaved": dict(pp_schedule="interleaved", pp_chunks=2),
              "zb-h1": dict(pp_schedule="zb-h1")}

@@ -10,7 +10,7 @@ from model import GPTConfig
 from runtime.flops import parameter_count
 from tools import markdown
 from tools.bench import launch
-from tools.bench.peak import BIG, CONTEXT, CONTEXTS, LONG, PIPELINES, peak_of
+from tools.bench.peak import BIG, CONTEXT, CONTEXTS, MICROBATCHES, NARROW, PIPELINES, peak_of
 from tools.bench.peer import SHAPE
 
 PAIRS = 5                       # each side's runs, in turn
@@ -75,7 +75,7 @@ def scaling_of_layouts(folder):
 def memory(folder):
     """Rank 0's peak beside the plan's estimate."""
     runs = [(f"zero {zero}", BIG, dict(zero=zero, micro_batch=1)) for zero in range(4)]
-    runs += [(name, LONG, dict(pp=4, batch_size=32, **flags)) for name, flags in PIPELINES.items()]
+    runs += [(name, NARROW, MICROBATCHES | flags) for name, flags in PIPELINES.items()]
     runs += [(name, replace(CONTEXT, seq_len=seq_len),
               dict(cp=cp, batch_size=4 // cp, micro_batch=1))
              for name, (seq_len, cp) in CONTEXTS.items()]

@@ -156,7 +156,7 @@ def pipeline_seconds(config: PlanConfig, stages: list[StageTimes], m: int) -> fl
 
 @lru_cache          # a search asks for the same with each ZeRO stage
 def simulated_seconds(schedule: str, chunks: int, m: int, times: tuple) -> float:
-    """The time of m microbatches, whose F, B and W take `times`, a tuple of three for each stage."""
+    """Seconds of m microbatches; `times`: those of F, B and W on each stage."""
     p = len(times)
     ops = [SCHEDULES[schedule](stage, p, m, chunks) for stage in range(p)]
     rows = clock(ops, [dict(zip("FBW", of_stage)) for of_stage in times])
