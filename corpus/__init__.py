@@ -10,6 +10,6 @@
     tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json
     bpe         trains a tokenizer             shards      the files of a data set
     windows     of tokens, of conversations    downloads   files from the network
-    console     notes, progress, errors        fingerprints        whether a file has changed
+    console     notes, progress, errors        file_changes        whether a file has changed
     temporary_folder        files that are not complete yet
 """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from corpus.compressed import BLOCK
 from corpus.console import named, progress
-from corpus.fingerprints import sha256_of
+from corpus.file_changes import sha256_of
 
 HUB = "https://huggingface.co"
 # name: (address, sha256 or None to check the length alone, suffix of the file: how it is read)

@@ -14,7 +14,7 @@ from corpus.bpe import train_bpe
 from corpus.compressed import BLOCK
 from corpus.console import progress
 from corpus.conversations import check_contents, render, texts_of
-from corpus.fingerprints import change_of
+from corpus.file_changes import change_of
 from corpus.formats import read_documents
 from corpus.index import Index, read_texts, usable_cores
 from corpus.records import NotText

@@ -15,7 +15,7 @@ import numpy as np
 
 from corpus.console import note, progress
 from corpus.conversations import Answer, texts_of
-from corpus.fingerprints import change_of
+from corpus.file_changes import change_of
 from corpus.formats import EOT, read_documents
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
 from corpus.records import NotText

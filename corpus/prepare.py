@@ -12,7 +12,7 @@ from pathlib import Path
 from corpus.console import NO_SPACE, named, note, progress
 from corpus.conversations import default_template
 from corpus.encode import bytes_per_token, tokenise, train_tokenizer
-from corpus.fingerprints import sha256_of
+from corpus.file_changes import sha256_of
 from corpus.index import Index, index_documents
 from corpus.shards import FLAGS_SUFFIX, LEARNT, SPLITS, append_tokens, read_meta
 from corpus.temporary_folder import check_writable, new_folder

@@ -42,7 +42,8 @@ from tests import published_runs
 from tests.harness import (CFG, COVER, FORMULA, PAGES, ROOT, Alive, Memory, Rows, column,
                            deep_enough_for, gridded, no_signal, nothing, run_steps, settings,
                            staged, tokens_of, traffic, without_saves)
-from tools.bench.peak import BIG, CONTEXT, KEPT, MICROBATCHES, NARROW, PIPELINES, peak_of
+from tools.bench.peak_memory import (BIG, CONTEXT, KEPT, MICROBATCHES, NARROW, PIPELINES,
+                                     peak_of)
 from tools.plan.__main__ import answer, main
 from tools.plan.estimate import (RESTART, chinchilla_loss, compute_optimal, goodput,
                                  make_plan)

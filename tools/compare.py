@@ -8,8 +8,8 @@ The chart has the losses over the tokens read, on a logarithmic scale that ends 
 Each run has a letter; a capital is a validation loss. Below the axis, > marks a resume and < a
 rollback. The table has the best run first, and beside each run's name the flags that differ between
 the runs. Best is the lowest validation loss or, where tokenizer, text or sample differ, the fewest
-bits per byte (tools/evaluations.py). `hours` is the time from line to line of metrics.jsonl within
-each process; where the clock was set back, none.
+bits per byte (tools/comparable_losses.py). `hours` is the time from line to line of metrics.jsonl
+within each process; where the clock was set back, none.
 
 A resume or rollback to step k makes the rows beyond k void: `read_metrics` leaves them out.
 """
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.commandline import Parser
-from tools import evaluations, svg
-from tools.evaluations import evaluated, finite
+from tools import comparable_losses, svg
+from tools.comparable_losses import evaluated, finite
 
 NATS, BITS = "nats a token", "bits a byte"      # units of a loss
 PARTS = 32          # points of a line of the chart for a README
@@ -112,14 +112,14 @@ def unit_of(runs: list[Run]) -> str:
     """Of the chart: bits a byte if the tokenizers differ, and the bytes of all tokens are known."""
     data = [row["data"] for run in runs for row in run.rows]
     known = [each for each in data if each is not None and each["bytes_per_token"]]
-    if len(known) == len(data) and not evaluations.have_one_tokenizer(known):
+    if len(known) == len(data) and not comparable_losses.have_one_tokenizer(known):
         return BITS
     return NATS
 
 
 def unit_note(runs: list[Run]) -> list[str]:
     """A line on the chart if the tokenizers are known to differ."""
-    if evaluations.have_one_tokenizer([row["data"] for run in runs for row in run.rows]):
+    if comparable_losses.have_one_tokenizer([row["data"] for run in runs for row in run.rows]):
         return []
     note = f"the chart's unit is {unit_of(runs)}"
     if unit_of(runs) == NATS:
@@ -301,7 +301,7 @@ def read_runs(outs: list[str]) -> list[Run]:
 
 def compare(runs: list[Run], as_mermaid=False) -> str:
     """A chart as wide as the terminal, or one for a README, and a table."""
-    notes, sections = evaluations.order(runs)
+    notes, sections = comparable_losses.order(runs)
     runs = [run for _, section in sections for run in section]
     letters = dict(zip((run.name for run in runs), string.ascii_lowercase))     # the best 26
     charted = [(letters[run.name], run) for run in runs if run.name in letters]

@@ -10,7 +10,8 @@ from model import GPTConfig
 from runtime.flops import parameter_count
 from tools import markdown
 from tools.bench import launch
-from tools.bench.peak import BIG, CONTEXT, CONTEXTS, MICROBATCHES, NARROW, PIPELINES, peak_of
+from tools.bench.peak_memory import (BIG, CONTEXT, CONTEXTS, MICROBATCHES, NARROW, PIPELINES,
+                                     peak_of)
 from tools.bench.peer import SHAPE
 
 PAIRS = 5                       # each side's runs, in turn

@@ -1,6 +1,6 @@
 """What the programs of tools/ have in common: how they are started, and their help.
 
-    python -m pytest tests/test_tools.py
+    python -m pytest tests/test_tool_commands.py
 """
 import importlib
 import re
