@@ -408,6 +408,7 @@ def test_a_picture_of_runs_says_how_far_they_differ_and_leaves_out_what_has_no_l
         svg.losses([first, made_up_run("e", [None, None, 1.0])])
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_the_middle_has_the_same_weights_as_in_the_transcript(shards, tmp_path):
     """The commands of the page's transcript, in one shell and with a smaller model. Each line that
     it shows is printed, in this order, with other numbers."""

@@ -87,7 +87,9 @@ def gym(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("fault", runs.FAULTS)
+@pytest.mark.parametrize("fault", [         # fp16 is slow on a CPU
+    pytest.param(fault, marks=pytest.mark.slow if runs.DTYPES[fault] == "fp16" else ())
+    for fault in runs.FAULTS])
 def test_each_fault_of_the_gym_harms_and_the_policies_answer(gym, fault):
     """Under "ignore" the loss differs from the healthy run's, unless the disk is full. Where
     another policy must act, it does: by the steps lost, and by the end."""
