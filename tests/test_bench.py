@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from tests.harness import own_processes, readme_commands
 from tools.bench import __main__ as bench
-from tools.bench import gpu, launch, layouts, peak, peer, report, shared_gpu, tables, trace
+from tools.bench import (gpu, launch, layouts, peak_memory, peer, report, shared_gpu, tables,
+                         trace)
 
 
 # What these tables print, if train.py has 300 tokens a second and the peer 200.
@@ -58,7 +59,7 @@ def test_a_program_that_fails_is_an_error_and_one_that_ends_returns_what_it_prin
 def test_memory_is_read_in_bytes():
     """Of this process, which holds PyTorch: more than 50 MB, and at most what it held at its
     peak."""
-    assert 50e6 < peak.resident("VmRSS") <= peak.resident("VmHWM") < 50e9
+    assert 50e6 < peak_memory.resident("VmRSS") <= peak_memory.resident("VmHWM") < 50e9
 
 
 def test_ceilings_are_operations_and_bytes_a_second(monkeypatch, tmp_path):
