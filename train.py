@@ -203,13 +203,13 @@ class Run:
         first (runtime/signals.py)."""
         self.model.train()
         while self.step <= self.config.steps:
-            self.monitors.before_step()    # skips the data that --skip-steps or a rollback excludes
+            self.monitors.before_step()     # skips what --skip-steps or a rollback excludes
             batch = self.next_batch()
             lr = learning_rate(self.config, self.step) * self.monitors.lr_factor
             stats = self.compute_gradients(batch)
             with self.stop.held():
                 self.update(stats, lr)
-                row = self.monitors.after_step(batch, stats, lr)       # of metrics.jsonl
+                row = self.monitors.after_step(batch, stats, lr)     # of metrics.jsonl
             if row is not None:     # None: the run diverged; an older checkpoint has been restored
                 self.evaluate_and_save(row)
             self.step = self.finished_step + 1      # finished_step may be the older checkpoint's
@@ -224,11 +224,11 @@ class Run:
             console.announce_evaluation(self)
             row.update(evaluation.evaluate(self))
         saving = last or self.is_due(self.config.save_every)
-        difference = self.monitors.before_save(saving)     # between copies that should be equal
+        difference = self.monitors.before_save(saving)      # between copies that should be equal
         with self.stop.held():
             self.monitors.log.write_row(self, row)
             if difference is not None:
-                self.monitors.go_back(difference)          # to an older checkpoint
+                self.monitors.go_back(difference)         # to an older checkpoint
             elif saving:
                 run_state.save(self)
 

@@ -135,8 +135,9 @@ def pipeline_seconds(config: PlanConfig, stages: list[StageTimes], m: int) -> fl
     it, and waits for its first and last backward, from all stages behind it, if the forwards (or
     backwards) that it has to do meanwhile are shorter. Interleaved, with chunks that take equally
     long, and ZB-H1, whose W takes `weights` of backward: simulated."""
-    p, chunks = len(stages), config.pp_chunks
+    p = len(stages)
     if config.pp_schedule == "interleaved":
+        chunks = config.pp_chunks
         return simulated_seconds("interleaved", chunks, m, tuple(
             (s.forward / chunks, s.backward / chunks, 0.0) for s in stages))
     if config.pp_schedule == "zb-h1":
