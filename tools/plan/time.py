@@ -136,8 +136,8 @@ def pipeline_seconds(config: PlanConfig, stages: list[StageTimes], m: int) -> fl
     backwards) that it has to do meanwhile are shorter. Interleaved, with chunks that take equally
     long, and ZB-H1, whose W takes `weights` of backward: simulated."""
     p = len(stages)
+    chunks = config.pp_chunks
     if config.pp_schedule == "interleaved":
-        chunks = config.pp_chunks
         return simulated_seconds("interleaved", chunks, m, tuple(
             (s.forward / chunks, s.backward / chunks, 0.0) for s in stages))
     if config.pp_schedule == "zb-h1":
