@@ -28,7 +28,7 @@ import torch
 from amp import PRECISIONS
 from checkpoint import load_model
 from corpus.conversations import ASSISTANT, Message, end_of_answer, prompt_of
-from corpus.tokenizers import get_tokenizer
+from corpus.tokenizers import bytes_of_token, get_tokenizer
 from parallelism.collectives import first_line, out_of_memory
 from runtime.devices import pick_device
 
@@ -74,7 +74,8 @@ def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: f
 
     The model sees the last seq_len tokens of a prompt. The cache holds the keys and values of the
     tokens before, so a new token costs one position. When all seq_len positions are taken, the
-    newest half of the tokens moves to the first positions and is computed again.
+    newest half of the tokens moves to the first positions and is computed again. Raises
+    FloatingPointError if a logit is not finite.
     """
     seq_len = model.cfg.seq_len
     device = next(model.parameters()).device
@@ -88,6 +89,9 @@ def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: f
             window = window[:, -max(1, seq_len // 2):]
             seen = 0
         logits = model(window[:, seen:], cache=cache, start=seen)[:, -1]
+        if not logits.isfinite().all():
+            raise FloatingPointError("the model's logits are not finite: the run had diverged; "
+                                     "give an older checkpoint")
         logits = logits.expand(count, -1)                                   # (count, V)
         seen = window.shape[1]
         if temperature == 0:
@@ -129,7 +133,7 @@ def print_samples(model, tokenizer, prompt: str, seeds: range, args) -> None:
                           tokenizer.eot_token, args.temperature, args.top_k, args.top_p,
                           generators):
         for i in drawn.keys() - ended:
-            texts[i] += tokenizer.decode_single_token_bytes(drawn[i])
+            texts[i] += bytes_of_token(tokenizer, drawn[i])
             if stop and stop in texts[i]:
                 texts[i] = texts[i].partition(stop)[0]
                 ended.add(i)
@@ -171,7 +175,7 @@ def chat(model, tokenizer, template: str, lines, args) -> None:
                               end_of_answer(template, tokenizer), args.temperature, args.top_k,
                               args.top_p, [generator]):
             for token in drawn.values():        # none at the end
-                answer += tokenizer.decode_single_token_bytes(token)
+                answer += bytes_of_token(tokenizer, token)
             shown = show(answer, shown)
         show(answer, shown, is_whole=True)
         print(flush=True)
@@ -216,6 +220,8 @@ if __name__ == "__main__":
             raise
         sys.exit(f"sample.py: out of memory ({first_line(error)}): lower --num-samples, try "
                  f"--device cpu, or another machine")
+    except FloatingPointError as error:
+        sys.exit(f"sample.py: {error}")
     except BrokenPipeError:             # `| head` has read enough
         os._exit(1)
     except OSError as error:            # nothing more is flushed to it

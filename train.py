@@ -230,6 +230,8 @@ class Run:
             if difference is not None:
                 self.monitors.go_back(difference)         # to an older checkpoint
             elif saving:
+                if last:
+                    self.monitors.before_end(row)       # fails if the validation loss is not finite
                 run_state.save(self)
 
     def finish(self) -> None:
@@ -425,7 +427,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
         if config.eval_only:
             console.print_evaluation(run, begin)
         elif startup.has_ended(run):
-            console.print_finished(run, begin)
+            console.print_finished(run, state, begin)
         else:
             startup.begin_training(run, state, begin, given, learning_rate, stack)
             with StopSignal(run):       # sets run.stop

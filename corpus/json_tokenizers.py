@@ -11,6 +11,7 @@ import json
 
 import numpy as np
 
+from corpus.conversations import MARKS
 from corpus.formats import EOT
 
 END_OF_TEXT = (EOT, "<|end_of_text|>", "</s>")      # the first of them that the vocabulary has
@@ -35,8 +36,7 @@ class JsonTokenizer:
             raise ValueError("a tokenizer.json needs the package tokenizers: pip install "
                              "tokenizers") from None
         try:
-            content = json.loads(file)
-            kind = content["model"]["type"]
+            kind = json.loads(file)["model"]["type"]
             self.tokenizer = tokenizers.Tokenizer.from_str(file)
         except Exception as error:          # the package raises nothing narrower
             raise ValueError(f"it is no tokenizer.json: {error}") from None
@@ -54,8 +54,9 @@ class JsonTokenizer:
             raise ValueError(f"it has no token {', '.join(END_OF_TEXT)}")
         self.end_of_text = ends[0]
         self.eot_token = ids[self.end_of_text]
-        self.special_tokens_set = {token["content"]
-                                   for token in content.get("added_tokens", [])}
+        # Some files have these as ordinary added tokens, which any text could forge.
+        self.special_tokens_set = {token for token in (*MARKS, self.end_of_text) if token in ids}
+        self.tokenizer.add_special_tokens(list(self.special_tokens_set))
         self.byte_of = {character: byte for byte, character in enumerate(characters_of_bytes())}
 
     def encode_ordinary(self, text: str) -> list[int]:
@@ -68,10 +69,10 @@ class JsonTokenizer:
         return np.array(self.encode_ordinary(text), "<u4")
 
     def decode_single_token_bytes(self, token: int) -> bytes:
-        """b"" for an id that no token has: a model may have more rows than there are tokens."""
+        """Raises KeyError for an id that no token has, as tiktoken does."""
         characters = self.tokenizer.id_to_token(token)
         if characters is None:
-            return b""
+            raise KeyError(token)
         if all(character in self.byte_of for character in characters):
             return bytes(self.byte_of[character] for character in characters)
         return characters.encode()          # a special token

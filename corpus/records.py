@@ -171,8 +171,11 @@ def read_rows(path: Path, choose):
     from pyarrow import parquet
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            kinds = dict(zip(file.schema_arrow.names, map(str, file.schema_arrow.types)))
-            columns = choose(kinds)
+            names = file.schema_arrow.names
+            columns = choose(dict(zip(names, map(str, file.schema_arrow.types))))
+            for name in columns:
+                if names.count(name) > 1:
+                    raise ValueError(f"{path} has several columns \"{name}\": rename all but one")
             number = 0
             for batch in file.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False):
                 for values in zip(*batch.columns):

@@ -46,6 +46,15 @@ def get_tokenizer(name: str, file: str | None = None):
                               f"TIKTOKEN_CACHE_DIR to a folder that has it") from None
 
 
+def bytes_of_token(encoding, token: int) -> bytes:
+    """b"" for an id that no token has. A model may draw one: cl100k_base and o200k_base have holes
+    before their special tokens, and a model may have more rows than there are tokens."""
+    try:
+        return encoding.decode_single_token_bytes(token)
+    except KeyError:
+        return b""
+
+
 # ---- The tokenizer of a file ----------------------------------------------------------------
 
 def name_of(file: str) -> str:

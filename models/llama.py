@@ -242,6 +242,8 @@ class LlamaConfig(GPTConfig):
                                  residual=RESIDUALS).items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(values)}")
+        if not 0 <= self.rotary <= 1:
+            raise ValueError(f"rotary {self.rotary:g} is no part of a head: give 0 to 1")
         if self.turned % 2:
             raise ValueError(f"rotary positions turn pairs of channels, but {self.rotary:g} of "
                              f"head_dim {self.head_dim} is {self.turned}")

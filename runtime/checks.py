@@ -254,11 +254,12 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
              f"has {meta['template']}: data.py --template {template} makes it alike")
     if fine_tunes or set(trained_on) <= set(dataset.sources):
         return
-    problem = f"{file} was trained on {stored} as it was then, not on {found}"
+    as_then = " as it was then" if config.data == stored else ""        # its shards have changed
+    problem = f"{file} was trained on {stored}{as_then}, not on {found}"
     if not config.eval_only:
+        others = " (DIR=0 leaves out a source)" if "data" in given else ""
         raise ValueError(f"{problem}: {new_run_advice(given)} (--init-from {file} begins it with "
-                         f"these weights); to go on give --data {stored} (DIR=0 leaves out a "
-                         f"source)")
+                         f"these weights); to go on give --data {stored}{others}")
     if "data" not in given:
         raise ValueError(f"{problem}: give --data {stored} or --data {config.data}")
     warn(problem)

@@ -263,12 +263,16 @@ def print_evaluation(run, begin: Start) -> None:
     print_rank0(f"{begin.path}, step {step}, on {run.config.data}:{sep}{text}")
 
 
-def print_finished(run, begin: Start) -> None:
+def print_finished(run, state: dict, begin: Start) -> None:
+    """Also which of the given settings would have made another run."""
     advice = "raise --steps or --epochs"
     if begin.kind == "continue":
         advice += " to continue, or begin a new run in another --out"
-    print_rank0(f"{begin.path} is step {run.step - 1} of {run.config.steps}: nothing left to do; "
-                f"{advice}")
+    changed = changed_settings(run, state)
+    changed.pop("steps", None)
+    unused = f" ({'; '.join(describe(changed))}: not used)" if changed else ""
+    print_rank0(f"{begin.path} is step {run.step - 1} of {run.config.steps}: nothing left to do"
+                f"{unused}; {advice}")
 
 
 def print_notes(run, given: dict, resumed: bool) -> None:
@@ -316,25 +320,34 @@ def report_start(run, begin: Start) -> None:
                            data=describe_data(run), environment=environment(run.grid))
 
 
+def changed_settings(run, state: dict) -> dict:
+    """{name: [what the checkpoint has, what the run has]} of the settings that differ."""
+    changed = {}
+    stored = dataclasses.asdict(Config()) | state["config"]     # an older file lacks flags
+    for name in [*RESTORED, "dtype", "exact"]:
+        now = getattr(run.config, name)
+        if stored[name] != now:
+            changed[name] = [stored[name], now]
+    if state["data"] != run.train_data.phases:
+        changed["data"] = [state["config"]["data"], run.config.data]
+    return changed
+
+
+def describe(changed: dict) -> list[str]:
+    """Of the `changed_settings`, in words."""
+    return [f"{name.replace('_', ' ')} {'none' if new is None else new} instead of "
+            f"{'the default' if old is None else old}" for name, (old, new) in changed.items()]
+
+
 def report_resume(run, state: dict, begin: Start, given: dict,
                   lr_before: float, lr_now: float) -> None:
     """The events of a resume, and its line: which settings differ from the stored ones, and how the
     next step's learning rate changes. `lr_before` is that of the stored settings; if they make no
     more steps, that of their last one."""
     config, factor = run.config, run.monitors.divergence.lr_factor
-    changed = {}
-    stored = dataclasses.asdict(Config()) | state["config"]     # an older file lacks flags
-    for name in [*RESTORED, "dtype", "exact"]:
-        if stored[name] != getattr(config, name):
-            changed[name] = [stored[name], getattr(config, name)]
-    if state["data"] != run.train_data.phases:
-        changed["data"] = [state["config"]["data"], config.data]
+    changed = changed_settings(run, state)
     done = run.step - 1
-    line = f"resume   {begin.path}, after step {done}"
-    for name, (old, new) in changed.items():
-        line += (f", {name.replace('_', ' ')} {'none' if new is None else new} instead of "
-                 f"{'the default' if old is None else old}")
-
+    line = ", ".join([f"resume   {begin.path}, after step {done}", *describe(changed)])
     if not 0.8 * lr_before <= lr_now <= 1.25 * lr_before:
         line += f"; so the next step's learning rate is {lr_now:.2e} instead of {lr_before:.2e}"
     if factor != 1:

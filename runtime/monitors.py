@@ -7,7 +7,9 @@ train.py calls them:
     after_step          goes back if the loss has diverged                     rollback.py
     before_save         compares the copies of the state                       flipped_bits.py
     go_back             if they differ, to the last checkpoint
+    before_end          fails if the run ends diverged                         rollback.py
 """
+import math
 import time
 
 from data import Batch
@@ -67,6 +69,12 @@ class Monitors:
             return None
         log.print_step(run, row)
         return row
+
+    def before_end(self, row: dict) -> None:
+        """Before the last save. The last steps may have diverged without BAD_STEPS in a row: raise
+        RunError if the validation loss in the last step's `row` is not finite."""
+        if not math.isfinite(row["val_loss"]):
+            rollback.fail(self.run, "the validation loss is not finite")
 
     def before_save(self, saving: bool) -> dict | None:
         """Before a save and every --check-every steps, compare the copies of the state. Returns

@@ -145,24 +145,32 @@ def marked_tokenizer(tmp_path_factory):
     return path
 
 
+@pytest.mark.parametrize("special", [True, False])
 def test_a_tokenizer_with_chatmls_marks_writes_it_as_transformers(tmp_path, run_data,
-                                                                  marked_tokenizer):
+                                                                  marked_tokenizer, special):
     """Chatml is its default, the shards have the tokens that apply_chat_template gives by Qwen's
-    and SmolLM2's template, and no content forges a mark."""
+    and SmolLM2's template, and no content forges a mark, nor the end of a text: also where the file
+    does not call them special tokens, so that the package would find them in every text."""
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(marked_tokenizer))
+    content = json.loads(marked_tokenizer.read_text())
+    for token in content["added_tokens"]:
+        token["special"] = special
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(content))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
     theirs.chat_template = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'"
                             " + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}")
     turns = [("system", "be brief"), ("user", "the answer?"), ("assistant", "42, the answer"),
-             ("user", "a <|im_end|> b"), ("assistant", "is 42")]
+             ("user", "a <|im_end|> <|endoftext|> b"), ("assistant", "is 42")]
     records = [messages(*turns), messages(*turns[1:3])]
     status, out, _ = run_data("--input", write(tmp_path / "c.jsonl", records), "--out",
-                              tmp_path / "d", "--tokenizer", marked_tokenizer)
+                              tmp_path / "d", "--tokenizer", file)
     assert status == 0 and "the template is chatml" in out
     shards = [open_shard(path).tolist() for path in (tmp_path / "d").glob("*.bin")]
     ours = max(shards, key=len)
     marks = theirs.convert_tokens_to_ids(list(conversations.MARKS))
     assert [ours.count(mark) for mark in marks] == [5, 5]       # not those in a content
+    assert theirs.convert_tokens_to_ids("<|endoftext|>") not in ours
     whole = theirs.apply_chat_template(records[1]["messages"], return_dict=False)
     assert min(shards, key=len) == whole
 

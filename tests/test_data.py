@@ -673,6 +673,20 @@ def test_records_without_their_text_are_refused_with_what_there_is(tmp_path, run
         assert ("1 unreadable left out" in out) == (status == 0)
 
 
+def test_a_parquet_file_with_two_texts_of_one_name_is_refused(tmp_path, run_data):
+    """Other columns may have one name."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+    file = tmp_path / "a.parquet"
+    flags = "--tokenizer", "bytes", "--out", tmp_path / "d", "--input", file
+    columns = [pyarrow.array([f"{name} {i}" for i in range(50)]) for name in "abc"]
+    for names, expected in ((["id", "text", "id"], 0), (["text", "id", "text"], 2)):
+        parquet.write_table(pyarrow.Table.from_arrays(columns, names=names), file)
+        status, _, error = run_data(*flags)
+        assert status == expected, error
+    assert 'a.parquet has several columns "text": rename all but one' in error
+
+
 def test_a_json_file_in_a_folder_is_read_if_it_is_by_lines(tmp_path, run_data):
     """C4's files are; settings of programs are not: they are skipped, with a note. One that is cut
     off is refused."""

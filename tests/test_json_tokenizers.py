@@ -15,7 +15,7 @@ import torch
 import checkpoint
 from corpus import encode
 from corpus.shards import SPLITS, open_shard
-from corpus.tokenizers import cut_of, get_tokenizer, name_of, read_file
+from corpus.tokenizers import bytes_of_token, cut_of, get_tokenizer, name_of, read_file
 from models import LlamaConfig
 from tests.harness import NASTY, ROOT, TINY
 from tools import huggingface
@@ -69,6 +69,9 @@ def test_shards_have_the_tokens_that_the_package_gives_whole_documents(tmp_path,
     assert meta["tokenizer"] == name_of(content) and meta["vocab_size"] == 400
     assert (tmp_path / f"d/{meta['tokenizer']}.json").read_text() == content
     ours = get_tokenizer(meta["tokenizer"], content)
+    parts = [bytes_of_token(ours, token) for token in [*ours.encode_ordinary(" caf\u00e9"), 999,
+                                                       ours.eot_token]]
+    assert b"".join(parts) == " caf\u00e9<|endoftext|>".encode()       # no token has the id 999
     shards = [open_shard(tmp_path / f"d/{split}_000000.bin") for split in SPLITS]
     assert shards[0].dtype == np.uint16
     tokens = itertools.chain.from_iterable(shard.tolist() for shard in shards)

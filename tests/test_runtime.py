@@ -203,12 +203,13 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("has format 6, this code reads format 7: use the", [
         "--init-from six.pt", "--resume six.pt", "--out sixth", "--out sixth --eval-only"]),
     ("whole.pt has n_layer 2, not 3: for a new run give another --out, without --resume; to go on "
-     "drop --n-layer and give --data /", ["--resume whole.pt --n-layer 3"]),
+     "drop --n-layer\n", ["--resume whole.pt --n-layer 3"]),
     ("run/step_00000004.pt has n_layer 2, not 3: for a new run give another --out; to go on drop "
-     "--n-layer and give --data /", [
-         "--out run --n-layer 3", "--out run --n-layer 3 --data other"]),
+     "--n-layer and give --data /", ["--out run --n-layer 3 --data other"]),
     ("activation gelu, not relu: for", ["--resume whole.pt --model opt-125m"]),
-    ("as it was then, not on other=1: for a", ["--resume whole.pt --data other=1"]),
+    ("whole.pt has no n_kv_head; no hidden: for a new run",
+     ["--resume whole.pt --model llama-nano"]),
+    ("/d, not on other=1: for a", ["--resume whole.pt --data other=1"]),
     ("4.pt was trained on /", ["--out run --data other"]),
     ("is bytes with 257 tokens, but toy has bytes with 300: give --data /", [
         "--resume whole.pt --data toy", "--out run --data toy"]),
@@ -256,7 +257,7 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
     ("--eval-only", "or --resume FILE", "--eval-only --resume whole.pt"),
     ("--resume whole.pt --n-layer 3", "drop --n-layer", "--resume whole.pt"),
     ("--resume whole.pt --n-layer 3 --n-head 4 --model opt-125m", "drop --n-layer, --n-head, "
-     "--model and", "--resume whole.pt"),
+     "--model", "--resume whole.pt"),
     ("--resume whole.pt --data other", "(DIR=0 leaves out a source)",
      "--resume whole.pt --data SHARDS=0,other=1"),
     ("--resume whole.pt --data other", "give another --out, without --resume", "--data other"),
@@ -1364,7 +1365,9 @@ def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_
     flags = ["--data", shards, "--out", out]
     for more, words, losses in [
             ([*TINY, "--lr", 0.01, "--lr-schedule", "linear", "--beta2", 0.9], "step", 4),
-            ([], "nothing left to do", 4),                      # --steps 4 is in the checkpoint
+            ([], "nothing left to do; raise", 4),               # --steps 4 is in the checkpoint
+            (["--seed", 5, "--beta2", 0.8], "nothing left to do (seed 5 instead of 1337; beta2 0.8 "
+             "instead of 0.9: not used); raise", 4),
             (["--steps", 8], "steps 8 instead of 4; so the next step's learning rate is 5.50e-03 "
                              "instead of 1.00e-03", 4),
             (["--steps", 10, "--lr", 0.1, "--batch-size", 2, "--dtype", "fp64"],
@@ -1447,7 +1450,7 @@ def test_bits_per_byte_are_in_the_row_of_an_evaluation_as_on_the_console(run_tra
             assert source["weight"] == weight and source["fingerprint"] == meta["fingerprint"]
             assert source["bytes_per_token"] == meta["bytes_per_token"], name
     few = data.TokenDataset("a", "val", 16).n_windows
-    assert [source["sequences"] for source in told["sources"].values()] == [few, 128]
+    assert [source["sequences"] for source in told["sources"].values()] == [few, 4]
     fingerprints = [source["val_fingerprint"] for source in told["sources"].values()]
     assert len(set(fingerprints)) == 2
     assert fingerprints == [x["val_fingerprint"] for x in start["data"]["sources"].values()]
@@ -1495,24 +1498,24 @@ def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
     weights = tmp_path / "weights.pt"
     torch.save({**torch.load(things / "whole.pt"), "exp_avg": {}, "exp_avg_sq": {}, "scaler": {},
                 "monitor": {}, "data": None, "config": {}}, weights)
-    flags = ["--data", shards, "--out", out, *TINY, "--eval-only"]
-    as_before = [*flags, "--eval-tokens", 128 * 16]
+    flags = ["--data", shards, "--out", out, "--eval-only"]
+    as_before = [*flags, "--eval-tokens", 64]
     older = ["--resume", out / "step_00000002.pt"]
     for more, words in [(older, middle), ([], end), (["--micro-batch", 3], end),
                         ([*older, "--out", things / "precious"], middle),
                         ([*older, "--out", out / "nothing"], middle)]:
         status, text, _ = run_train(*as_before, *more)
-        assert status == 0 and words in text and "bits a byte (on 2,048 of " in text
+        assert status == 0 and words in text and "bits a byte (on 64 of " in text
     for more, words in [([], "(on 3,680 of 3,695 "), (["--data", two_sources / "a"], "nats")]:
         _, text, error = run_train(*flags, *more)
         assert words in text and end not in text
-        assert (f"was trained on {shards} as it was then, not on " in error) == (more != []), error
+        assert (f"was trained on {shards}, not on " in error) == (more != []), error
     monkeypatch.chdir(tmp_path)
     shutil.copytree(two_sources / "a", "data/python")
     for more, advice in [(["--eval-only"], f"give --data {shards} or --data data/python"),
                          ([], "for a new run give another --out (--init-from")]:
         expect_mistake(run_train("--out", out, *more),
-                       f"{out / 'step_00000004.pt'} was trained on {shards} as it was then, not on "
+                       f"{out / 'step_00000004.pt'} was trained on {shards}, not on "
                        f"data/python (the default: --data was left out): {advice}")
     for world, kind, file, *layout in [(2, "--resume", out / "step_00000004.pt", "--zero", 3),
                                        (4, "--init-from", weights, "--tp", 2, "--pp", 2)]:
@@ -1545,7 +1548,7 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
             assert f"data {then} instead of" in text and changed == dict(data=[first, then])
             assert end["data"] == [*whole["data"], [32, weights]]
             assert (len(whole["monitor"]["losses"]), len(end["monitor"]["losses"])) == (10, 6)
-    expect_mistake(run_train("--data", "a", "--out", out, *flags), "trained on b=3,a=1 as it")
+    expect_mistake(run_train("--data", "a", "--out", out, *flags), "trained on b=3,a=1, not on a: ")
     assert run_train("--data", "a=1,b=0", "--out", out, *flags, "--steps", 11)[0] == 0
     assert saved(out, 11)["data"][-1] == [80, {a: 1, b: 0}]
     meta = two_sources / "b" / "meta.json"
@@ -1947,6 +1950,21 @@ def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_wit
     assert "rollback" in kinds(seen.events)
 
 
+def test_a_run_that_ends_diverged_fails_before_its_last_save(run_train, shards, tmp_path):
+    """Three steps at a rate of 1e10 end before three bad ones in a row are seen: status 1. Of the
+    file of step 2 sample.py tells in one line that its logits are not finite."""
+    flags = ["--data", shards, *TINY, "--out", tmp_path, "--warmup-steps", 1, "--save-every", 1]
+    status, text, error = run_train(*flags, "--steps", 3, "--lr", 1e10)
+    assert status == 1 and "Now sample" not in text
+    assert "step 3: the validation loss is not finite; the run has diverged" in error
+    assert names_in(tmp_path)[-2:] == ["step_00000001.pt", "step_00000002.pt"]
+    for temperature in (0, 1):
+        status, _, error = Command("sample.py", "--ckpt", tmp_path / "step_00000002.pt",
+                                   "--temperature", temperature).finish()
+        assert status == 1 and error.startswith("sample.py: the model's logits are not finite")
+        assert error.count("\n") == 1
+
+
 @pytest.mark.claim("Every rank takes the same decision on a divergence.")
 @pytest.mark.parametrize("layout, zero", [
     ((2, 1, 1), 3), pytest.param((2, 2, 2), 1, marks=pytest.mark.slow)])
@@ -2181,14 +2199,15 @@ def test_samples_end_before_the_stop_text_and_are_separated_by_dashes(run_sample
 
 def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_text(monkeypatch):
     """After each token standard output has all of it but its last two characters, which a stop text
-    of three may begin with; whether or not the second sample has ended."""
+    of three may begin with; whether or not the second sample has ended. The id 999, which no token
+    has, is no text."""
     seen = []
 
     def scripted(*arguments):           # in place of sample.generate
         for first, second in zip(b"abcdxy", b"xyz"):
             yield {0: first, 1: second}
             seen.append(sys.stdout.getvalue())
-        for first in b"dxyz":
+        for first in (999, *b"dxyz"):
             yield {0: first}
             seen.append(sys.stdout.getvalue())
     tokenizer = get_tokenizer("bytes")
@@ -2196,7 +2215,7 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     args = SimpleNamespace(stop="xyz", max_tokens=9, temperature=1.0, top_k=0, top_p=1.0)
     sample.print_samples(SimpleNamespace(cfg=CFG), tokenizer, "p", range(2), args)
-    assert seen == ["p", "p", "pa", "pab", "pabc", "pabcd"]
+    assert seen == ["p", "p", "pa", "pa", "pab", "pabc", "pabcd"]
     assert sys.stdout.getvalue() == "pabcd\n" + sample.DASHES + "p\n"
 
 

@@ -877,7 +877,7 @@ def test_a_run_goes_on_with_the_machines_that_are_left_and_has_the_same_bits(sha
     """Of two machines with two processes each, one is lost. The other goes on from the last
     checkpoint, with half of the replicas, until a machine joins again. With --exact the final state
     is bit for bit that of one process without any of it."""
-    flags = ["--data", shards, *TINY, "--steps", 500, "--save-every", 20, "--eval-every", 10,
+    flags = ["--data", shards, *TINY, "--steps", 400, "--save-every", 20, "--eval-every", 10,
              "--exact", "--micro-batch", 1, "--timeout", 20]
     out = tmp_path / "out"
     with machines(out, *flags) as (start, lose):
@@ -894,7 +894,7 @@ def test_a_run_goes_on_with_the_machines_that_are_left_and_has_the_same_bits(sha
               if event["event"] in ("start", "resume")]
     assert worlds == [4, 2, 4]
     assert Command("train.py", *flags, "--out", tmp_path / "one").finish(300)[0] == 0
-    assert_same_state(saved(tmp_path / "one", 500), saved(out, 500), ("config", "run"))
+    assert_same_state(saved(tmp_path / "one", 400), saved(out, 400), ("config", "run"))
 
 
 @pytest.mark.slow

@@ -286,6 +286,9 @@ def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
         if missing:
             raise ValueError(f"its rope_type is llama3, but it lacks {', '.join(missing)}")
         shape["rope_scaling"] = tuple(float(value_of(rope, key, 1.0)) for key in LLAMA3_ROPE)
+        if 0 in shape["rope_scaling"]:
+            raise ValueError(f"its rope_type is llama3, but {', '.join(LLAMA3_ROPE)} are "
+                             f"{shape['rope_scaling']}: none may be 0")
     elif kind != "default":
         raise ValueError(f"its rope_type is {kind!r}, models/llama.py has only default and llama3")
     # (Before transformers 5 they stood by themselves; NeoX calls the first rotary_emb_base.)
@@ -294,7 +297,7 @@ def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
     if shape["rope_theta"] == 0:
         raise ValueError("its rope_theta is 0")
     if "rotary" in shape:
-        shape["rotary"] = rope.get("partial_rotary_factor", shape["rotary"])
+        shape["rotary"] = value_of(rope, "partial_rotary_factor", float(shape["rotary"]))
     elif rope.get("partial_rotary_factor", 1) != 1:
         raise ValueError(f"its partial_rotary_factor is {rope['partial_rotary_factor']}, which "
                          f"{family.architecture} does not have here")
