@@ -184,7 +184,7 @@ def test_a_part_that_fails_or_hangs_leaves_its_rows_and_the_next_one_runs(monkey
         optimizer="print('other words'); " + row.replace("1,", '"x|y",'))
     monkeypatch.setattr(gpu, "part_command", lambda name, _: [sys.executable, "-c", programs[name]])
     monkeypatch.setattr(gpu, "SECONDS", dict(ceilings=30, race=1, optimizer=30))
-    monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", "--device", "cpu", *programs, "--out",
+    monkeypatch.setattr(sys, "argv", ["tools.bench", "gpu", "--device", "cpu", *programs, "--out",
                                       str(tmp_path)])
     bench.main()
     page = (tmp_path / "gpu.md").read_text()
@@ -209,11 +209,11 @@ def test_the_command_ends_within_twenty_minutes_and_names_what_it_lacks(monkeypa
     assert sum(gpu.SECONDS.values()) <= 20 * 60 and set(gpu.SECONDS) == set(gpu.PARTS)
     for flags, words in [([], "finds no CUDA device here: --device cpu shows"),
                          (["speed"], "there is no part 'speed': there are ceilings, race")]:
-        monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", *flags])
+        monkeypatch.setattr(sys, "argv", ["tools.bench", "gpu", *flags])
         with pytest.raises(SystemExit):
             bench.main()
         error = capsys.readouterr().err
-        assert error.startswith("bench.py: ") and words in error and error.count("\n") == 1
+        assert error.startswith("tools.bench: ") and words in error and error.count("\n") == 1
 
 
 def test_an_older_pytorch_has_other_names_for_two_collectives(monkeypatch):

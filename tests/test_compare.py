@@ -68,7 +68,7 @@ def test_compare_plots_and_tabulates_runs_without_their_void_rows(run_compare, t
         "b - - - - 2 200 2h00m 7,000 9.00e-02 b, lr 0.001, skip-steps 2:3".split()]
     status, text, error = run_compare("none")
     assert (status, text) == (2, "") and error.splitlines()[-1].startswith(
-        "compare.py: nothing to compare")
+        "tools.compare: nothing to compare")
     status, _, error = run_compare()
     assert status == 2 and error.count("\n") == 1 and "OUT" in error
     many = [f"c{i}" for i in range(30)]             # more runs than letters
@@ -234,4 +234,4 @@ def test_compare_draws_a_chart_for_a_readme(run_compare, tmp_path, monkeypatch):
     assert [len(line.split(",")) for line in ours.splitlines() if "line [" in line] == [32, 32]
     write_lines(Path("c"), [(0.1, 1, dict(loss=1)), (0.2, 2, dict(loss=1))])
     assert run_compare("--mermaid", "c") == (
-        2, "", "compare.py: c has too few steps for a chart of 32 points\n")
+        2, "", "tools.compare: c has too few steps for a chart of 32 points\n")

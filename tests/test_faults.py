@@ -140,7 +140,8 @@ def test_the_gym_prints_medians_the_worst_and_false_alarms(monkeypatch, capsys):
     of_policies = faults.table_of_policies(made_up, dict.fromkeys(policies.POLICIES, 7))
     assert of_faults[2] == "| a |" + " +3.0%; 30; 2 of 3 ended |" * 6
     assert of_policies[-1] == "| ours | 4 of 6 | +inf% | 40 | 4 | 7 |"
-    monkeypatch.setattr(sys, "argv", ["faults.py", "flood"])
+    monkeypatch.setattr(sys, "argv", ["tools.faults", "flood"])
     with pytest.raises(SystemExit):
         faults.main()
-    assert capsys.readouterr().err.startswith("faults.py: there is no fault 'flood': there are 41")
+    error = capsys.readouterr().err
+    assert error.startswith("tools.faults: there is no fault 'flood': there are 41")

@@ -230,7 +230,7 @@ def test_a_log_that_fails_costs_one_warning_and_goes_on_from_there_later(tmp_pat
     with mock.patch.object(wandb, "log", side_effect=[None] * 4 + [OSError("lost\nfor now")]):
         assert not follow.follow(tmp_path, ["wandb", "tensorboard"], parent=False)
     error = capsys.readouterr().err
-    assert error == "follow.py: warning: wandb is off from here on: OSError: lost for now\n"
+    assert error == "tools.follow: warning: wandb is off from here on: OSError: lost for now\n"
     assert len(ReadByTensorBoard(tmp_path).losses()) == 5
     assert follow.follow(tmp_path, ["wandb", "tensorboard"], parent=False)
     assert wandb.losses() == [(4, 4), (5, 5)] and capsys.readouterr().err == ""
@@ -270,7 +270,7 @@ def test_follow_refuses_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
             (["o"], "--to"), (["--to", "wandb"], "OUT"), (["o", "--to", "wandb", "--x"], "--x")]:
         status, text, error = run_main(capsys, follow, *arguments)
         assert (status, text) == (2, "") and error.count("\n") == 1 and words in error, error
-        assert error.startswith("follow.py: ")
+        assert error.startswith("tools.follow: ")
     with mock.patch.dict(sys.modules, wandb=None), pytest.raises(ValueError,
                                                                  match="pip install wandb"):
         follow.parse_names("wandb")

@@ -337,7 +337,7 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
             (["import", "no/such", "b.pt"], 1, "no folder no/such, and http://127.0.0.1:9 cannot")]:
         result = convert(capsys, *arguments)
         assert result[0] == status and message in result[2], result
-        assert result[2].startswith("huggingface.py: ") and result[2].count("\n") == 1, result
+        assert result[2].startswith("tools.huggingface: ") and result[2].count("\n") == 1, result
     with mock.patch.object(huggingface, "verify", side_effect=KeyboardInterrupt):
         assert convert(capsys, "export", "a.pt", "new") == (1, "", "")
     with mock.patch.dict(sys.modules, {"safetensors": None, "safetensors.torch": None}):
@@ -371,7 +371,7 @@ def test_an_import_says_what_it_was_given(tmp_path, capsys, monkeypatch, source,
         Path(file).touch()
     status, out, error = convert(capsys, "import", source, "b.pt")
     assert (status, out) == (2, "") and error.count("\n") == 1
-    assert error.startswith(f"huggingface.py: {message}")
+    assert error.startswith(f"tools.huggingface: {message}")
 
 
 @pytest.mark.parametrize("status, names, message", [

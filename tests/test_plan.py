@@ -805,12 +805,12 @@ def test_a_gpus_name_may_have_capitals_and_a_plan_says_whether_it_fits():
     ("--world 8 --gpu h100 --out_dir o", "unknown argument --out-dir: --help lists the flags"),
     ("--world 8 --gpu h100 --mtbf-hour 8", "did you mean --mtbf-hours?")])
 def test_the_plans_mistakes_are_refused_in_one_line(monkeypatch, capsys, flags, message):
-    monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
+    monkeypatch.setattr(sys, "argv", ["tools.plan", *flags.split()])
     with pytest.raises(SystemExit) as end:
         main()
     out, error = capsys.readouterr()
     assert end.value.code == 2 and out == ""
-    assert error.startswith("plan.py: ") and error.count("\n") == 1 and message in error
+    assert error.startswith("tools.plan: ") and error.count("\n") == 1 and message in error
 
 
 def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():

@@ -293,7 +293,7 @@ def read_runs(outs: list[str]) -> list[Run]:
             problem = f"{out} is a file: give the --out of a run, a folder"
         if Path(out, "metrics.jsonl").exists():
             problem = f"{out}/metrics.jsonl has no step with a loss"
-        print(f"compare.py: warning: {problem}: left out", file=sys.stderr)
+        print(f"tools.compare: warning: {problem}: left out", file=sys.stderr)
     if not runs:
         raise ValueError("nothing to compare: give the --out of runs that have made a step")
     return runs
@@ -314,7 +314,7 @@ def compare(runs: list[Run], as_mermaid=False) -> str:
 
 def main() -> None:
     usage = "python -m tools.compare [--mermaid] [--svg FILE] OUT ..."
-    parser = Parser("compare.py", usage, __doc__)
+    parser = Parser("tools.compare", usage, __doc__)
     parser.add_argument("outs", nargs="+", metavar="OUT", help="the --out of a run of train.py")
     parser.add_argument("--mermaid", action="store_true",
                         help="draw for a README on GitHub, not for the terminal")

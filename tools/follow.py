@@ -229,7 +229,8 @@ def when_standard_input_closes() -> threading.Event:
 
 def warn(destination: Destination, error: Exception) -> None:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    print(f"follow.py: warning: {destination.name} is off from here on: {reason}", file=sys.stderr)
+    print(f"tools.follow: warning: {destination.name} is off from here on: {reason}",
+          file=sys.stderr)
 
 
 def send_until_the_end(path: Path, destinations: list[Destination], parent: bool) -> None:
@@ -281,7 +282,7 @@ def parse_names(text: str) -> list[str]:
 
 
 def main() -> None:
-    parser = Parser("follow.py", "python -m tools.follow OUT --to NAMES", __doc__)
+    parser = Parser("tools.follow", "python -m tools.follow OUT --to NAMES", __doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="the --out of a run of train.py")
     parser.add_argument("--to", required=True, metavar="NAMES",
                         help="tensorboard, wandb, or both with a comma between them")

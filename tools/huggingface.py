@@ -102,7 +102,7 @@ def import_model(source: str, file: Path, hub: str) -> None:
         try:
             template = find_template(folder, tokenizer, state.get("tokenizer_file"))
         except ConnectionError as error:        # the tokens of its marks are not known
-            print(f"huggingface.py: note: no template of conversations is looked for: {error}",
+            print(f"tools.huggingface: note: no template of conversations is looked for: {error}",
                   file=sys.stderr)
         if template is not None:
             state["template"] = template
@@ -164,8 +164,8 @@ def check_unused(readers: dict, parameters: dict, folder: Path, family: Family) 
             raise ValueError(f"{folder}: {head} differs from the embedding, but config.json ties "
                              f"them: set its tie_word_embeddings to false")
     if unused:
-        print(f"huggingface.py: note: {folder}: {len(unused):,} tensors are left out, which are no "
-              f"part of the model, such as {unused[0]}", file=sys.stderr)
+        print(f"tools.huggingface: note: {folder}: {len(unused):,} tensors are left out, which are "
+              f"no part of the model, such as {unused[0]}", file=sys.stderr)
 
 
 def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
@@ -183,7 +183,7 @@ def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
     try:
         return name_of(read_file(path)), path
     except ValueError as error:
-        print(f"huggingface.py: note: {error}", file=sys.stderr)
+        print(f"tools.huggingface: note: {error}", file=sys.stderr)
         return name, None
 
 
@@ -320,7 +320,7 @@ def export_model(file: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    name, usage = "huggingface.py", "python -m tools.huggingface"
+    name, usage = "tools.huggingface", "python -m tools.huggingface"
     parser = Parser(name, f"{usage} import NAME_OR_DIR FILE.pt\n       {usage} export FILE.pt DIR",
                     "Convert weights from and to Hugging Face.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export")

@@ -21,7 +21,7 @@ def main() -> None:
     if sys.argv[1:2] == ["gpu"]:
         gpu.main(sys.argv[2:])
         return
-    parser = commandline.Parser("bench.py", "python -m tools.bench [NAME ...]",
+    parser = commandline.Parser("tools.bench", "python -m tools.bench [NAME ...]",
                                 tools.bench.__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME",
                         help=", ".join(TABLES) + " (default: all); or gpu, with flags of its own")

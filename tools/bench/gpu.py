@@ -318,7 +318,7 @@ def part_command(name: str, work: Work) -> list[str]:
 
 
 def main(arguments: list[str]) -> None:
-    parser = commandline.Parser("bench.py", "python -m tools.bench gpu [PART ...]", __doc__)
+    parser = commandline.Parser("tools.bench", "python -m tools.bench gpu [PART ...]", __doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--model", choices=list(MICROBATCHES), help="default: gpt2; on a CPU nano")

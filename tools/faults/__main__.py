@@ -74,7 +74,7 @@ def table_of_policies(found: dict, alarms: Counter) -> list[str]:
 
 
 def main() -> None:
-    parser = commandline.Parser("faults.py", "python -m tools.faults [FAULT ...]",
+    parser = commandline.Parser("tools.faults", "python -m tools.faults [FAULT ...]",
                                 tools.faults.__doc__)
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS)
                         + " (default: all of them, and the false alarms)")

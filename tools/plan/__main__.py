@@ -33,7 +33,7 @@ on top, as goodput says. Command is what starts the run."""
 
 def read_flags(arguments: list[str]) -> tuple[PlanConfig, dict]:
     """The config, and what of it was given. Raises ValueError on a usage error."""
-    parser = Parser("plan.py", "python -m tools.plan --world N --gpu NAME [FLAG ...]", HELP,
+    parser = Parser("tools.plan", "python -m tools.plan --world N --gpu NAME [FLAG ...]", HELP,
                     OTHER_NAMES, PLAN_ADVICE, argument_default=argparse.SUPPRESS)
     options.add_flags(parser, OWN_FLAGS + RUN_FLAGS, PlanConfig)
     given = options.parse_given(parser, arguments, PlanConfig)
@@ -89,7 +89,7 @@ def main() -> None:
     try:
         print_rank0(answer(sys.argv[1:]))
     except ValueError as error:
-        print(f"plan.py: {error}", file=sys.stderr)
+        print(f"tools.plan: {error}", file=sys.stderr)
         sys.exit(2)
 
 
