@@ -51,7 +51,6 @@ import re
 import shutil
 import tempfile
 import textwrap
-import time
 import tracemalloc
 import weakref
 from dataclasses import asdict, replace
@@ -87,7 +86,7 @@ from parallelism import collectives, context, cpu_kernels, full_tensors, pipelin
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid, build_stage
 from parallelism.pipeline import run_schedule
-from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
+from parallelism.schedules import SCHEDULES, gpipe, one_f_one_b
 from parallelism.tensor import (MAX_LOGITS, TIED, ColumnParallelLinear, VocabParallelEmbedding,
                                 add_product, tile_loss, tile_size, param_specs)
 from parallelism.zero import FlatParameters
@@ -141,10 +140,10 @@ def equality_row(pool, layout, one, out, cfg, **flags):
     ((2, 1, 1), 2, dict(dtype="fp64", cp=2, zero=3)),
     ((1, 2, 2), 3, dict(dtype="fp64", cp=2, zero=1, sequence_parallel=True, pp_schedule="1f1b")),
     # Three replicas cut a bucket into shards whose sizes are no powers of two.
-    *(((3, 1, 1), 2, dict(dtype="fp64", batch_size=6, zero=zero)) for zero in range(4)),
+    *(((3, 1, 1), 2, dict(dtype="fp64", batch_size=6, zero=zero)) for zero in (1, 2, 3)),
     *(pytest.param(layout, layout[2] + 1,
                    dict(dtype=dtype, steps=20, lr=1e-3, warmup_steps=5), marks=pytest.mark.slow)
-      for layout, dtype in itertools.product(LAYOUTS, BOUNDS)),
+      for layout, dtype in [*((layout, "fp64") for layout in LAYOUTS), ((2, 2, 2), "fp32")]),
     *(pytest.param(layout, layout[2] * flags.get("pp_chunks", 1) + 1,
                    dict(dtype=dtype, steps=20, lr=1e-3, warmup_steps=5, cp=cp, **flags),
                    marks=pytest.mark.slow)
@@ -274,10 +273,10 @@ def gradient_pairs(flat, plain):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 8])
 @on_ranks
 def test_tensor_parallel_layers_equal_the_whole_layers(rank, world, sequence_parallel):
-    """With tp 2, 4 and 8 embedding, block and head with its loss give the plain layers' output and
+    """With tp 2 and 8 embedding, block and head with its loss give the plain layers' output and
     all gradients under random upstream gradients, to 1e-12 in fp64."""
     plain = random_gpt(replace(CFG, n_layer=1))
     tokens, targets = tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)
@@ -302,41 +301,49 @@ def test_tensor_parallel_layers_equal_the_whole_layers(rank, world, sequence_par
 
 # ---- Pipeline parallelism: the stages' gradients are the whole model's
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 8])
 @on_ranks
-def test_plain_pipeline_and_1f1b_give_the_gradients_of_the_whole_model(rank, world=3):
-    """On three stages with four microbatches plain_pipeline and run_schedule give each parameter
-    the gradient of the whole model, to 1e-12 in fp64."""
+def test_plain_pipelines_give_the_gradients_of_the_whole_model(rank, world=3, *, schedule,
+                                                               num_microbatches):
+    """On three stages, with fewer microbatches than stages and with more, the plain orders give
+    each parameter the gradient of the whole model, to 1e-12 in fp64."""
+    cfg = replace(CFG, n_layer=world)
+    tokens, targets = tokens_of(cfg, 8), tokens_of(cfg, 8, seed=1)
+    whole, stage = random_gpt(cfg), random_gpt(cfg)
+    (whole(tokens, targets) / targets.numel()).backward()
+    batch = list(zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches)))
+    with gridded(rank, world, tp=1, pp=world) as grid:
+        parallel.keep_stage(stage, grid, [rank])
+        order = parallel.SCHEDULES[schedule](rank, world, num_microbatches)
+        parallel.plain_pipeline(stage, batch, order, targets.numel(), grid)
+        for name, parameter in stage.named_parameters():
+            if name in TIED or name in TIED.values():       # the sum of its two ends
+                parallel.all_reduce(parameter.grad, grid.groups["embedding"])
+    theirs = dict(whole.named_parameters())
+    assert_close({name: (p.grad, theirs[TIED.get(name, name)].grad)
+                  for name, p in stage.named_parameters()}, 1e-12)
+
+
+@on_ranks
+def test_stages_give_the_gradients_of_the_whole_model(rank, world=3):
+    """On three stages with four microbatches run_schedule gives each parameter the gradient of the
+    whole model, to 1e-12 in fp64."""
     cfg = replace(CFG, n_layer=world)
     tokens, targets = tokens_of(cfg, 8), tokens_of(cfg, 8, seed=1)
     activation_like = torch.empty(2, cfg.seq_len, cfg.n_embd, dtype=torch.float64)
-    whole, stage = random_gpt(cfg), random_gpt(cfg)
+    whole = random_gpt(cfg)
     (whole(tokens, targets) / targets.numel()).backward()
-
-    tied = stage.head.weight
-    stage.blocks = nn.ModuleDict({str(rank): stage.blocks[str(rank)]})
-    if rank > 0:
-        stage.embed = None
-    if rank < world - 1:
-        stage.head = None
-    microbatches = list(zip(tokens.split(2), targets.split(2)))
+    batch = [(*pair, 0, None) for pair in zip(tokens.split(2), targets.split(2))]
     with gridded(rank, world, tp=1, pp=world) as grid:
-        order = parallel.plain_gpipe(rank, world, len(microbatches))
-        parallel.plain_pipeline(stage, microbatches, order, targets.numel(), grid)
-        plain = {name: p.grad for name, p in stage.named_parameters()}
-        plain["embed.token.weight"] = torch.zeros_like(tied) if tied.grad is None else tied.grad
-        dist.all_reduce(plain["embed.token.weight"])            # the sum of its two ends
         local, flat = stage_of(whole, grid)
         if grid.is_last:
             local.head.set_loss_factor(1 / targets.numel())
-        batch = [(*pair, 0, None) for pair in microbatches]
         run_schedule(one_f_one_b(rank, world, 4), local, grid, batch, activation_like, flat)
         flat.finish_grad_sync()
         pairs = gradient_pairs(flat, whole)
     assert pairs.keys() == set(checkpoint.parameter_shapes(cfg))
     assert_close(pairs, 1e-12)
-    plain = {TIED.get(name, name): gradient for name, gradient in plain.items()}
-    assert_close({name: (gradient[:len(pairs[name][1])], pairs[name][1])
-                  for name, gradient in plain.items()}, 1e-12)
 
 
 # ---- Data parallelism and ZeRO: replicas train as one process
@@ -423,40 +430,6 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
     for form, ours in forms.items():
         ranks = collectives.all_gather_object({name: x.tolist() for name, x in ours.items()})
         assert ranks[0] == ranks[1], form
-
-
-@on_ranks
-def test_plain_zero_3_blocks_equal_the_whole_blocks(rank, world=2):
-    """Five steps of two blocks, of which each rank keeps half of every parameter and no other
-    memory, end at the parameters of the whole blocks, to 1e-12 in fp64; so does dx."""
-    whole, local = (random_gpt(replace(CFG, n_layer=2)) for _ in range(2))
-    sgd = functools.partial(torch.optim.SGD, lr=1e-2)
-    pairs = {}
-    with gridded(rank, world, tp=1, pp=1) as grid:
-        shards = parallel.plain_shards(local, grid)
-        parallel.gather_in_use(local, shards, grid)
-        assert {parameter.device.type for parameter in local.parameters()} == {"meta"}
-        of_whole, of_shards = sgd(whole.blocks.parameters()), sgd(shards.values())
-        for step in range(5):
-            x = random_tensor(4, 16, 32, seed=step).requires_grad_()
-            dy = random_tensor(4, 16, 32, seed=9 + step)
-            mine = x.detach().chunk(world)[rank].requires_grad_()
-            y, y_of_mine = x, mine
-            for block, own in zip(whole.blocks.values(), local.blocks.values()):
-                y = block(y)
-                y_of_mine = own(y_of_mine)
-            of_whole.zero_grad()
-            of_shards.zero_grad()
-            y.backward(dy)
-            y_of_mine.backward(dy.chunk(world)[rank])
-            of_whole.step()
-            of_shards.step()
-            pairs[f"y {step}"] = y_of_mine, y.chunk(world)[rank]
-            pairs[f"dx {step}"] = mine.grad, x.grad.chunk(world)[rank]
-        for name, parameter in whole.blocks.named_parameters():
-            shard = shards[f"blocks.{name}"]
-            pairs[name] = shard, parallel.flatten(parameter, grid).chunk(world)[rank]
-    assert_close(pairs, 1e-12)
 
 
 # ---- Context parallelism: attention of cp ranks is plain attention
@@ -564,45 +537,13 @@ def bytes_kept_by_attention(rank, world):
 
 # ---- parallel.py's program: all plain forms together train as train.py does
 
-@pytest.mark.parametrize("world, tp, pp, steps", [
-    (1, 1, 1, 5), (2, 1, 1, 5), (2, 2, 1, 5), (2, 1, 2, 5), (8, 2, 2, 5),
-    pytest.param(8, 2, 2, 20, marks=pytest.mark.slow)])
-def test_plain_program_has_the_losses_of_train_py(pool, shards, losses_of_train_py, world, tp, pp,
-                                                  steps):
+@pytest.mark.parametrize("world, tp, pp", [
+    (1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (8, 2, 2)])
+def test_plain_program_has_the_losses_of_train_py(pool, shards, losses_of_train_py, world, tp, pp):
     """`torchrun parallel.py` prints the losses of train.py, to 1e-5: in one process, with each
     parallelism by itself, and with all three on eight ranks."""
-    found = pool.run(world, losses_of_plain_program, tp, pp, shards, steps)[0]
-    assert len(found) == steps and found == pytest.approx(losses_of_train_py(steps), rel=1e-5)
-
-
-@on_ranks
-def test_plain_step_counts_the_tied_matrix_once(rank, world=3):
-    """The tied matrix has its gradients from both ends of three stages, and is counted once in the
-    norm: two plain_3d_steps with clipping end at the parameters of one process, to 1e-5."""
-    cfg = replace(CFG, n_layer=world)
-    one, local = (random_gpt(cfg).float() for _ in range(2))
-    with torch.no_grad():
-        for gpt in (one, local):
-            gpt.head.weight *= 8                            # so that the norm is above 1
-    tokens = torch.cat([tokens_of(cfg, 8), tokens_of(cfg, 8, seed=1)[:, :1]], 1)
-    sgd = functools.partial(torch.optim.SGD, lr=0.5)        # unlike AdamW's, it shows the norm
-    with gridded(rank, world, tp=1, pp=world) as grid:
-        parallel.plain_tensor_parallel(local, grid)
-        parallel.keep_stage(local, grid, [rank])
-        of_one, of_local = sgd(one.parameters()), sgd(local.parameters())
-        owned = dict(local.named_parameters())
-        for _ in range(2):
-            of_one.zero_grad()
-            loss = one(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(one.parameters(), 1.0)
-            assert norm > 1.1
-            of_one.step()
-            found = parallel.plain_3d_step(local, owned, [], of_local, tokens, grid)
-            assert found == pytest.approx(loss.item(), rel=1e-5)
-    of_one = dict(one.named_parameters())
-    of_one["head.weight"] = of_one["embed.token.weight"]
-    assert_close({name: (p, of_one[name]) for name, p in local.named_parameters()}, 1e-5)
+    found = pool.run(world, losses_of_plain_program, tp, pp, shards, 5)[0]
+    assert len(found) == 5 and found == pytest.approx(losses_of_train_py(5), rel=1e-5)
 
 
 # ---- Whole runs: stopped and resumed, moved to other layouts, and 50 recorded losses
@@ -630,23 +571,22 @@ def untimed(rows):
 @pytest.mark.claim("A resumed run equals an uninterrupted one with as many threads, bit for bit.")
 @pytest.mark.parametrize("layout, flags", [
     ((1, 1, 1), dict(dtype="fp32")),
-    ((1, 1, 1), dict(dtype="bf16")),
     ((1, 1, 1), dict(dtype="fp16")),
     ((1, 1, 2), dict(dtype="fp32", pp_schedule="1f1b", batch_size=16, batch_ramp="4:4:25")),
     ((1, 2, 1), dict(dtype="bf16", sequence_parallel=True)),
-    ((1, 1, 2), dict(dtype="fp32", zero=2, pp_schedule="interleaved", pp_chunks=2)),
+    ((2, 1, 2), dict(dtype="fp32", zero=2, pp_schedule="interleaved", pp_chunks=2)),
     ((2, 1, 2), dict(dtype="fp16", zero=1, pp_schedule="zb-h1")),
     ((2, 1, 1), dict(dtype="fp16", zero=3, recompute=True)),
     ((1, 1, 1), dict(dtype="bf16", cp=2, zero=1)),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
-        ((2, 1, 1), dict(dtype="fp32", zero=2)),
         ((2, 1, 2), dict(dtype="fp32", zero=1, pp_schedule="1f1b"))])])
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, layout, flags):
     """A run that resumes from an uninterrupted run's file of step 3 has the same rows and, at step
     6, the same checkpoint, to the bit: with dropout, a skipped step before the file and one after
     it, and a loss scale that grows after the file by a count that began before it."""
     cfg = replace(CFG, dropout=0.1, n_layer=2 * flags.get("pp_chunks", 1))
-    flags = dict(steps=6, save_every=3, micro_batch=4 // layout[0], **flags)    # two each
+    # Two microbatches a rank, of a batch of 8.
+    flags = dict(steps=6, save_every=3, micro_batch=4 // layout[0], **flags)
     whole, _, _ = trained(pool, layout, tmp_path / "whole", cfg, prepare=overflow_and_grow, **flags)
     file = tmp_path / "whole" / "step_00000003.pt"
     resumed, _, _ = trained(pool, layout, tmp_path / "resumed", cfg, state=file,
@@ -658,6 +598,16 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, layout, f
     assert (checkpoint.load(file)["optimizer_steps"], end["optimizer_steps"]) == (2, 4)
     if flags["dtype"] == "fp16":
         assert column(whole, "loss_scale") == [2 ** 16, 2 ** 16, 2 ** 15, 2 ** 15, 2 ** 16, 2 ** 15]
+
+
+def test_saves_change_nothing(pool, tmp_path):
+    """A run of two replicas with ZeRO 2 in fp16, with dropout, that saves after each step has the
+    rows and the final state of one that does not, to the bit."""
+    flags = dict(dtype="fp16", zero=2, steps=4, prepare=overflow_and_grow)
+    cfg = replace(CFG, dropout=0.1, n_layer=2)
+    saves, without = (trained(pool, (2, 1, 1), tmp_path / str(every), cfg, save_every=every,
+                              **flags) for every in (1, 0))
+    assert same_bits(saves, without) and len(list((tmp_path / "1").glob("step_*.pt"))) == 3
 
 
 def test_a_resume_in_a_new_process_continues_the_order_of_the_data(run_train, tmp_path):
@@ -720,12 +670,8 @@ GOLDEN_LOSSES = [
     5.24752749178, 5.22088411553]
 
 
-@pytest.mark.parametrize("layout, flags", [
-    ((1, 1, 1), dict(micro_batch=8)),
-    pytest.param((2, 2, 2), dict(micro_batch=2, zero=1, pp_schedule="1f1b", sequence_parallel=True),
-                 marks=pytest.mark.slow)])
-def test_fifty_losses_equal_the_recorded_ones(pool, tmp_path, layout, flags):
-    """On any CPU and in any layout 50 steps in fp64 give the losses in GOLDEN_LOSSES, to 1e-9: a
+def test_fifty_losses_equal_the_recorded_ones(pool, tmp_path):
+    """On any CPU 50 steps in fp64 give the losses in GOLDEN_LOSSES, to 1e-9: a
     change of the code that moves a number shows here at once. The weights are integers, scaled by
     exact divisions, because the normal distribution of torch and NumPy depends on the CPU."""
     draw = np.random.default_rng(0)
@@ -736,8 +682,8 @@ def test_fifty_losses_equal_the_recorded_ones(pool, tmp_path, layout, flags):
     file = tmp_path / "weights.pt"
     torch.save(small_state(0) | dict(model=asdict(GOLDEN), parameters=parameters, exp_avg={},
                                      exp_avg_sq={}), file)
-    rows, _, _ = trained(pool, layout, tmp_path, GOLDEN, dtype="fp64", steps=50, lr=3e-3,
-                         init_from=str(file), **flags)
+    rows, _, _ = trained(pool, (1, 1, 1), tmp_path, GOLDEN, dtype="fp64", steps=50, lr=3e-3,
+                         init_from=str(file), micro_batch=8)
     assert relative(column(rows, "loss"), GOLDEN_LOSSES) <= 1e-9
 
 
@@ -860,6 +806,18 @@ def test_dropout_is_a_function_of_its_seed_or_of_torchs_generator():
     assert drawn(0).equal(drawn(0)) and not plain(tokens).equal(plain(tokens))
     plain.eval()
     assert drawn(0, 1).equal(drawn(0, 2))
+
+
+def test_dropout_drops_its_share_and_scales_the_rest():
+    """Of 100,000 ones 30% become 0, to 0.5%, and the others 1 / 0.7. In attention the weights of
+    each position, of which v shows one, are dropped."""
+    x = model.Dropout(0.3)(torch.ones(1000, 100), dropout_seed=1)
+    v = torch.eye(100).expand(10, 10, 100, 100)
+    q = torch.zeros(10, 10, 100, 100)               # equal weights, of 1 / 100
+    attended = 100 * model.CoreAttention(0.3)(q, q, v, False, dropout_seed=1)
+    for found in (x, attended):
+        assert (found == 0).float().mean().item() == pytest.approx(0.3, abs=0.005)
+        torch.testing.assert_close(found[found != 0].unique().mean().item(), 1 / 0.7)
 
 
 def test_the_loss_of_16_bit_logits_is_computed_in_fp32():
@@ -1069,21 +1027,20 @@ def test_a_thousand_million_steps_are_counted_at_once():
         ramp = rng.choice([None, f"{start}:{increment}:{rng.randint(1, 600)}"])
         config = Config(batch_size=batch_size, batch_ramp=ramp, epochs=rng.randint(1, 3))
         n_windows, steps = rng.randint(1, 500), rng.randint(0, 150)
-        trained = begin = rng.randint(0, 700)
+        begin = rng.randint(0, 700)
+        position = begin
         for _ in range(steps):
-            trained += batch_size_at(config, trained)
-        assert sequences_after(config, begin, steps) == trained
+            position += batch_size_at(config, position)
+        assert sequences_after(config, begin, steps) == position
         state = dict(step=5, tokens=begin * 4, model=dict(seq_len=4))
         made = mixture(dict(a=n_windows, b=7), [[0, dict(a=1, b=0)]])
-        trained, step = begin, 5
-        while trained < config.epochs * n_windows:
-            trained += batch_size_at(config, trained)
+        position, step = begin, 5
+        while position < config.epochs * n_windows:
+            position += batch_size_at(config, position)
             step += 1
         assert steps_of_epochs(config, made, state) == step
     config = Config(batch_size=512, batch_ramp="16:16:1000000")
-    began = time.monotonic()
-    assert sequences_after(config, 0, 10 ** 9) == 511_996_842_048
-    assert time.monotonic() - began < 0.1
+    assert sequences_after(config, 0, 10 ** 9) == 511_996_842_048       # a loop would take minutes
 
 
 # ---- Mechanisms
@@ -1172,12 +1129,8 @@ def test_plain_scaled_step_equals_that_of_torchs_scaler():
 @pytest.mark.claim("The loss scale moves as that of PyTorch's `GradScaler`.")
 @pytest.mark.parametrize("init_scale, growth_factor, backoff_factor, growth_interval, share", [
     (2.0 ** 16, 2.0, 0.5, 5, 0.1),
-    (2.0 ** 16, 2.0, 0.5, 1, 0.4),
     (1.7, 1.01, 0.95, 3, 0.02),
-    (1e15, 8.9, 0.05, 2, 0.25),
-    (3e4, 1.37, 0.83, 4, 0.1),
-    (0.3, 1e12, 0.3, 1, 0.02),          # up to where fp32 ends
-    (1e18, 2.0 ** 5, 0.07, 1, 0.1)])
+    (0.3, 1e12, 0.3, 1, 0.02)])         # up to where fp32 ends
 def test_the_scale_moves_as_in_torch(init_scale, growth_factor, backoff_factor, growth_interval,
                                      share):
     """For 300 steps, a `share` of which overflow, the scale equals torch.amp.GradScaler's to the
@@ -1199,6 +1152,14 @@ def test_the_scale_moves_as_in_torch(init_scale, growth_factor, backoff_factor, 
         ours.load_state_dict(json.loads(state))
         ours.update(overflow)
         assert ours.scale == theirs.get_scale() > 1e-37, step
+
+
+def test_fp16s_scaler_begins_and_moves_by_torchs_numbers():
+    ours, theirs = amp.make_scaler("fp16"), torch.amp.GradScaler("cpu")
+    assert ours.scale == theirs.get_scale() == 2.0 ** 16
+    assert ours.growth_factor == theirs.get_growth_factor()
+    assert ours.backoff_factor == theirs.get_backoff_factor()
+    assert ours.growth_interval == theirs.get_growth_interval()
 
 
 def test_the_scale_stays_at_its_floor_and_grows_from_there():
@@ -1435,8 +1396,7 @@ HALVED = [65536, 32768, 16384, 8192, 4096, 2048, 1024, 512, 256]
 
 @pytest.mark.claim("An overflow on any rank skips the step on all ranks.")
 @pytest.mark.parametrize("dtype, zero, scales", [
-    ("fp16", 2, HALVED), ("fp32", 0, [1] * 9),
-    pytest.param("fp16", 0, HALVED, marks=pytest.mark.slow)])
+    ("fp16", 2, HALVED), ("fp32", 0, [1] * 9)])
 def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, zero, scales):
     """Each of eight ranks overflows once, by an inf or a NaN, and a loss is infinite. All ranks
     skip all nine steps and halve the scale; the learning rate goes on, and the state stays that of
@@ -1487,16 +1447,18 @@ def test_stages_share_the_layers_in_order_and_evenly():
             assert sizes[0] == max(sizes) <= min(sizes) + 1 and sizes[-1] == min(sizes)
 
 
-@pytest.mark.claim("Every schedule has the bubble and the live microbatches that its paper gives.")
+@pytest.mark.claim("Every schedule has the bubble and the live microbatches of its paper's "
+                   "formulas.")
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1"])
 def test_schedules_have_the_papers_bubble_and_live_microbatches(name):
     """GPipe and 1F1B idle for (p - 1) / (m + p - 1) of the time, v chunks for (p - 1) / (v m + p -
     1); stage s keeps m microbatches under GPipe, min(m, p - s) under 1F1B (Narayanan et al. 2021,
     section 2.2), the first of v chunks p (1 + (p - 1) / (p v)), if there are so many (Korthikanti
-    et al. 2022, section 4.2.3), the next ones 2 / v less each. ZB-H1, whose F, B and W take one
-    unit each, idles for a third of 1F1B's time, p - 1 of 3 m + p - 1 units if m is at least p, and
-    keeps p microbatches on each stage (Qi et al. 2024, section 2.1). No op is missing or repeated.
-    """
+    et al. 2022, section 4.2.3). ZB-H1, whose F, B and W take one unit each, idles for a third of
+    1F1B's time, p - 1 of 3 m + p - 1 units if m is at least p, and keeps p microbatches on each
+    stage (Qi et al. 2024, section 2.1). No op is missing or repeated. Not in the papers, but our
+    own: ZB-H1's time for fewer microbatches, and 2 / v less on each stage after the first of v
+    chunks."""
     for p, m, v in itertools.product(range(1, 9), (*range(1, 17), 32), (1, 2, 3, 4)):
         if (v > 1) != (name == "interleaved") or v > 1 and (p == 1 or m % p):
             continue
@@ -1516,25 +1478,31 @@ def test_schedules_have_the_papers_bubble_and_live_microbatches(name):
 
 
 def ops_of_a_step(rank, world, config, cfg):
-    """The ops that the first step of a run carries out on this stage, in order: "F", "B", "W"."""
-    ops = []
+    """What the first step of a run carries out on this stage, in order: the kinds "F", "B", "W" by
+    what its layers do, as one text, and the ops (kind, microbatch, chunk)."""
+    kinds_of_ops, ops, seen = [], [], []
 
     def note(op, function):
         def noted(*args, **kwargs):
-            ops.append(op)
+            kinds_of_ops.append(op)
             return function(*args, **kwargs)
         return noted
 
+    def run_op(functions, op, x):
+        ops.append(op)
+        return pipeline_run_op(functions, op, x)
+
     def prepare(run):
         for block in run.model.blocks.values():
-            block.mlp.register_forward_pre_hook(lambda *_: ops.append("F"))
+            block.mlp.register_forward_pre_hook(lambda *_: kinds_of_ops.append("F"))
         run.flat.prepare_grad_sync = note("B", run.flat.prepare_grad_sync)
-        after_backward(run, lambda step: seen.append("".join(ops)))
+        after_backward(run, lambda step: seen.append(("".join(kinds_of_ops), list(ops))))
         without_saves(run)
-    seen = []
-    with mock.patch.object(pipeline, "matmul", note("W", pipeline.matmul)):
+    pipeline_run_op = pipeline.run_op
+    with mock.patch.multiple(pipeline, matmul=note("W", pipeline.matmul), run_op=run_op):
         run_steps(rank, world, (1, 1, world), config, cfg, prepare=prepare)
-    return seen[0].replace("WWWW", "W")         # the products of a block
+    kinds_of_blocks, ops = seen[0]
+    return kinds_of_blocks.replace("WWWW", "W"), ops        # a block has four products
 
 
 @pytest.mark.parametrize("schedule, chunks", [
@@ -1543,29 +1511,30 @@ def test_a_run_carries_out_the_schedule_of_its_flags(pool, tmp_path, schedule, c
     """On two stages, with four microbatches and chunks of one block."""
     config = settings(tmp_path, steps=1, pp=2, pp_schedule=schedule, pp_chunks=chunks)
     found = pool.run(2, ops_of_a_step, config, replace(CFG, n_layer=2 * chunks))
-    for stage, ops in enumerate(found):
-        assert list(ops) == [op for op, *_ in SCHEDULES[schedule](stage, 2, 4, chunks)]
+    for stage, (kinds_of_blocks, ops) in enumerate(found):
+        assert ops == SCHEDULES[schedule](stage, 2, 4, chunks)
+        assert kinds_of_blocks == "".join(kind for kind, *_ in ops)
 
 
 def test_a_run_recomputes_each_block_in_backward_with_the_flag(pool, tmp_path):
-    """A second forward follows the beginning of each backward."""
+    """Each backward begins by running its block's forward again."""
     config = settings(tmp_path, steps=1, pp=2, recompute=True)
-    assert pool.run(2, ops_of_a_step, config, replace(CFG, n_layer=2)) == 2 * ["FFFFBFBFBFBF"]
+    for kinds_of_blocks, _ in pool.run(2, ops_of_a_step, config, replace(CFG, n_layer=2)):
+        assert kinds_of_blocks == "FFFFBFBFBFBF"
 
 
-@pytest.mark.parametrize("schedule, expected", [(gpipe(0, 1, 8), 8), (None, 1)])
-def test_backward_frees_what_its_microbatch_holds(schedule, expected):
-    """Of eight microbatches GPipe holds all graphs at once; a run on one stage holds one."""
+@pytest.mark.parametrize("make, expected", [(gpipe, 8), (one_f_one_b, 1)])
+def test_backward_frees_what_its_microbatch_holds(make, expected):
+    """Of eight microbatches GPipe holds all graphs at once, 1F1B on its last stage one."""
     local, flat = staged(CFG, Grid(1, 1, 1))
-    graphs, live = [], []
+    losses, live = [], []
 
     def count(module, args, loss):
-        graphs.append(weakref.ref(loss))
-        live.append(sum(graph() is not None for graph in graphs))
+        losses.append(weakref.ref(loss))
+        live.append(sum(loss() is not None for loss in losses))
     local.register_forward_hook(count)
-    run_schedule(schedule or make_schedule("gpipe", flat.grid, 8), local,
-                 flat.grid, [(x, x, 0, None) for x in tokens_of(CFG, 8).split(1)],
-                 torch.empty(0), flat)
+    run_schedule(make(0, 1, 8), local, flat.grid,
+                 [(x, x, 0, None) for x in tokens_of(CFG, 8).split(1)], torch.empty(0), flat)
     assert max(live) == expected and len(live) == 8
 
 
@@ -1943,10 +1912,7 @@ def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool, tmp_
     (replicated, 4, dict(zero=1)), (fully_sharded, 2, dict(zero=3)),
     (in_rings, 4, dict(cp=4, micro_batch=4)),
     (pipelined, 2, dict(pp=2, pp_schedule="1f1b", clip=0.0)),
-    (pipelined, 2, dict(pp=2, pp_schedule="interleaved", pp_chunks=2, clip=0.0)),
-    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
-        (replicated, 2, dict(zero=2)), (fully_sharded, 4, dict(zero=3, recompute=True)),
-        (pipelined, 2, dict(pp=2, pp_schedule="gpipe", clip=0.0))])])
+    (pipelined, 2, dict(pp=2, pp_schedule="interleaved", pp_chunks=2, clip=0.0))])
 def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, world, flags):
     """The parameters are those of ZeroRedundancyOptimizer, fully_shard (FSDP2), context_parallel
     and torch.distributed.pipelining, to 1e-8 in fp64."""
@@ -2402,7 +2368,7 @@ def test_load_model_returns_the_plain_model_which_drops_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("before, after, scale", [
-    ("fp16", "fp16", 15), ("fp32", "fp16", 16), ("bf16", "fp16", 16), ("fp16", "bf16", 0)])
+    ("fp16", "fp16", 15), ("fp32", "fp16", 16), ("fp16", "bf16", 0)])
 def test_a_loss_scale_stays_with_its_precision(tmp_path, before, after, scale):
     """A resume in fp16 goes on with fp16's scale, 2 ** 15 after the overflow of step 2; after
     another precision it begins at 2 ** 16."""
@@ -2608,6 +2574,10 @@ def test_top_k_and_top_p_keep_the_most_probable_tokens():
         torch.testing.assert_close(sample.filter_logits(logits, 1.0, k, p), expected)
     torch.testing.assert_close(sample.filter_logits(one, 2.0, 0, 1.0), (one / 2).softmax(0))
     assert sample.filter_logits(one, 1e-40, 0, 1.0).tolist() == [0, 0, 1, 0, 0]
+    rows = torch.tensor([[0.0, 0.0, 1.0, 1.0], [5.0, 5.0, 5.0, 5.0]])       # equal ones
+    for k, p in ((1, 1.0), (3, 0.5), (0, 0.5)):
+        alone = [sample.filter_logits(row, 0.7, k, p) for row in rows]
+        assert sample.filter_logits(rows, 0.7, k, p).equal(torch.stack(alone))
 
 
 def kept_by_hand(weights, k, p):
@@ -2651,15 +2621,6 @@ def test_top_k_keeps_exactly_k_and_top_p_the_smallest_set_that_reaches_p():
     found = kept(one, 40, 1.0)
     assert found == sorted(sorted(range(50257), key=lambda i: (-one[i].item(), i))[:40])
     assert len(kept(torch.zeros(50257), 0, 0.5)) == 25129
-
-
-def test_a_filtered_row_is_the_same_alone_and_in_a_batch():
-    rows = torch.tensor([[0.0, 0.0, 1.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
-    for k, p in ((1, 1.0), (3, 0.5), (0, 0.5)):
-        both = sample.filter_logits(rows, 0.7, k, p)
-        assert both.sum(-1).tolist() == pytest.approx([1, 1])
-        for row, one in zip(rows, both):
-            assert sample.filter_logits(row, 0.7, k, p).equal(one)
 
 
 # ---------------------------------------------------------------------------------------------

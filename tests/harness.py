@@ -106,22 +106,22 @@ TWO_STEPS = dict(steps=2, lr=1e-2, warmup_steps=1)      # in fp64 val_loss shows
 # Rows in which every two values of different columns that may stand together do: a mistake that
 # shows where two of them meet shows here. dp is 4, or 2 beside tp, pp or cp; beside several only
 # where eight processes leave some (`dp_for`).
-COLUMNS = ("zero", "tp", "pp", "pp_schedule", "recompute", "sequence_parallel", "dtype")
+COLUMNS = ("zero", "tp", "pp", "cp", "pp_schedule", "recompute", "sequence_parallel", "dtype")
 COVER = [dict(zip(COLUMNS, row)) for row in [
-    (0, 1, 1, "gpipe", False, False, "bf16"), (0, 1, 2, "1f1b", True, False, "fp64"),
-    (0, 1, 4, "gpipe", False, False, "fp16"), (0, 2, 4, "1f1b", False, True, "fp32"),
-    (1, 1, 1, "gpipe", True, False, "fp16"), (1, 1, 2, "1f1b", False, False, "fp32"),
-    (1, 1, 4, "1f1b", True, False, "bf16"), (1, 2, 2, "gpipe", False, True, "fp64"),
-    (2, 1, 2, "1f1b", False, False, "fp16"), (2, 1, 2, "gpipe", False, False, "bf16"),
-    (2, 1, 4, "1f1b", False, False, "fp64"), (2, 2, 1, "gpipe", True, True, "fp32"),
-    (3, 1, 1, "gpipe", False, False, "fp64"), (3, 2, 1, "gpipe", False, False, "fp32"),
-    (3, 2, 1, "gpipe", True, True, "bf16"), (3, 2, 1, "gpipe", False, True, "fp16"),
-    (0, 1, 4, "interleaved", False, False, "fp64"), (0, 2, 2, "interleaved", False, True, "bf16"),
-    (1, 1, 2, "interleaved", True, False, "fp16"), (2, 1, 2, "interleaved", False, False, "fp32"),
-    (0, 1, 2, "zb-h1", False, False, "bf16"), (0, 2, 4, "zb-h1", False, True, "fp64"),
-    (1, 1, 4, "zb-h1", False, False, "fp16"), (1, 2, 2, "zb-h1", False, False, "fp32")]]
-for number, row in enumerate(COVER):
-    row["cp"] = 2 if number in (1, 14, 19, 22) else 1       # each value beside all others
+    (0, 1, 1, 1, "gpipe", False, False, "bf16"), (0, 1, 2, 2, "1f1b", True, False, "fp64"),
+    (0, 1, 4, 1, "gpipe", False, False, "fp16"), (0, 2, 4, 1, "1f1b", False, True, "fp32"),
+    (1, 1, 1, 1, "gpipe", True, False, "fp16"), (1, 1, 4, 1, "1f1b", True, False, "bf16"),
+    (1, 2, 2, 1, "gpipe", False, True, "fp64"), (2, 1, 2, 1, "1f1b", False, False, "fp16"),
+    (2, 1, 2, 1, "gpipe", False, False, "bf16"), (2, 1, 4, 1, "1f1b", False, False, "fp64"),
+    (2, 2, 1, 1, "gpipe", True, True, "fp32"), (3, 1, 1, 1, "gpipe", False, False, "fp64"),
+    (3, 2, 1, 1, "gpipe", False, False, "fp32"), (3, 2, 1, 2, "gpipe", True, True, "bf16"),
+    (3, 2, 1, 1, "gpipe", False, True, "fp16"), (0, 1, 4, 1, "interleaved", False, False, "fp64"),
+    (0, 2, 2, 1, "interleaved", False, True, "bf16"),
+    (1, 1, 2, 1, "interleaved", True, False, "fp16"),
+    (2, 1, 2, 2, "interleaved", False, False, "fp32"),
+    (0, 1, 2, 1, "zb-h1", False, False, "bf16"), (0, 2, 4, 1, "zb-h1", False, True, "fp64"),
+    (1, 1, 4, 2, "zb-h1", False, False, "fp16"), (1, 2, 2, 1, "zb-h1", False, False, "fp32")]]
+for row in COVER:
     if row["pp_schedule"] == "interleaved":
         row["pp_chunks"] = 2
 

@@ -47,9 +47,11 @@ def ranks_of(row):
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x))
 def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row, long):
     """In two steps (long: 20) losses, each parameter's gradients and norms are those of one
-    process, and the first gradients those of the plain model by autograd, to the BOUNDS; in 16
-    bits those of fp64, to 0.001, 0.05 and 0.01, because a loss alone would not show what Adam's
-    division hides. Long runs in 16 bits, on up to four ranks: 60 steps, within 0.05 nats."""
+    process, and the first gradients those of the plain model by autograd, to the BOUNDS; so is the
+    final state in fp64. In 16 bits the losses are those of fp64 to 0.001, also after an update that
+    is large enough to show in the second one, the norms to 0.03, and the first gradients to 0.05,
+    because a loss does not show what Adam's division hides. Long runs in 16 bits, on up to four
+    ranks: 60 steps, within 0.05 nats."""
     dtype, tp, pp = row["dtype"], row["tp"], row["pp"]
     half = dtype not in BOUNDS
     dp = dp_for(row)
@@ -57,7 +59,7 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
     if long:
         changes = dict(steps=60, lr=4e-3) if half else dict(steps=20)
     else:
-        changes = TWO_STEPS if dtype == "fp64" else dict(steps=2)
+        changes = dict(steps=2) if dtype == "fp32" else TWO_STEPS
     microbatch = 4 if row["pp_schedule"] == "gpipe" else 2      # of GPipe two, of others four
     look = nothing if half and long else whole_gradient
     ours = pool.run(ranks_of(row), run_steps, (dp, tp, pp), settings(
@@ -69,11 +71,15 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
     if half and long:
         losses, expected = (np.array(column(steps, "loss")) for steps in (ours[0], one[0]))
         assert abs(losses - expected).max() <= 0.05 and losses[-1] < losses[0] - 0.5
+        return
+    loss, gradient, norm = differences(ours, one)
+    first_gradient = relative(ours[1][0], plain_gradient(cfg))
+    if half:
+        assert loss <= 0.001 and norm <= 0.03 and first_gradient <= 0.05
     else:
-        loss, gradient, norm = differences(ours, one)
-        bounds = (0.001, 0.05, 0.01) if half else [BOUNDS[dtype]] * 3
-        assert loss <= bounds[0] and gradient <= bounds[1] and norm <= bounds[2]
-        assert relative(ours[1][0], plain_gradient(cfg)) <= bounds[1]
+        assert max(loss, gradient, norm, first_gradient) <= BOUNDS[dtype]
+    if dtype == "fp64":
+        assert relative(ours[2], one[2]) <= BOUNDS[dtype]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -84,11 +90,12 @@ LLAMA = LlamaConfig(257, 16, 2, 4, 32, n_kv_head=2, qk_norm=True)
 
 
 def compiled_steps(rank, world, layout, config, cfg, backend):
-    """(rows of a run, the number of its compiled graphs after each step)"""
-    def graphs(run):
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"] if config.compile else 0
+    """(rows of a run; after each step the number of its compiled graphs, and the gradients)"""
+    def look(run):
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return graphs, dict(run.flat.full_gradients())
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
-        return run_steps(rank, world, layout, config, cfg, graphs)[:2]
+        return run_steps(rank, world, layout, config, cfg, look)[:2]
 
 
 @pytest.mark.claim("Compiled blocks train as uncompiled ones do, in every layout.")
@@ -105,20 +112,22 @@ def compiled_steps(rank, world, layout, config, cfg, backend):
 def test_compiled_blocks_train_as_they_are(tmp_path, model, layout, flags, dropout, graphs,
                                            backend):
     """Losses and norms are those without --compile, to 1e-5, in 16 bits to eps (fused operations
-    round in other places). The first step compiles the graphs: one that all blocks share, and one
+    round in other places), and the first gradients, to 1e-5 and 5%. The first step compiles the graphs: one that all blocks share, and one
     each for positions, last norm and loss; more where masks are drawn or ranks communicate. (A
     compiler leaves tensors behind that are none, and code compiled for other instructions crashes:
     hence processes of its own.)"""
     config = settings(tmp_path, steps=4, **flags)
     cfg = replace(model, n_layer=2 * layout[2], dropout=dropout)
     with own_processes(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) as fresh:
-        (plain, _), (compiled, seen) = (
+        (plain, expected), (compiled, seen) = (
             fresh.run(math.prod(layout) * config.cp, compiled_steps, layout,
                       replace(config, compile=c), cfg, backend, seconds=400)[-1]
             for c in (False, True))
-    assert seen[:3] == 3 * [graphs]
-    bound = torch.finfo(torch.bfloat16).eps if config.dtype in ("bf16", "fp16") else 1e-5
-    assert_same_rows(compiled, plain, bound)
+    assert [count for count, _ in seen[:3]] == 3 * [graphs]
+    half = config.dtype in ("bf16", "fp16")
+    assert_same_rows(compiled, plain, torch.finfo(torch.bfloat16).eps if half else 1e-5)
+    (_, theirs), (_, ours) = expected[0], seen[0]
+    assert relative(ours, theirs) <= (0.05 if half else 1e-5)
 
 
 class Products(TorchDispatchMode):

@@ -59,29 +59,6 @@ def test_plain_orders_are_those_of_the_schedules():
                 assert max(kept) == min(m, stages - stage) and kept[-1] == 0
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("num_microbatches", [1, 2, 8])
-@on_ranks
-def test_plain_orders_give_the_gradients_of_the_whole_model(rank, world=3, *, schedule,
-                                                            num_microbatches):
-    """With fewer microbatches than stages and with more: to 1e-12 in fp64."""
-    cfg = replace(CFG, n_layer=world)
-    tokens, targets = tokens_of(cfg, 8), tokens_of(cfg, 8, seed=1)
-    whole, stage = random_gpt(cfg), random_gpt(cfg)
-    (whole(tokens, targets) / targets.numel()).backward()
-    batch = list(zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches)))
-    with gridded(rank, world, tp=1, pp=world) as grid:
-        parallel.keep_stage(stage, grid, [rank])
-        order = parallel.SCHEDULES[schedule](rank, world, num_microbatches)
-        parallel.plain_pipeline(stage, batch, order, targets.numel(), grid)
-        for name, parameter in stage.named_parameters():
-            if name in ("embed.token.weight", "head.weight"):
-                parallel.all_reduce(parameter.grad, grid.groups["embedding"])
-    theirs = dict(whole.named_parameters())
-    theirs["head.weight"] = theirs["embed.token.weight"]
-    assert_close({name: (p.grad, theirs[name].grad) for name, p in stage.named_parameters()}, 1e-12)
-
-
 def owned_with(zero, model, grid):
     """(what AdamW updates, the buckets), as train_plainly makes them."""
     if zero == 0:
@@ -107,6 +84,8 @@ def test_replicas_sum_the_gradients_of_several_backwards(rank, world=2, *, zero)
     batch = list(zip(tokens.chunk(6), targets.chunk(6)))[3 * rank:][:3]
     with gridded(rank, world, tp=1, pp=1) as grid:
         owned, buckets = owned_with(zero, local, grid)
+        devices = {parameter.device.type for parameter in local.parameters()}
+        assert devices == {"meta" if zero == 3 else "cpu"}      # "meta": a shape without memory
         for bucket in buckets:
             bucket.begin_step(len(batch))
         for tokens, targets in batch:
@@ -128,12 +107,13 @@ def test_replicas_sum_the_gradients_of_several_backwards(rank, world=2, *, zero)
 
 
 @pytest.mark.parametrize("world, tp, pp, cp, sequence_parallel", [
-    (4, 1, 2, 1, False), (4, 2, 1, 1, True), (4, 1, 2, 2, False)])
+    (4, 1, 2, 1, False), (4, 2, 1, 1, True), (4, 1, 2, 2, False), (3, 1, 3, 1, False)])
 @on_ranks
 def test_plain_3d_steps_clip_by_the_norm_of_the_whole_model(rank, world, *, tp, pp, cp,
                                                             sequence_parallel):
     """Three steps of SGD, which unlike AdamW shows the norm, have the losses of one process, to
-    1e-10 in fp64, with each stage of ZeRO; the norm is above 1, to which it is clipped."""
+    1e-10 in fp64, with each stage of ZeRO; the norm is above 1, to which it is clipped. Of three
+    stages the tied matrix is at both ends, and counts once."""
     cfg = replace(CFG, n_layer=3)
 
     def large_gpt():
@@ -153,7 +133,7 @@ def test_plain_3d_steps_clip_by_the_norm_of_the_whole_model(rank, world, *, tp, 
         of_one.step()
         expected.append(loss.item())
     with gridded(rank, world, tp, pp, sequence_parallel, cp=cp) as grid:
-        for zero in range(4):
+        for zero in range(4 if grid.replicas > 1 else 1):
             local = large_gpt()
             parallel.plain_tensor_parallel(local, grid)
             if cp > 1:
@@ -167,24 +147,14 @@ def test_plain_3d_steps_clip_by_the_norm_of_the_whole_model(rank, world, *, tp, 
 
 
 @pytest.mark.parametrize("world, tp, pp, cp, options", [
-    (2, 1, 1, 1, dict(zero=1)), (2, 1, 1, 1, dict(zero=2)), (2, 1, 1, 1, dict(zero=3)),
-    (2, 2, 1, 1, dict(sequence_parallel=True)), (2, 1, 1, 2, {}), (2, 1, 1, 2, dict(zero=1)),
-    (2, 1, 2, 1, dict(schedule=parallel.plain_1f1b)),
-    (8, 2, 2, 1, dict(zero=2, schedule=parallel.plain_1f1b)),
+    (2, 1, 1, 1, dict(zero=1)), (2, 1, 1, 2, dict(zero=2)),
     (8, 2, 2, 2, dict(zero=3, sequence_parallel=True, schedule=parallel.plain_1f1b)),
-    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
-        (8, 2, 2, 1, dict(sequence_parallel=True, schedule=parallel.plain_1f1b)),
-        (8, 2, 2, 1, dict(zero=1)),
-        (8, 2, 2, 1, dict(zero=2, sequence_parallel=True)),
-        (8, 2, 2, 1, dict(zero=3)),
-        (8, 2, 2, 2, {}),
-        (8, 1, 2, 2, dict(schedule=parallel.plain_1f1b)),
-        (8, 2, 1, 2, dict(zero=1, sequence_parallel=True)),
-        (8, 4, 1, 2, dict(zero=2, sequence_parallel=True)),
-        (4, 1, 1, 1, dict(zero=2)), (4, 1, 1, 4, dict(zero=3))])])
+    pytest.param(8, 2, 2, 1, dict(zero=2, schedule=parallel.plain_1f1b), marks=pytest.mark.slow),
+    pytest.param(8, 4, 1, 2, dict(zero=2, sequence_parallel=True), marks=pytest.mark.slow)])
 def test_plain_program_has_the_losses_of_train_py_with_each_technique(
         pool, shards, losses_of_train_py, world, tp, pp, cp, options):
-    """Three steps in these layouts have the losses of train.py in one process, to 1e-5."""
+    """Three steps with these flags have the losses of train.py in one process, to 1e-5: the program
+    puts together what the tests before show to be right."""
     found = pool.run(world, functools.partial(losses_of_plain_program, cp=cp, **options), tp, pp,
                      shards, 3)[0]
     assert len(found) == 3 and found == pytest.approx(losses_of_train_py(3), rel=1e-5)

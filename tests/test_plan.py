@@ -178,11 +178,11 @@ LLAMA = LlamaConfig(384, 16, 2, 8, 64, n_kv_head=4, hidden=192, qk_norm=True)
 
 @pytest.mark.claim("A plan tells what a run holds, sends and computes.")
 @pytest.mark.parametrize("row, model", [
-    *((COVER[i], CFG) for i in (1, 7, 14, 19, 23)),     # each ZeRO stage, each schedule
-    *((COVER[i], LLAMA) for i in (7, 19)),
+    *((COVER[i], CFG) for i in (1, 6, 13, 18, 22)),     # each ZeRO stage, each schedule
+    *((COVER[i], LLAMA) for i in (6, 18)),
     *(pytest.param(row, [CFG, LLAMA][i % 2], marks=pytest.mark.slow)
-      for i, row in enumerate(COVER) if i not in (1, 7, 14, 19, 23)),
-    *(pytest.param(COVER[i], LLAMA, marks=pytest.mark.slow) for i in (1, 14, 23))],
+      for i, row in enumerate(COVER) if i not in (1, 6, 13, 18, 22)),
+    *(pytest.param(COVER[i], LLAMA, marks=pytest.mark.slow) for i in (1, 13, 22))],
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else type(x).__name__)
 def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row, model):
     """On eight ranks, in layouts that cover all pairs: bytes kept, which are ZeRO's formulas, and
