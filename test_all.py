@@ -1188,8 +1188,8 @@ def start_with_a_high_scale(run):
 def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
     """On two stages the gradients overflow by themselves under a scale of 2^22. The run skips these
     steps, its scale moves as GradScaler's, and it grows until the next overflow. The losses are
-    those of an fp64 run that skips the same steps, to 0.1%, and the norms of the gradients to 1%.
-    """
+    those of an fp64 run that skips the same steps, to 1% of what it learns, and the norms of the
+    gradients to 1%."""
     flags = dict(steps=20, rollback="off", layout=(1, 1, 2))
     half, *_ = trained(pool, out=tmp_path / "fp16", prepare=start_with_a_high_scale, dtype="fp16",
                        **flags)
@@ -1197,7 +1197,9 @@ def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
     exact, *_ = trained(pool, out=tmp_path / "fp64", dtype="fp64",
                         prepare=functools.partial(overflow_in, steps=skipped), **flags)
     assert column(exact, "skipped") == column(half, "skipped")
-    assert relative(column(half, "loss"), column(exact, "loss")) < 1e-3
+    losses, expected = (np.array(column(rows, "loss")) for rows in (half, exact))
+    learns = expected[0] - expected[-1]
+    assert learns > 0.05 and abs(losses - expected).max() < 0.01 * learns
     norms = [column([row for row in rows if row["skipped"] == 0], "grad_norm")
              for rows in (half, exact)]
     assert relative(*norms) < 0.01

@@ -39,7 +39,8 @@ def ranks_of(row):
     return dp_for(row) * row["tp"] * row["pp"] * row["cp"]
 
 
-@pytest.mark.claim("Every pair of options that may be combined trains as one process does.")
+@pytest.mark.claim("Every two of ZeRO stage, tp, pp, cp, schedule, recomputation, sequence "
+                   "parallelism and precision together train as one process does.")
 @pytest.mark.parametrize("row, long", [
     *((row, False) for row in COVER),
     *(pytest.param(row, True, marks=pytest.mark.slow) for row in COVER
@@ -112,10 +113,10 @@ def compiled_steps(rank, world, layout, config, cfg, backend):
 def test_compiled_blocks_train_as_they_are(tmp_path, model, layout, flags, dropout, graphs,
                                            backend):
     """Losses and norms are those without --compile, to 1e-5, in 16 bits to eps (fused operations
-    round in other places), and the first gradients, to 1e-5 and 5%. The first step compiles the graphs: one that all blocks share, and one
-    each for positions, last norm and loss; more where masks are drawn or ranks communicate. (A
-    compiler leaves tensors behind that are none, and code compiled for other instructions crashes:
-    hence processes of its own.)"""
+    round in other places), and the first gradients, to 1e-5 and 5%. The first step compiles the
+    graphs: one that all blocks share, and one each for positions, last norm and loss; more where
+    masks are drawn or ranks communicate. (A compiler leaves tensors behind that are none, and code
+    compiled for other instructions crashes: hence processes of its own.)"""
     config = settings(tmp_path, steps=4, **flags)
     cfg = replace(model, n_layer=2 * layout[2], dropout=dropout)
     with own_processes(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) as fresh:
