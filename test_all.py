@@ -165,7 +165,7 @@ def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, n
     found = equality_row(pool, layout, one, tmp_path, cfg, **flags)
     assert max(found) <= BOUNDS[flags["dtype"]], f"(loss, gradient, norm) differ by {found}"
     plain = plain_gradient(cfg, flags.get("batch_size", 8))
-    assert relative(one[1][0], plain) <= BOUNDS[flags["dtype"]]
+    assert relative(one.seen[0], plain) <= BOUNDS[flags["dtype"]]
 
 
 def test_gpt2s_vocabulary_trains_as_one_process(pool, tmp_path, reference):
@@ -201,7 +201,7 @@ def test_exact_layouts_have_the_bits_of_one_process(pool, tmp_path, reference, l
     same = dict(steps=2, batch_size=4, micro_batch=1) | same
     one = reference(cfg, exact=True, **same)
     ours = trained(pool, layout, tmp_path, cfg, whole_gradient, exact=True, **same, **flags)
-    assert same_bits(ours, one) and relative(ours[1], one[1]) == 0
+    assert same_bits(ours, one) and relative(ours.seen, one.seen) == 0
     if layout == (8, 1, 1):
         ours = trained(pool, layout, tmp_path / "rounded", cfg, **same, **flags)
         assert not same_bits(ours, reference(cfg, **same))
@@ -218,10 +218,9 @@ def test_an_exact_run_goes_on_in_another_layout_bit_for_bit(pool, tmp_path, cfg)
     state = None
     for steps, layout, zero in [(2, (4, 1, 1), 0), (4, (1, 2, 2), 1), (6, (1, 1, 1), 0)]:
         out = tmp_path / f"{steps}"
-        rows, _, final = trained(pool, layout, out, cfg, state=state, steps=steps, zero=zero,
-                                 **flags)
+        end = trained(pool, layout, out, cfg, state=state, steps=steps, zero=zero, **flags)
         state = out / f"step_{steps:08d}.pt"
-    assert same_bits((rows, None, final), (straight[0][4:], None, straight[2]))
+    assert same_bits(end, straight._replace(rows=straight.rows[4:]))
 
 
 # ---- Tensor parallelism: the layers of tp ranks are the plain layers
@@ -1411,7 +1410,7 @@ def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, ze
         assert column(steps, "loss_scale") == scales and repr(seen) == repr(ranks[0][1])
         assert column(steps, "lr")[:5] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
         assert steps[6]["lr"] < steps[5]["lr"] < 1e-3
-    whole = ranks[0][2]
+    whole = ranks[0].state
     for name, parameter in GPT(cfg).initialize(config.seed).named_parameters():
         assert whole["master"][name].equal(parameter[:len(whole["master"][name])]), name
         assert not whole["exp_avg"][name].any() and not whole["exp_avg_sq"][name].any()
@@ -1730,7 +1729,7 @@ def test_zb_h1_is_1f1b_bit_for_bit(pool, tmp_path, layout, flags):
     cfg = replace(CFG, n_layer=layout[2] + 1, dropout=0.1)
     ours, theirs = (trained(pool, layout, tmp_path, cfg, whole_gradient, prepare=without_saves,
                             pp_schedule=schedule, **flags) for schedule in ("zb-h1", "1f1b"))
-    assert differences(ours, theirs) == (0, 0, 0) and relative(ours[2], theirs[2]) == 0
+    assert differences(ours, theirs) == (0, 0, 0) and relative(ours.state, theirs.state) == 0
 
 
 def train_theirs(config, gpt, kind=torch.optim.AdamW, rows=slice(None), backward=None, **more):
@@ -1924,7 +1923,7 @@ def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, worl
     for parameters in pool.run(world, theirs, config):
         expected |= comparable(parameters)
     layout = (world // config.pp // config.cp, 1, config.pp)
-    ours = pool.run(world, run_steps, layout, config, CFG)[0][2]["master"]
+    ours = pool.run(world, run_steps, layout, config, CFG)[0].state["master"]
     assert relative(comparable(ours), expected) <= 1e-8
 
 
@@ -2068,7 +2067,7 @@ def test_gradients_weights_and_moments_can_be_read_by_global_name_or_are_refused
         assert "did you mean 'blocks.0.mlp.up.weight'" in said[1]
         assert "none of master, exp_avg, exp_avg_sq" in said[2]
         assert len(answers) == 1 or "norm1.bias') at once" in said[3]
-        saved_state = answers[0][2]
+        saved_state = answers[0].state
         for kind, tensors in state.items():
             assert relative(tensors, saved_state[kind]) == 0
 

@@ -40,6 +40,7 @@ from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -404,8 +405,16 @@ def without_saves(run):
     run.writer.submit = lambda facts: None
 
 
-def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepare=nothing):
-    """Train with train.Run on this rank -> (rows, what `look` saw, whole final state)."""
+class Trained(NamedTuple):
+    """What a run gives: of rank 0, but for `seen`."""
+    rows: list                  # of metrics.jsonl
+    seen: list                  # what `look(run)` returned after each step
+    state: dict | None          # at the end: {"master": {global name: full tensor}, "exp_avg": ..}
+
+
+def run_steps(rank, world, layout, config, cfg, look=nothing, state=None,
+              prepare=nothing) -> Trained:
+    """Train with train.Run on this rank."""
     dp, tp, pp = layout
     with gridded(rank, world, tp, pp, config.sequence_parallel, config.pp_chunks,
                  config.cp) as grid:
@@ -421,12 +430,12 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
         run.stop = no_signal()
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
-    return rows.steps, rows.seen, whole
+    return Trained(rows.steps, rows.seen, whole)
 
 
-def trained(pool, layout, out, cfg=CFG, look=nothing, state=None, prepare=nothing, **flags):
-    """A run on dp x tp x pp processes, times `cp` of the flags -> (rows, what `look` saw after each
-    step, final state)."""
+def trained(pool, layout, out, cfg=CFG, look=nothing, state=None, prepare=nothing,
+            **flags) -> Trained:
+    """A run on dp x tp x pp processes, times `cp` of the flags, as rank 0 has it."""
     dp, tp, pp = layout
     Path(out).mkdir(exist_ok=True)
     config = settings(out, tp=tp, pp=pp, **flags)
@@ -571,11 +580,11 @@ def assert_same_state(one, two, but=("config", "run")):
 
 
 def same_bits(ours, theirs):
-    """Whether two runs have equal rows (but for the time) and bit-equal final states."""
-    (rows, _, state), (expected, _, wanted) = ours, theirs
-    timeless = [[{key: x for key, x in row.items() if key != "tokens_per_second"} for row in steps]
-                for steps in (rows, expected)]
-    return timeless[0] == timeless[1] and all(tree_leaves(tree_map(torch.equal, state, wanted)))
+    """Whether two runs (Trained) have equal rows (but for the time) and bit-equal final states."""
+    timeless = [[{key: x for key, x in row.items() if key != "tokens_per_second"}
+                 for row in run.rows] for run in (ours, theirs)]
+    return timeless[0] == timeless[1] and all(
+        tree_leaves(tree_map(torch.equal, ours.state, theirs.state)))
 
 
 def column(steps, name):
@@ -583,11 +592,11 @@ def column(steps, name):
 
 
 def differences(ours, theirs):
-    """Largest relative differences (loss, gradient, norm) of two runs, over all steps."""
-    (steps, gradients, _), (expected, wanted, _) = ours, theirs
-    losses = ([*column(rows, "loss"), rows[-1]["val_loss"]] for rows in (steps, expected))
-    norms = (column(rows, "grad_norm") for rows in (steps, expected))
-    return relative(*losses), relative(gradients, wanted), relative(*norms)
+    """Largest relative differences (loss, gradient, norm) over all steps of two runs (Trained) that
+    looked at the `whole_gradient`."""
+    losses = ([*column(run.rows, "loss"), run.rows[-1]["val_loss"]] for run in (ours, theirs))
+    norms = (column(run.rows, "grad_norm") for run in (ours, theirs))
+    return relative(*losses), relative(ours.seen, theirs.seen), relative(*norms)
 
 
 CUTS = {        # of a parameter: (the dimension that is cut, how many matrices are stacked there)

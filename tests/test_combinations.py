@@ -67,20 +67,20 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
         tmp_path, micro_batch=microbatch // dp, **row, **changes), cfg, look, None,
         without_saves)[0]
     masters = torch.float64 if dtype == "fp64" else torch.float32
-    assert {x.dtype for x in ours[2]["master"].values()} == {masters}
+    assert {x.dtype for x in ours.state["master"].values()} == {masters}
     one = reference(cfg, dtype="fp64" if half else dtype, **changes)
     if half and long:
-        losses, expected = (np.array(column(steps, "loss")) for steps in (ours[0], one[0]))
+        losses, expected = (np.array(column(steps, "loss")) for steps in (ours.rows, one.rows))
         assert abs(losses - expected).max() <= 0.05 and losses[-1] < losses[0] - 0.5
         return
     loss, gradient, norm = differences(ours, one)
-    first_gradient = relative(ours[1][0], plain_gradient(cfg))
+    first_gradient = relative(ours.seen[0], plain_gradient(cfg))
     if half:
         assert loss <= 0.001 and norm <= 0.03 and first_gradient <= 0.05
     else:
         assert max(loss, gradient, norm, first_gradient) <= BOUNDS[dtype]
     if dtype == "fp64":
-        assert relative(ours[2], one[2]) <= BOUNDS[dtype]
+        assert relative(ours.state, one.state) <= BOUNDS[dtype]
 
 
 # ---------------------------------------------------------------------------------------------

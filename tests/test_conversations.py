@@ -541,7 +541,7 @@ def test_exact_layouts_have_the_same_bits(pool, tmp_path, reversals, family):
     one, other = (chat_run(pool, layout, tmp_path, reversals, cfg, exact=True, **flags)
                   for layout, flags in (((1, 1, 1), {}), ((2, 2, 2), dict(zero=2))))
     assert same_bits(one, other)
-    assert all(row["skipped"] == 0 for row in one[0])       # no sum was out of range
+    assert all(row["skipped"] == 0 for row in one.rows)       # no sum was out of range
 
 
 def test_loss_and_gradients_are_those_of_transformers(tmp_path, reversals, run_train):
