@@ -26,8 +26,12 @@ sample.py                     sampling, cache                           one toke
 The table of differences      what `python test_all.py` prints          one process
 
 Begin with                    test_plain_tensor_parallel_layers_equal_the_whole_layers
+                              test_plain_pipelines_give_the_gradients_of_the_whole_model
+                              test_replicas_train_as_one_process_and_stay_equal   (ZeRO 1 to 3)
                               test_a_resumed_run_is_the_straight_one_bit_for_bit
                               test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64
+
+That no schedule can hang: tests/test_gpu_branches.py.
 
 How the tests work: the body of an `on_ranks` test runs on each of `world` ranks: processes of a
 `Pool`, which are started once. `trained(pool, layout, ...)` trains with train.Run on dp x tp x pp
@@ -37,7 +41,7 @@ each step, and the whole state; `reference(cfg, ...)` is such a run of one proce
 to its end. `relative(ours, theirs)` is the largest relative difference. These, and the fixtures,
 are in tests/harness.py. A layout is (dp, tp, pp).
 
-Where gradients are compared, the upstream ones are random: all-ones hide what is transposed.
+Where gradients are compared, the upstream ones are random: ones would hide a transposition.
 Nothing here needs a network or a GPU.
 """
 import copy
@@ -96,7 +100,7 @@ from runtime.flops import parameter_count
 from runtime.options import Config
 from tests.harness import (BOUNDS, CFG, CUTS, FORMULA, INTERLEAVED, LAYOUTS, NASTY, ROOT, TINY,
                            TWO_STEPS, UPSTREAM, Alive, Command, Memory, Pool, after_backward,
-                           assert_close, assert_same_state, batches_from, column, dataset,
+                           assert_close, assert_same_state, batches_from, column, cut, dataset,
                            deep_enough, differences, greedy, gridded, in_turn, launch,
                            losses_of_plain_program, megatrons_batch_size, monitor_now, names_in,
                            on_ranks, outputs_and_dx, plain_gradient, random_gpt, random_tensor,
@@ -155,8 +159,9 @@ def equality_row(pool, layout, one, out, cfg, **flags):
 def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, n_layer, flags):
     """In each layout the loss and the norm of each step, each parameter's gradient and the
     validation loss are those of one process, whose first gradients are those of the plain model by
-    autograd, to 1e-10 in fp64 and 1e-5 in fp32. No pp above 1 divides the number of layers. With pp
-    4 and 8 there are fewer microbatches than stages, if they are not interleaved."""
+    autograd, to 1e-10 in fp64 and 1e-5 in fp32. The number of layers is no multiple of that of the
+    stages, which differ in size. With pp 4 and 8 there are fewer microbatches than stages, if they
+    are not interleaved."""
     cfg = replace(CFG, n_layer=n_layer)
     flags = TWO_STEPS | flags
     one = reference(cfg, **{name: value for name, value in flags.items()
@@ -168,9 +173,10 @@ def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, n
     assert relative(one.seen[0], plain) <= BOUNDS[flags["dtype"]]
 
 
-def test_gpt2s_vocabulary_trains_as_one_process(pool, tmp_path, reference):
+def test_a_vocabulary_of_gpt2s_size_trains_as_one_process(pool, tmp_path, reference):
     """Two tensor-parallel ranks of two stages, to 1e-5 in fp32. Two ranks swap small tensors
-    directly; the gradients of GPT-2's token matrix are too large for that."""
+    directly; the gradients of GPT-2's token matrix are so large that they are reduced as those of
+    more ranks."""
     cfg = GPTConfig(vocab_size=50257, seq_len=8, n_layer=3, n_head=4, n_embd=16)
     flags = dict(dtype="fp32", steps=2)
     found = equality_row(pool, (1, 2, 2), reference(cfg, **flags), tmp_path, cfg, **flags)
@@ -230,7 +236,7 @@ def test_an_exact_run_goes_on_in_another_layout_bit_for_bit(pool, tmp_path, cfg)
 def test_plain_tensor_parallel_layers_equal_the_whole_layers(rank, world):
     """On two and four ranks the plain modules, as they stand in parallel.py, give the output of
     embedding, block and head with its loss, and all gradients, under random upstream gradients, to
-    1e-12 in fp64. The 257 tokens are cut into equal parts, of which the last have padding alone."""
+    1e-12 in fp64. The 257 tokens are padded and cut into equal parts."""
     whole, local = (random_gpt(replace(CFG, n_layer=1)) for _ in range(2))
     tokens, targets = tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)
     x, dy = random_tensor(2, 16, 32, seed=1), random_tensor(2, 16, 32, seed=2)
@@ -242,13 +248,9 @@ def test_plain_tensor_parallel_layers_equal_the_whole_layers(rank, world):
     torchs = F.cross_entropy(whole.head(x).flatten(0, 1), targets.flatten(), reduction="sum")
     pairs["torch's loss"] = ours["loss"], torchs
     for name, parameter in whole.named_parameters():
-        gradient, mine = parameter.grad, local.get_parameter(name)
+        mine = local.get_parameter(name)
         assert hasattr(mine, "is_cut") == (name in CUTS), name
-        if name in CUTS:
-            dim, stacked = CUTS[name]
-            parts = [matrix.chunk(world, dim)[rank] for matrix in gradient.chunk(stacked, dim)]
-            gradient = torch.cat(parts, dim)
-        pairs[name] = mine.grad, gradient
+        pairs[name] = mine.grad, cut(name, parameter.grad, rank, world)
     assert_close(pairs, 1e-12)
 
 
@@ -493,8 +495,8 @@ def layers_on_some_positions(rank, world, cp, tp, sequence_parallel, recompute):
 
 
 def test_ranks_hold_each_position_once_and_attend_to_equally_many():
-    """For up to 16 ranks; one holds all in order, of any number. A rank's two pieces of q attend to
-    2 cp + 1 pieces together, the figure in context.py."""
+    """For 1 to 16 ranks. A single rank holds all in order, of any number. A rank's two pieces of q
+    attend to 2 cp + 1 pieces together, the figure in context.py."""
     for cp in (1, 2, 3, 4, 8, 16):
         positions = torch.arange(6 * cp)
         parts = [context.own_positions(positions, rank, cp) for rank in range(cp)]
@@ -775,7 +777,8 @@ def test_named_sizes_have_the_published_numbers_of_parameters():
 def test_initial_values_have_gpt2s_standard_deviations():
     """Matrices: mean 0 and standard deviation 0.02, or 0.02 / sqrt(2 n_layer) for the projections
     to the residual stream, to 5%; LayerNorm's weights 1, biases and padding 0. The first loss is
-    that of a uniform guess, ln 257, to 0.05; seeds are the same on every machine, for ever."""
+    that of a uniform guess, ln 257, to 0.05. A derived seed is recorded: it is the same on every
+    machine, in every version."""
     cfg = GPTConfig(n_layer=8, n_embd=128)
     plain = GPT(cfg).initialize(0)
     for name, parameter in plain.named_parameters():
@@ -820,7 +823,7 @@ def test_dropout_drops_its_share_and_scales_the_rest():
 
 
 def test_the_loss_of_16_bit_logits_is_computed_in_fp32():
-    """Of a plain and of a parallel model in bf16: the cross-entropy of its logits in fp32, to
+    """The loss of a bf16 model, plain or parallel, is the cross-entropy of its logits in fp32, to
     torch's fp32 tolerance of 1.3e-6. (Each beside the plain model that has the same products:
     where a CPU has no instructions for bf16, a parallel model multiplies in fp32.)"""
     plain, tokens = GPT(CFG).initialize(0).bfloat16(), tokens_of(CFG, 2)
@@ -1016,7 +1019,7 @@ def test_the_batch_grows_as_in_megatron(batch_size, ramp, steps):
         assert batch_size_at(config, consumed) == megatrons_batch_size(config, consumed)
 
 
-def test_a_thousand_million_steps_are_counted_at_once():
+def test_the_steps_of_a_long_run_are_counted_without_a_loop():
     """The end of a run and the steps of its epochs are those of a loop over all steps, for 300
     random ramps; they take no longer for 10^9 steps."""
     rng = random.Random(0)
@@ -1136,21 +1139,31 @@ def test_the_scale_moves_as_in_torch(init_scale, growth_factor, backoff_factor, 
     bit, although after each step another LossScaler goes on from the state."""
     numbers = dict(init_scale=init_scale, growth_factor=growth_factor,
                    backoff_factor=backoff_factor, growth_interval=growth_interval)
-    draw, weight = random.Random(0), nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    ours = amp.LossScaler(**numbers, min_scale=0.0)
-    theirs = torch.amp.GradScaler("cpu", **numbers)
-    for step in range(300):
-        overflow = draw.random() < share
-        weight.grad = torch.full((2,), math.inf if overflow else 0.0)
-        theirs.scale(torch.ones(()))
-        theirs.step(optimizer)
-        theirs.update()
+    draw = random.Random(0)
+    overflows = [draw.random() < share for _ in range(300)]
+    ours, scales = amp.LossScaler(**numbers, min_scale=0.0), []
+    for overflow in overflows:
+        scales.append(ours.scale)
         state = json.dumps(ours.state_dict())
         ours = amp.LossScaler()
         ours.load_state_dict(json.loads(state))
         ours.update(overflow)
-        assert ours.scale == theirs.get_scale() > 1e-37, step
+    assert scales == scales_by_torch(overflows, **numbers) and min(scales) > 1e-37
+
+
+def scales_by_torch(overflows, **numbers):
+    """The loss scale of torch.amp.GradScaler in each of these steps, which overflow or do not."""
+    scaler = torch.amp.GradScaler("cpu", **numbers)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scales = []
+    for overflow in overflows:
+        scaler.scale(torch.ones(()))            # (creates the scale)
+        scales.append(scaler.get_scale())
+        weight.grad = torch.full((2,), math.inf if overflow else 0.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return scales
 
 
 def test_fp16s_scaler_begins_and_moves_by_torchs_numbers():
@@ -1202,15 +1215,9 @@ def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
     norms = [column([row for row in rows if row["skipped"] == 0], "grad_norm")
              for rows in (half, exact)]
     assert relative(*norms) < 0.01
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0 ** 22, growth_interval=4)
-    weight = nn.Parameter(torch.ones(1))
-    for row in half:
-        theirs.scale(torch.ones(()))                        # (creates its scale)
-        assert row["loss_scale"] == theirs.get_scale()
-        weight.grad = torch.full((1,), math.inf if row["skipped"] > 0 else 0.0)
-        theirs.step(torch.optim.SGD([weight], lr=0.0))
-        theirs.update()
     scales = column(half, "loss_scale")
+    assert scales == scales_by_torch([row["skipped"] > 0 for row in half],
+                                     init_scale=2.0 ** 22, growth_interval=4)
     grown = [step for step, (before, after) in enumerate(itertools.pairwise(scales), 1)
              if after > before]
     assert skipped[:2] == [1, 2] and 2 < grown[0] < skipped[-1]
@@ -1508,7 +1515,7 @@ def ops_of_a_step(rank, world, config, cfg):
 
 @pytest.mark.parametrize("schedule, chunks", [
     ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
-def test_a_run_carries_out_the_schedule_of_its_flags(pool, tmp_path, schedule, chunks):
+def test_a_run_executes_the_schedule_of_its_flags(pool, tmp_path, schedule, chunks):
     """On two stages, with four microbatches and chunks of one block."""
     config = settings(tmp_path, steps=1, pp=2, pp_schedule=schedule, pp_chunks=chunks)
     found = pool.run(2, ops_of_a_step, config, replace(CFG, n_layer=2 * chunks))
@@ -2045,9 +2052,9 @@ def after_the_update(run):
 def test_gradients_weights_and_moments_can_be_read_by_global_name_or_are_refused(
         pool, tmp_path, layout, flags):
     """On every rank the full gradient is that of the plain model, from the sum over the ranks to
-    the next step, the tied matrix's by either name; weights and moments are those of a save. Other
-    times, names, or ranks that ask for different ones end in a line; so does `main_grad`
-    after the sum, and a state_dict() that is a part or freed."""
+    the next step, the tied matrix's by either name; weights and moments are those of a save. At
+    another time, by another name, or by different names on different ranks it is refused in one
+    line; so is `main_grad` after the sum, and a state_dict() that is a part or freed."""
     dp, tp, pp = layout
     cfg = replace(CFG, n_layer=4)
     config = settings(tmp_path, tp=tp, pp=pp, steps=1, micro_batch=1, clip=1e-3, **flags)

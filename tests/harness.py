@@ -89,7 +89,7 @@ torch.set_num_threads(1)
 # Sizes, layouts and files that many tests take
 # ---------------------------------------------------------------------------------------------
 
-# Neither tp nor pp divides the 257 tokens or the five layers.
+# No tp or pp above 1 divides the 257 tokens or the five layers.
 CFG = GPTConfig(vocab_size=257, seq_len=16, n_layer=5, n_head=8, n_embd=32)
 LAYOUTS = [(world // (tp * pp), tp, pp) for world in (1, 2, 4, 8) for tp in (1, 2, 4, 8)
            for pp in (1, 2, 4, 8) if world % (tp * pp) == 0]        # (dp, tp, pp)
@@ -102,11 +102,11 @@ def deep_enough(layout):
 
 BOUNDS = dict(fp32=1e-5, fp64=1e-10)
 INTERLEAVED = dict(pp_schedule="interleaved", pp_chunks=2)
-TWO_STEPS = dict(steps=2, lr=1e-2, warmup_steps=1)      # in fp64 val_loss shows a wrong second one
+TWO_STEPS = dict(steps=2, lr=1e-2, warmup_steps=1)      # a wrong second one shows in val_loss
 
-# Rows in which every two values of different columns that may stand together do: a mistake that
-# shows where two of them meet shows here. dp is 4, or 2 beside tp, pp or cp; beside several only
-# where eight processes leave some (`dp_for`).
+# Any two values of different columns that may be combined stand together in some row: a mistake
+# that shows where two of them meet shows here. dp is 4, or 2 beside tp, pp or cp; beside several
+# only where eight processes leave some (`dp_for`).
 COLUMNS = ("zero", "tp", "pp", "cp", "pp_schedule", "recompute", "sequence_parallel", "dtype")
 COVER = [dict(zip(COLUMNS, row)) for row in [
     (0, 1, 1, 1, "gpipe", False, False, "bf16"), (0, 1, 2, 2, "1f1b", True, False, "fp64"),
@@ -153,9 +153,8 @@ README = "\n".join(PAGES.values())         # the front page, then the chapters b
 
 
 def readme_commands(program) -> list[tuple[str, list[str]]]:
-    """What the blocks and the text of README and chapters have before and behind `program`, where
-    python or torchrun starts it. (Of a sweep its first turn; nothing of a transcript, and of
-    --help.)"""
+    """(what stands before `program`, its flags) of each command in the README and the chapters that
+    python or torchrun starts. (Of a sweep its first turn; no transcripts, no --help.)"""
     blocks = README.split("```")
     commands = [block for block in blocks[1::2]
                 if not re.match(r"console\n|\w*\n\$ ", block)]
@@ -252,10 +251,12 @@ def on_ranks(body):
     def test(pool, **given):
         world = given.pop("world", parameters["world"].default)
         pool.run(world, functools.partial(body, **given))
-    del test.__wrapped__                            # pytest calls the test, not its body
+    # pytest reads the arguments of a test from its signature: here `pool`, where the body has
+    # `rank`, and the others. pickle finds the body by its qualified name: as test.body.
+    del test.__wrapped__
     test.__signature__ = inspect.Signature([rank.replace(name="pool"), *others])
     test.body = body
-    body.__qualname__ += ".body"                    # where pickle finds it
+    body.__qualname__ += ".body"
     return test
 
 
@@ -342,7 +343,7 @@ class Rows:
         run.events = []
 
     def write(self, **row):
-        if row.get("event") == "end":       # every run of a test that is not stopped has it
+        if row.get("event") == "end":       # a run that is not stopped ends with it
             return
         if "event" in row:
             self.run.events.append(row)
@@ -396,7 +397,7 @@ def nothing(run):
 
 
 def no_signal(held=nullcontext, close=lambda: None):
-    """As a signals.StopSignal that gets none."""
+    """Stands for a signals.StopSignal that never gets a signal."""
     return SimpleNamespace(held=held, close=close, since=None)
 
 
@@ -605,6 +606,15 @@ CUTS = {        # of a parameter: (the dimension that is cut, how many matrices 
     "blocks.0.mlp.up.weight": (0, 1), "blocks.0.mlp.up.bias": (0, 1),
     "blocks.0.mlp.down.weight": (1, 1)}
 UPSTREAM = torch.tensor(-0.37, dtype=torch.float64)         # the gradient of the loss
+
+
+def cut(name, gradient, rank, world):
+    """The part of a full gradient that a tensor-parallel rank has."""
+    if name not in CUTS:
+        return gradient
+    dim, stacked = CUTS[name]
+    return torch.cat([matrix.chunk(world, dim)[rank] for matrix in gradient.chunk(stacked, dim)],
+                     dim)
 
 
 def outputs_and_dx(gpt, tokens, targets, x, dy):
@@ -861,7 +871,7 @@ def expect_mistake(result, message):
 
 @pytest.fixture(scope="session", autouse=True)
 def leave_nothing_behind():
-    """pytest compiles this file before its first line has run."""
+    """Remove the bytecode of this file, which pytest writes before its first line has run."""
     yield
     folder = ROOT / "tests" / "__pycache__"
     for file in [*folder.glob("harness.*"), *folder.glob("__init__.*")]:

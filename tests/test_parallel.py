@@ -11,7 +11,7 @@ import torch
 
 import parallel
 from parallelism.schedules import gpipe, one_f_one_b
-from tests.harness import (CFG, CUTS, Command, assert_close, gridded, losses_of_plain_program,
+from tests.harness import (CFG, CUTS, Command, assert_close, cut, gridded, losses_of_plain_program,
                            on_ranks, outputs_and_dx, random_gpt, random_tensor, tokens_of)
 
 
@@ -33,14 +33,10 @@ def test_plain_sequence_parallel_layers_equal_the_whole_layers(rank, world):
         ours = outputs_and_dx(local, tokens, targets, part(x), part(dy))
         pairs = {name: (ours[name], part(theirs[name])) for name in theirs}
         for name, parameter in whole.named_parameters():
-            gradient, mine = parameter.grad, local.get_parameter(name).grad
-            if name in CUTS:
-                dim, stacked = CUTS[name]
-                parts = [matrix.chunk(world, dim)[rank] for matrix in gradient.chunk(stacked, dim)]
-                gradient = torch.cat(parts, dim)
-            else:
+            mine = local.get_parameter(name).grad
+            if name not in CUTS:
                 parallel.all_reduce(mine, grid.groups["tp"])
-            pairs[name] = mine, gradient
+            pairs[name] = mine, cut(name, parameter.grad, rank, world)
     assert_close(pairs, 1e-12)
 
 

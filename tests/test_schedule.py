@@ -11,7 +11,7 @@ import tools.schedule
 from tools.schedule import clock
 
 
-def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
+def test_the_schedule_tool_draws_the_timeline_and_counts(monkeypatch, capsys):
     """The program prints these lines, and refuses a size of 0 in one; a deadlock raises."""
     def output(*flags):
         monkeypatch.setattr(sys, "argv", ["schedule.py", *flags])
