@@ -136,10 +136,13 @@ def summary(out: Path, meta: dict) -> list[str]:
     if "documents" in meta and not 0.01 <= share <= 0.2:
         lines.append(f"note: {share:.2%} of the tokens validate, not about 5%, because the "
                      f"documents differ much in length: another --seed draws others")
-    if min(tokens.values()) < SEQ_LEN + 1 and "template" not in meta:
+    longest = min(tokens.values()) - 1          # window of each split
+    if longest < SEQ_LEN and "template" not in meta:
+        if longest < 8:
+            return [*lines, "This is too little text to train on: add text."]
         lines.append(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or "
                      f"use the shorter windows below.")
-        flags += f" --seq-len {min(tokens.values()) - 1}"
+        flags += f" --seq-len {longest}"
     return [*lines, "Now train, in one process or in eight:", f"python train.py{flags}",
             f"torchrun --nproc_per_node=8 train.py{flags} --tp 2 --pp 2"]
 

@@ -285,17 +285,25 @@ def test_a_shard_without_a_window_is_refused_with_advice_that_can_be_followed(tm
 
 
 def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, run_data):
-    """Sixty .TXT documents of one character are too little text for the default windows: the
-    output says so, and its command trains on windows that fit."""
-    for i in range(60):
-        (tmp_path / f"{i}.TXT").write_text(chr(ord("A") + i))
-    status, out, _ = run_data("--input", tmp_path, "--tokenizer", "bytes", "--out",
-                              tmp_path / "out")
-    assert status == 0 and out.startswith("60 documents, 0 duplicates dropped, 0 without")
+    """Sixty .TXT documents of five characters are too little text for the default windows: the
+    output says so, and its command trains on windows that fit. Of one character: there is none."""
+    def made_of(length):
+        folder = tmp_path / f"{length}"
+        folder.mkdir()
+        for i in range(60):
+            (folder / f"{i}.TXT").write_text(length * chr(ord("A") + i))
+        status, out, _ = run_data("--input", folder, "--tokenizer", "bytes", "--out",
+                                  tmp_path / "out")
+        assert status == 0 and out.startswith("60 documents, 0 duplicates dropped, 0 without")
+        return out
+    out = made_of(1)
+    assert out.endswith("This is too little text to train on: add text.\n")
+    assert "train.py" not in out
+    out = made_of(5)
     assert f"too little text for windows of {GPTConfig().seq_len} + 1 tokens" in out
     seq_len = int(re.search(r" --seq-len (\d+)\n", out)[1])
     made = [data.TokenDataset(tmp_path / "out", split, seq_len) for split in SPLITS]
-    assert sum(one.n_tokens for one in made) == 120 and min(one.n_windows for one in made) > 0
+    assert sum(one.n_tokens for one in made) == 360 and min(one.n_windows for one in made) > 0
 
 
 @pytest.mark.parametrize("out, run", [(".", "out/mine"), ("../mine/", "out/mine"),
