@@ -293,7 +293,7 @@ def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, ru
         for i in range(60):
             (folder / f"{i}.TXT").write_text(length * chr(ord("A") + i))
         status, out, _ = run_data("--input", folder, "--tokenizer", "bytes", "--out",
-                                  tmp_path / "out")
+                                  folder / "out")
         assert status == 0 and out.startswith("60 documents, 0 duplicates dropped, 0 without")
         return out
     out = made_of(1)
@@ -302,7 +302,7 @@ def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, ru
     out = made_of(5)
     assert f"too little text for windows of {GPTConfig().seq_len} + 1 tokens" in out
     seq_len = int(re.search(r" --seq-len (\d+)\n", out)[1])
-    made = [data.TokenDataset(tmp_path / "out", split, seq_len) for split in SPLITS]
+    made = [data.TokenDataset(tmp_path / "5" / "out", split, seq_len) for split in SPLITS]
     assert sum(one.n_tokens for one in made) == 360 and min(one.n_windows for one in made) > 0
 
 
