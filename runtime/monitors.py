@@ -74,7 +74,7 @@ class Monitors:
         """Before the last save. The last steps may have diverged without BAD_STEPS in a row: raise
         RunError if the validation loss in the last step's `row` is not finite."""
         if not math.isfinite(row["val_loss"]):
-            rollback.fail(self.run, "the validation loss is not finite")
+            rollback.fail(self.run, row["step"], "the validation loss is not finite")
 
     def before_save(self, saving: bool) -> dict | None:
         """Before a save and every --check-every steps, compare the copies of the state. Returns

@@ -43,7 +43,7 @@ def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
         flipped_bits.go_back(run, difference)
         return True
     if hopeless:
-        fail(run, f"{MAX_SKIPPED} steps in a row were not finite")
+        fail(run, run.step, f"{MAX_SKIPPED} steps in a row were not finite")
     roll_back(run, divergence)
     return True
 
@@ -74,7 +74,8 @@ def roll_back(run, divergence: Divergence) -> None:
     config, monitor = run.config, run.monitors.divergence
     diverged_at = run.step
     if monitor.rollbacks >= config.max_rollbacks:
-        fail(run, f"{divergence.reason}, and --max-rollbacks {config.max_rollbacks} are used up")
+        fail(run, diverged_at,
+             f"{divergence.reason}, and --max-rollbacks {config.max_rollbacks} are used up")
     excluded, data_to_blame = monitor.to_exclude(divergence.steps, run.batches.consumed)
     first_skipped = diverged_at - divergence.steps + 1
     if not data_to_blame:
@@ -120,14 +121,14 @@ def skip_excluded(run) -> None:
         batches.skip_to(start)
 
 
-def fail(run, reason: str) -> None:
-    """Stop a run that cannot recover from its divergence."""
-    run.monitors.log.event("stop", step=run.step, reason=reason)
+def fail(run, step: int, reason: str) -> None:
+    """Stop a run that cannot recover from its divergence, which `step` showed."""
+    run.monitors.log.event("stop", step=step, reason=reason)
     healthy = [file for _, file, healthy in run.monitors.divergence.checkpoints if healthy]
     begin = "begin again"
     if healthy:
         begin = f"branch from an older checkpoint (--resume {Path(run.config.out, healthy[-1])})"
-    raise RunError(f"step {run.step}: {reason}; the run has diverged: see the events in "
+    raise RunError(f"step {step}: {reason}; the run has diverged: see the events in "
                    f"{run.config.out}/metrics.jsonl, and {begin} in another --out, with a lower "
                    f"--lr, a tighter --clip or --skip-steps")
 

@@ -134,7 +134,10 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
     row = on_rank0(lambda: find_unevaluated(Path(config.out), state))
     if row is not None:
         console.announce_evaluation(run)
-        run.monitors.log.write_row(run, row | evaluation.evaluate(run))
+        row |= evaluation.evaluate(run)
+        run.monitors.log.write_row(run, row)
+        if row["step"] == config.steps:
+            run.monitors.before_end(row)
 
 
 def find_unevaluated(out: Path, state: dict | None) -> dict | None:

@@ -1952,7 +1952,8 @@ def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_wit
 
 def test_a_run_that_ends_diverged_fails_before_its_last_save(run_train, shards, tmp_path):
     """Three steps at a rate of 1e10 end before three bad ones in a row are seen: status 1. Of the
-    file of step 2 sample.py tells in one line that its logits are not finite."""
+    file of step 2 sample.py tells in one line that its logits are not finite. So ends a run of two
+    steps that a signal stopped in its last evaluation, when it is resumed."""
     flags = ["--data", shards, *TINY, "--out", tmp_path, "--warmup-steps", 1, "--save-every", 1]
     status, text, error = run_train(*flags, "--steps", 3, "--lr", 1e10)
     assert status == 1 and "Now sample" not in text
@@ -1963,6 +1964,11 @@ def test_a_run_that_ends_diverged_fails_before_its_last_save(run_train, shards, 
                                    "--temperature", temperature).finish()
         assert status == 1 and error.startswith("sample.py: the model's logits are not finite")
         assert error.count("\n") == 1
+    rows = [row for row in read_metrics(tmp_path)[0] if row["step"] <= 2]
+    del rows[1]["val_loss"]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, _, error = run_train(*flags, "--steps", 2, "--lr", 1e10)
+    assert status == 1 and "step 2: the validation loss is not finite" in error
 
 
 @pytest.mark.claim("Every rank takes the same decision on a divergence.")
