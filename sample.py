@@ -90,8 +90,8 @@ def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: f
             seen = 0
         logits = model(window[:, seen:], cache=cache, start=seen)[:, -1]
         if not logits.isfinite().all():
-            raise FloatingPointError("the model's logits are not finite: the run had diverged; "
-                                     "give an older checkpoint")
+            raise FloatingPointError("the model's logits are not finite: give another checkpoint, "
+                                     "such as an older one, or another --dtype")
         logits = logits.expand(count, -1)                                   # (count, V)
         seen = window.shape[1]
         if temperature == 0:

@@ -90,7 +90,7 @@ from parallelism import collectives, context, cpu_kernels, full_tensors, pipelin
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid, build_stage
 from parallelism.pipeline import run_schedule
-from parallelism.schedules import SCHEDULES, gpipe, one_f_one_b
+from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
 from parallelism.tensor import (MAX_LOGITS, TIED, ColumnParallelLinear, VocabParallelEmbedding,
                                 add_product, tile_loss, tile_size, param_specs)
 from parallelism.zero import FlatParameters
@@ -147,7 +147,9 @@ def equality_row(pool, layout, one, out, cfg, **flags):
     *(((3, 1, 1), 2, dict(dtype="fp64", batch_size=6, zero=zero)) for zero in (1, 2, 3)),
     *(pytest.param(layout, layout[2] + 1,
                    dict(dtype=dtype, steps=20, lr=1e-3, warmup_steps=5), marks=pytest.mark.slow)
-      for layout, dtype in [*((layout, "fp64") for layout in LAYOUTS), ((2, 2, 2), "fp32")]),
+      for layout, dtype in [*((layout, "fp64") for layout in LAYOUTS),
+                            *((layout, "fp32") for layout in [(8, 1, 1), (1, 8, 1), (1, 1, 8),
+                                                              (1, 4, 2), (2, 2, 2)])]),
     *(pytest.param(layout, layout[2] * flags.get("pp_chunks", 1) + 1,
                    dict(dtype=dtype, steps=20, lr=1e-3, warmup_steps=5, cp=cp, **flags),
                    marks=pytest.mark.slow)
@@ -1531,9 +1533,10 @@ def test_a_run_recomputes_each_block_in_backward_with_the_flag(pool, tmp_path):
         assert kinds_of_blocks == "FFFFBFBFBFBF"
 
 
-@pytest.mark.parametrize("make, expected", [(gpipe, 8), (one_f_one_b, 1)])
-def test_backward_frees_what_its_microbatch_holds(make, expected):
-    """Of eight microbatches GPipe holds all graphs at once, 1F1B on its last stage one."""
+@pytest.mark.parametrize("schedule, expected", [
+    (gpipe(0, 1, 8), 8), (make_schedule("gpipe", Grid(1, 1, 1), 8), 1)])
+def test_backward_frees_what_its_microbatch_holds(schedule, expected):
+    """Of eight microbatches GPipe holds all graphs at once; without a pipeline there is one."""
     local, flat = staged(CFG, Grid(1, 1, 1))
     losses, live = [], []
 
@@ -1541,7 +1544,7 @@ def test_backward_frees_what_its_microbatch_holds(make, expected):
         losses.append(weakref.ref(loss))
         live.append(sum(loss() is not None for loss in losses))
     local.register_forward_hook(count)
-    run_schedule(make(0, 1, 8), local, flat.grid,
+    run_schedule(schedule, local, flat.grid,
                  [(x, x, 0, None) for x in tokens_of(CFG, 8).split(1)], torch.empty(0), flat)
     assert max(live) == expected and len(live) == 8
 
@@ -2469,8 +2472,9 @@ def test_a_mixture_is_evaluated_by_source_on_evenly_spaced_windows(monkeypatch, 
         spaced = np.linspace(0, val.n_windows - 1, min(val.n_windows, 128)).astype(int)
         each.append(pytest.approx(loss(val, spaced), rel=1e-10))
     assert val.n_windows > 128
+    assert TINY[-2:] == ["--eval-tokens", "64"]         # left out
     ends = [command.finish() for command in launch(
-        ranks, "--data", "a=3,b=1", "--out", tmp_path, *TINY, "--batch-size", 8, "--steps", 2,
+        ranks, "--data", "a=3,b=1", "--out", tmp_path, *TINY[:-2], "--batch-size", 8, "--steps", 2,
         "--eval-every", 1, "--lr", 0, "--dtype", "fp64", "--dropout", dropout, "--pp", ranks,
         cwd=two_sources)]
     assert ends[0][1].count(" bits a byte") == 2 * 3, ends

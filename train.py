@@ -427,7 +427,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
         if config.eval_only:
             console.print_evaluation(run, begin)
         elif startup.has_ended(run):
-            console.print_finished(run, state, begin)
+            console.print_finished(run, state, given, begin)
         else:
             startup.begin_training(run, state, begin, given, learning_rate, stack)
             with StopSignal(run):       # sets run.stop

@@ -254,8 +254,7 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
              f"has {meta['template']}: data.py --template {template} makes it alike")
     if fine_tunes or set(trained_on) <= set(dataset.sources):
         return
-    as_then = " as it was then" if config.data == stored else ""        # its shards have changed
-    problem = f"{file} was trained on {stored}{as_then}, not on {found}"
+    problem = f"{file} was trained on the text that {stored} had, not on that of {found}"
     if not config.eval_only:
         others = " (DIR=0 leaves out a source)" if "data" in given else ""
         raise ValueError(f"{problem}: {new_run_advice(given)} (--init-from {file} begins it with "

@@ -263,13 +263,13 @@ def print_evaluation(run, begin: Start) -> None:
     print_rank0(f"{begin.path}, step {step}, on {run.config.data}:{sep}{text}")
 
 
-def print_finished(run, state: dict, begin: Start) -> None:
-    """Also which of the given settings would have made another run."""
+def print_finished(run, state: dict, given: dict, begin: Start) -> None:
+    """Also which of the given settings are not used."""
     advice = "raise --steps or --epochs"
     if begin.kind == "continue":
         advice += " to continue, or begin a new run in another --out"
-    changed = changed_settings(run, state)
-    changed.pop("steps", None)
+    changed = {name: values for name, values in changed_settings(run, state).items()
+               if name in given and name != "steps"}
     unused = f" ({'; '.join(describe(changed))}: not used)" if changed else ""
     print_rank0(f"{begin.path} is step {run.step - 1} of {run.config.steps}: nothing left to do"
                 f"{unused}; {advice}")

@@ -131,7 +131,7 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
         run_state.save(run, is_start=True)
     console.print_notes(run, given, resumed=state is not None)
     run.monitors.log.threads.compare()
-    row = on_rank0(lambda: find_unevaluated(Path(config.out), state))
+    row = on_rank0(lambda: find_unevaluated(config, state))
     if row is not None:
         console.announce_evaluation(run)
         row |= evaluation.evaluate(run)
@@ -140,15 +140,17 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
             run.monitors.before_end(row)
 
 
-def find_unevaluated(out: Path, state: dict | None) -> dict | None:
+def find_unevaluated(config: Config, state: dict | None) -> dict | None:
     """The row of the step of this checkpoint, if an evaluation was due after it and a signal ended
-    the run before."""
+    the run before, or its loss was not finite."""
     if state is None:
         return None
     step, every = state["step"], state["config"]["eval_every"]
-    is_due = step == state["config"]["steps"] or (every > 0 and step % every == 0)
-    rows = [line for line in last_lines(out) if "event" not in line and line["step"] == step]
-    if not is_due or not rows or "val_loss" in rows[-1]:
+    is_last = step in (config.steps, state["config"]["steps"])
+    is_due = is_last or (every > 0 and step % every == 0)
+    rows = [line for line in last_lines(Path(config.out))
+            if "event" not in line and line["step"] == step]
+    if not is_due or not rows or rows[-1].get("val_loss") is not None:
         return None
     del rows[-1]["time"]
     return rows[-1]

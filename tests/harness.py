@@ -407,10 +407,10 @@ def without_saves(run):
 
 
 class Trained(NamedTuple):
-    """What a run gives: of rank 0, but for `seen`."""
+    """What a run gives on a rank."""
     rows: list                  # of metrics.jsonl
     seen: list                  # what `look(run)` returned after each step
-    state: dict | None          # at the end: {"master": {global name: full tensor}, "exp_avg": ..}
+    state: dict | None          # on rank 0, at the end: {"master": {global name: full tensor}, ..}
 
 
 def run_steps(rank, world, layout, config, cfg, look=nothing, state=None,

@@ -634,7 +634,7 @@ def test_a_resume_on_other_data_says_so_whatever_flags_it_remembers(tmp_path, re
     flags = [*TINY, "--seq-len", 32, "--out", tmp_path / "o"]
     assert run_train("--data", reversals, "--eval-answers", 2, *flags)[0] == 0
     status, _, error = run_train("--data", shards, *flags)
-    assert status == 2 and "was trained on" in error and "--eval-answers" not in error
+    assert status == 2 and "was trained on the text" in error and "--eval-answers" not in error
 
 
 def test_text_has_no_answers_to_evaluate(tmp_path, shards, run_train):
