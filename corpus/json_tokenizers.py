@@ -36,7 +36,8 @@ class JsonTokenizer:
             raise ValueError("a tokenizer.json needs the package tokenizers: pip install "
                              "tokenizers") from None
         try:
-            kind = json.loads(file)["model"]["type"]
+            content = json.loads(file)
+            kind = content["model"]["type"]
             self.tokenizer = tokenizers.Tokenizer.from_str(file)
         except Exception as error:          # the package raises nothing narrower
             raise ValueError(f"it is no tokenizer.json: {error}") from None
@@ -54,8 +55,9 @@ class JsonTokenizer:
             raise ValueError(f"it has no token {', '.join(END_OF_TEXT)}")
         self.end_of_text = ends[0]
         self.eot_token = ids[self.end_of_text]
-        # Some files have these as ordinary added tokens, which any text could forge.
-        self.special_tokens_set = {token for token in (*MARKS, self.end_of_text) if token in ids}
+        added = {token["content"] for token in content.get("added_tokens", [])}
+        self.special_tokens_set = {self.end_of_text, *added.intersection(MARKS)}
+        # Some files do not call them special: any text could forge them.
         self.tokenizer.add_special_tokens(list(self.special_tokens_set))
         self.byte_of = {character: byte for byte, character in enumerate(characters_of_bytes())}
 

@@ -136,9 +136,9 @@ def summary(out: Path, meta: dict) -> list[str]:
     if "documents" in meta and not 0.01 <= share <= 0.2:
         lines.append(f"note: {share:.2%} of the tokens validate, not about 5%, because the "
                      f"documents differ much in length: another --seed draws others")
-    longest = min(tokens.values()) - 1          # window of each split
+    longest = min(tokens.values()) - 1          # window that both splits hold
     if longest < SEQ_LEN and "template" not in meta:
-        if longest < 8:
+        if longest < 8:                         # nothing can be learnt in so short ones
             return [*lines, "This is too little text to train on: add text."]
         lines.append(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or "
                      f"use the shorter windows below.")

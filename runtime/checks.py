@@ -256,9 +256,13 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
         return
     problem = f"{file} was trained on the text that {stored} had, not on that of {found}"
     if not config.eval_only:
-        others = " (DIR=0 leaves out a source)" if "data" in given else ""
+        go_on = f"give --data {stored}"
+        if os.path.realpath(stored) == os.path.realpath(config.data):
+            go_on = "restore its shards, which have changed"
+        elif "data" in given:
+            go_on += " (DIR=0 leaves out a source)"
         raise ValueError(f"{problem}: {new_run_advice(given)} (--init-from {file} begins it with "
-                         f"these weights); to go on give --data {stored}{others}")
+                         f"these weights); to go on {go_on}")
     if "data" not in given:
         raise ValueError(f"{problem}: give --data {stored} or --data {config.data}")
     warn(problem)

@@ -1,5 +1,5 @@
 """The monitors of a run, for divergence, flipped bits and the gradient noise scale, and its log.
-train.py calls them:
+train.py calls them (and runtime/startup.py `before_end`, where a signal stopped the end):
 
     before_step         leaves out sequences: --skip-steps, or a rollback's    rollback.py
     after_microbatch    measure the gradient of a part of the batch            noise_scale.py
@@ -71,8 +71,8 @@ class Monitors:
         return row
 
     def before_end(self, row: dict) -> None:
-        """Before the last save. The last steps may have diverged without BAD_STEPS in a row: raise
-        RunError if the validation loss in the last step's `row` is not finite."""
+        """The last steps may have diverged without BAD_STEPS in a row: raise RunError if the
+        validation loss in the last step's `row` is not finite."""
         if not math.isfinite(row["val_loss"]):
             rollback.fail(self.run, row["step"], "the validation loss is not finite")
 

@@ -244,8 +244,8 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
         is_allowed = may_be_shorter and (value < stored or "rope_theta" in base)
         if value != stored and not is_allowed:
             allowed = f"{stored} or less" if may_be_shorter else stored
-            is_of_gpt = name not in base        # which has no such number
-            problems.append(f"no {name}" if is_of_gpt else f"{name} {allowed}, not {value}")
+            is_gpts = name not in base          # a GPT has no such number
+            problems.append(f"no {name}" if is_gpts else f"{name} {allowed}, not {value}")
             drop.append("--" + (name if name in given else "model").replace("_", "-"))
     if problems:
         advice = f"drop {', '.join(dict.fromkeys(drop))}"
@@ -253,7 +253,7 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
             advice += ", or use another checkpoint"
         else:
             advice = f"{new_run_advice(given)}; to go on {advice}"
-            if given.get("data") != state["config"]["data"]:
+            if config.data != state["config"]["data"]:
                 advice += f" and give --data {state['config']['data']}"
         raise ValueError(f"{file} has {'; '.join(problems)}: {advice}")
     stored = {name: value for name, value in base.items() if name not in ("vocab_size", "dropout")}

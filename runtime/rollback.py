@@ -1,9 +1,10 @@
 """Rollback: how a run acts on a divergence, which divergence.py judges. It returns to an older
 checkpoint and leaves out the batches that led there.
 
-runtime/monitors.py calls `skip_excluded` before a step, `go_back_if_diverged` after it and
-`restored_monitor` at a resume or a rollback. `run` is train.Run: these functions read its batches,
-divergence monitor and writer, and `roll_back` restores it from an older checkpoint.
+runtime/monitors.py calls `skip_excluded` before a step, `go_back_if_diverged` after it,
+`restored_monitor` at a resume or a rollback and `fail` at a diverged end. `run` is train.Run: these
+functions read its batches, divergence monitor and writer, and `roll_back` restores it from an older
+checkpoint.
 """
 import dataclasses
 import math

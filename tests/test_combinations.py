@@ -7,7 +7,9 @@ recomputation, sequence parallelism and precision that may stand together. Compa
 process, and compiled blocks with plain ones.
 """
 import functools
+import itertools
 import math
+from contextlib import suppress
 from dataclasses import replace
 from unittest import mock
 
@@ -18,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama import LlamaConfig
 from parallelism import cpu_kernels
-from tests.harness import (BOUNDS, CFG, COVER, TWO_STEPS, assert_same_rows, column, deep_enough_for,
-                           differences, dp_for, nothing, on_ranks, own_processes,
+from runtime import checks
+from tests.harness import (BOUNDS, CFG, COLUMNS, COVER, TWO_STEPS, assert_same_rows, column,
+                           deep_enough_for, differences, dp_for, nothing, on_ranks, own_processes,
                            plain_gradient, relative, run_steps, settings, whole_gradient,
                            without_saves)
 
@@ -39,8 +42,26 @@ def ranks_of(row):
     return dp_for(row) * row["tp"] * row["pp"] * row["cp"]
 
 
-@pytest.mark.claim("Every two of ZeRO stage, tp, pp, cp, schedule, recomputation, sequence "
-                   "parallelism and precision together train as one process does.")
+def test_the_rows_have_every_two_values_that_may_be_combined():
+    """By the checks of the flags, on eight ranks at most; ZeRO where there is something to share,
+    1F1B where there is a pipeline."""
+    def pairs(row):
+        return set(itertools.combinations([(name, row[name]) for name in COLUMNS], 2))
+    allowed = set()
+    for values in itertools.product(*({row[name] for row in COVER} for name in COLUMNS)):
+        row = dict(zip(COLUMNS, values))
+        row["pp_chunks"] = 2 if row["pp_schedule"] == "interleaved" else 1
+        replicas = dp_for(row) * row["cp"]
+        if replicas > (row["zero"] > 0) and (row["pp"] > 1 or row["pp_schedule"] != "1f1b"):
+            with suppress(ValueError):
+                checks.check_layout(deep_enough_for(row), ranks_of(row), 8,
+                                    settings("", micro_batch=1, **row))
+                allowed |= pairs(row)
+    assert allowed == set.union(*map(pairs, COVER))
+
+
+@pytest.mark.claim("Any two of ZeRO stage, tp, pp, cp, schedule, recomputation, sequence "
+                   "parallelism and precision, combined, train as one process does.")
 @pytest.mark.parametrize("row, long", [
     *((row, False) for row in COVER),
     *(pytest.param(row, True, marks=pytest.mark.slow) for row in COVER
@@ -73,7 +94,7 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
         losses, expected = (np.array(column(steps, "loss")) for steps in (ours.rows, one.rows))
         assert abs(losses - expected).max() <= 0.05 and losses[-1] < losses[0] - 0.5
         return
-    loss, gradient, norm = differences(ours, one)
+    loss, gradient, norm = differences(ours, one)           # gradient: of both steps
     first_gradient = relative(ours.seen[0], plain_gradient(cfg))
     if half:
         assert loss <= 0.001 and norm <= 0.03 and first_gradient <= 0.05

@@ -286,7 +286,8 @@ def test_a_shard_without_a_window_is_refused_with_advice_that_can_be_followed(tm
 
 def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, run_data):
     """Sixty .TXT documents of five characters are too little text for the default windows: the
-    output says so, and its command trains on windows that fit. Of one character: there is none."""
+    output says so, and its command trains on windows that fit. Of one character each: there is no
+    command."""
     def made_of(length):
         folder = tmp_path / f"{length}"
         folder.mkdir()
@@ -682,7 +683,7 @@ def test_records_without_their_text_are_refused_with_what_there_is(tmp_path, run
 
 
 def test_a_parquet_file_with_two_texts_of_one_name_is_refused(tmp_path, run_data):
-    """Other columns may have one name."""
+    """Other columns may share a name."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
     file = tmp_path / "a.parquet"

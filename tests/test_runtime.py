@@ -1366,8 +1366,8 @@ def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_
     for more, words, losses in [
             ([*TINY, "--lr", 0.01, "--lr-schedule", "linear", "--beta2", 0.9], "step", 4),
             ([], "nothing left to do; raise", 4),               # --steps 4 is in the checkpoint
-            (["--seed", 5, "--beta2", 0.8], "nothing left to do (seed 5 instead of 1337; beta2 0.8 "
-             "instead of 0.9: not used); raise", 4),
+            (["--seed", 5, "--beta2", 0.8], "nothing left to do (beta2 0.8 instead of 0.9; seed 5 "
+             "instead of 1337: not used); raise", 4),
             (["--steps", 8], "steps 8 instead of 4; so the next step's learning rate is 5.50e-03 "
                              "instead of 1.00e-03", 4),
             (["--steps", 10, "--lr", 0.1, "--batch-size", 2, "--dtype", "fp64"],
@@ -1953,8 +1953,8 @@ def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_wit
 
 def test_a_run_that_ends_diverged_fails_before_its_last_save(run_train, shards, tmp_path):
     """Three steps at a rate of 1e10 end before three bad ones in a row are seen: status 1. Of the
-    file of step 2 sample.py tells in one line that its logits are not finite. So ends a run of two
-    steps that a signal stopped in its last evaluation, when it is resumed."""
+    file of step 2 sample.py tells in one line that its logits are not finite. A run of two
+    steps that a signal stopped in its last evaluation ends the same way each time it is resumed."""
     flags = ["--data", shards, *TINY, "--out", tmp_path, "--warmup-steps", 1, "--save-every", 1]
     status, text, error = run_train(*flags, "--steps", 3, "--lr", 1e10)
     assert status == 1 and "Now sample" not in text

@@ -75,7 +75,8 @@ NOTES = {                   # of flags whose meaning takes more than a cell
     "resume": "`auto` continues the run in `--out`, or begins one. `never` fails if `--out` "
               "contains a run. FILE begins a branch in a new `--out`, with a new rollback history.",
     "rollback": "`off` reports a divergence and trains on. The run still ends after 20 steps in a "
-                "row that are not finite.",
+                "row that are not finite. With either value, a run whose last validation loss is "
+                "not finite fails before its last save.",
     "skip-steps": "A and B are steps to come. `--skip-steps none` removes the range of the run "
                   "that is resumed."}
 
