@@ -97,6 +97,24 @@ def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
     text = " ".join(NASTY)
     assert theirs(text)["input_ids"] == ours.encode(text, allowed_special="all")
     assert theirs.eos_token_id == ours.eot_token
+    assert huggingface.find_tokenizer(tmp_path / "hf", GPT2) == ("gpt2", None)
+
+
+GPT2 = dict(model_type="gpt2", vocab_size=50257)
+SOME = huggingface.SOME_OF_GPT2S | {"model": 19849}         # also a key of a tokenizer.json
+
+
+@pytest.mark.parametrize("name, content, expected", [
+    ("other.json", {}, "gpt2"), ("vocab.json", SOME, "gpt2"),
+    ("tokenizer.json", dict(model=dict(vocab=SOME)), "gpt2"),
+    ("vocab.json", SOME | {"\u0120and": 291}, "gpt2-50257"),
+    ("tokenizer.json", dict(model=dict(vocab=[["a", 0.5]])), "gpt2-50257"),     # Unigram's
+    ("tokenizer.json", [], "gpt2-50257")])
+def test_a_gpt2_with_another_tokenizer_of_its_size_has_not_gpt2s(tmp_path, name, content, expected):
+    """As GPT-2s of other languages have: without their file sample.py cannot decode. (One that is a
+    tokenizer.json of ours: test_a_tokenizer_json_of_a_gpt2_goes_with_it.)"""
+    (tmp_path / name).write_text(json.dumps(content))
+    assert huggingface.find_tokenizer(tmp_path, GPT2) == (expected, None)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -136,6 +136,13 @@ def test_a_tokenizer_json_goes_with_the_run_and_back(tmp_path, run_data, run_tra
     assert asdict(LlamaConfig(**last["model"]))["vocab_size"] == 512
 
 
+def test_a_tokenizer_json_of_a_gpt2_goes_with_it(tmp_path):
+    """Also where the model has as many tokens as GPT-2."""
+    made(tmp_path / "tokenizer.json", "GPT-NeoX")
+    found = huggingface.find_tokenizer(tmp_path, dict(model_type="gpt2", vocab_size=50257))
+    assert found == (name_of(read_file(tmp_path / "tokenizer.json")), tmp_path / "tokenizer.json")
+
+
 def test_a_tokenizer_json_whose_tokens_are_no_bytes_is_refused(tmp_path, run_data):
     """By its path, in one line; an import tells it, and goes on without a tokenizer."""
     (tmp_path / "a.txt").write_text(TEXT)

@@ -48,6 +48,8 @@ GPT2_FILES = {      # tiktoken's name: transformers' name, sha256
                   "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
     "encoder.json": ("vocab.json",
                      "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")}
+SOME_OF_GPT2S = {"\u0120the": 262, "\u0120and": 290, "\u0120informants": 50254,
+                 "\u0120gazed": 50255}
 SHARD_BYTES = 2_000_000_000         # of tensors in one exported file: what is in memory at a time
 
 
@@ -169,22 +171,34 @@ def check_unused(readers: dict, parameters: dict, folder: Path, family: Family) 
 
 
 def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
-    """The name of a model's tokenizer, and its file if that is one of ours. (GPT-2's is tiktoken's,
-    whatever files are there; OPT's have ids of their own before the tokens.)"""
+    """The name of a model's tokenizer, and its file if that is one of ours. (GPT-2's is tiktoken's;
+    OPT's have ids of their own before the tokens.)"""
     name = tokenizer_name(config)
+    if name == "gpt2" and not has_gpt2s_tokens(folder):
+        name = f"gpt2-{config['vocab_size']}"           # another's, of the same size
     if name.startswith("bpe-") and (folder / file_name(name)).exists():     # our exports have it
         read_own(folder, name)
         return name, folder / file_name(name)
     path = folder / "tokenizer.json"
-    if config["model_type"] in ("gpt2", "opt") and not name.startswith("json-"):
-        return name, None
-    if not path.exists():
+    if name == "gpt2" or config["model_type"] == "opt" or not path.exists():
         return name, None
     try:
         return name_of(read_file(path)), path
     except ValueError as error:
         print(f"tools.huggingface: note: {error}", file=sys.stderr)
         return name, None
+
+
+def has_gpt2s_tokens(folder: Path) -> bool:
+    """Whether the files of a tokenizer in the folder, if any, have GPT-2's ids, by some of them."""
+    def vocabulary_of(file):
+        content = json.loads((folder / file).read_text(encoding="utf-8"))
+        return content["model"]["vocab"] if file == "tokenizer.json" else content
+    try:
+        return all(SOME_OF_GPT2S.items() <= vocabulary_of(file).items()
+                   for file in ("tokenizer.json", "vocab.json") if (folder / file).exists())
+    except (ValueError, KeyError, AttributeError, TypeError):       # another kind of tokenizer
+        return False
 
 
 def tokenizer_name(config: dict) -> str:
