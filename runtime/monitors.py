@@ -30,6 +30,7 @@ class Monitors:
         self.run = run
         self.divergence = DivergenceMonitor()
         self.noise = NoiseScale()
+        self.rate_is_suspect = False    # the losses from before the resume stay
         self.log = None
         self.started = None             # when the step in progress began, in seconds
 
@@ -42,6 +43,7 @@ class Monitors:
         """Take the divergence monitor of a checkpoint; without one, a new one."""
         self.divergence = DivergenceMonitor()
         if state is not None:
+            self.rate_is_suspect = rollback.rate_is_suspect(self.run.config, state)
             self.divergence = rollback.restored_monitor(self.run.config, self.run.train_data, state)
         learns_answers = self.run.train_data.has_conversations
         self.divergence.least_deviation = ANSWERS_DEVIATION if learns_answers else 0.0

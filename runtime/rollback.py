@@ -27,7 +27,7 @@ def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
     """Judge a step by its train.StepStats; complete its row of metrics.jsonl. Returns True if the
     run has gone back to an older checkpoint: the row is then written."""
     monitor, config = run.monitors.divergence, run.config
-    if batch.new_mixture:
+    if batch.new_mixture and not run.monitors.rate_is_suspect:
         monitor.forget_losses()
     divergence = monitor.observe(batch.start, stats)
     row["skipped"] = monitor.skipped
@@ -146,13 +146,18 @@ def restored_monitor(config: Config, data: TokenDataset, state: dict) -> Diverge
     return monitor
 
 
+def rate_is_suspect(config: Config, state: dict) -> bool:
+    """Whether the peak learning rate has more than tripled, probably by mistake: the old losses are
+    the only evidence of it."""
+    return config.lr > 3 * state["config"].get("lr", math.inf)      # weights alone have no flags
+
+
 def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:
     """Whether losses from before a resume or a rollback can be compared with later ones: only under
-    the same flags. Exception: if the peak learning rate has more than tripled, probably by mistake,
-    the old losses stay: they are the only evidence of it."""
-    stored = dataclasses.asdict(Config()) | state["config"]     # an older file lacks flags
-    if config.lr > 3 * stored["lr"]:
+    the same flags. Exception: a learning rate that is suspect."""
+    if rate_is_suspect(config, state):
         return True
+    stored = dataclasses.asdict(Config()) | state["config"]     # an older file lacks flags
     same_flags = all(stored[name] == getattr(config, name) for name in FLAGS_THAT_CHANGE_THE_LOSS)
     _, weights = data.by_current_keys(state["data"])[-1]        # of the last phase
     return same_flags and weights == data.phases[-1][1]
