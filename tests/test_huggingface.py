@@ -112,7 +112,7 @@ SOME = huggingface.SOME_OF_GPT2S | {"model": 19849}         # also a key of a to
     ("tokenizer.json", [], "gpt2-50257")])
 def test_a_gpt2_with_another_tokenizer_of_its_size_has_not_gpt2s(tmp_path, name, content, expected):
     """As GPT-2s of other languages have: without their file sample.py cannot decode. (One that is a
-    tokenizer.json of ours: test_a_tokenizer_json_of_a_gpt2_goes_with_it.)"""
+    tokenizer.json of ours: test_a_tokenizer_json_goes_with_the_import_of_what_has_no_other.)"""
     (tmp_path / name).write_text(json.dumps(content))
     assert huggingface.find_tokenizer(tmp_path, GPT2) == (expected, None)
 

@@ -136,11 +136,19 @@ def test_a_tokenizer_json_goes_with_the_run_and_back(tmp_path, run_data, run_tra
     assert asdict(LlamaConfig(**last["model"]))["vocab_size"] == 512
 
 
-def test_a_tokenizer_json_of_a_gpt2_goes_with_it(tmp_path):
-    """Also where the model has as many tokens as GPT-2."""
-    made(tmp_path / "tokenizer.json", "GPT-NeoX")
-    found = huggingface.find_tokenizer(tmp_path, dict(model_type="gpt2", vocab_size=50257))
-    assert found == (name_of(read_file(tmp_path / "tokenizer.json")), tmp_path / "tokenizer.json")
+def test_a_tokenizer_json_goes_with_the_import_of_what_has_no_other(tmp_path):
+    """Of a GPT-2, also with as many tokens as the original, and of an export that names it; not of
+    OPT, whose ids are others, nor of an export that names another."""
+    path = tmp_path / "tokenizer.json"
+    made(path, "GPT-NeoX")
+    name = name_of(read_file(path))
+    for config, expected in [
+            (dict(model_type="gpt2", vocab_size=50257), (name, path)),
+            (dict(model_type="opt", vocab_size=400, tokenizer=name), (name, path)),
+            (dict(model_type="opt", vocab_size=400), ("opt-400", None)),
+            (dict(model_type="gpt2", vocab_size=257, tokenizer="bytes"), ("bytes", None)),
+            (dict(model_type="llama", vocab_size=400), (name, path))]:
+        assert huggingface.find_tokenizer(tmp_path, config) == expected
 
 
 def test_a_tokenizer_json_whose_tokens_are_no_bytes_is_refused(tmp_path, run_data):

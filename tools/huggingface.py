@@ -180,7 +180,8 @@ def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
         read_own(folder, name)
         return name, folder / file_name(name)
     path = folder / "tokenizer.json"
-    if name == "gpt2" or config["model_type"] == "opt" or not path.exists():
+    is_known = name == "gpt2" or config["model_type"] == "opt" or name == config.get("tokenizer")
+    if not path.exists() or is_known and not name.startswith("json-"):
         return name, None
     try:
         return name_of(read_file(path)), path
