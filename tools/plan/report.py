@@ -17,7 +17,6 @@ def format_bytes(size: float) -> str:
 def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> list[str]:
     """The numbers of `make_plan` in lines, the most important first."""
     def parts(prefix, render):
-        """What there is of it: without the zeros."""
         return ", ".join(f"{name.removeprefix(prefix).replace('_', ' ')} {render(x)}"
                          for name, x in plan.items()
                          if name.startswith(prefix) and name != "memory_bytes" and x > 0)
@@ -62,8 +61,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> list[str]:
         f"{plan['predicted_loss']:.2f}",
         f"         the compute of this run would be best spent on a model of "
         f"{best['chinchilla']:.4g} parameters by that rule, {best['chinchilla_law']:.4g} by the "
-        f"loss that Hoffmann et al. fitted, {best['kaplan']:.4g} by Kaplan et al. 2020 (whose "
-        f"models were too large)",
+        f"loss that Hoffmann et al. fitted, {best['kaplan']:.4g} by Kaplan et al. 2020",
         f"sends    per step: {parts('bytes_', format_bytes) or 'nothing'}",
         f"step     {plan['step_seconds']:.4g} s: {parts('seconds_', '{:,.4g} s'.format)}; bubble "
         f"{plan['bubble']:.1%}; {plan['tokens_per_second']:,.0f} tokens per second",
