@@ -191,7 +191,9 @@ def work(task):
 
 
 def enter(environment):
-    os.environ.update(environment)
+    # Two ranks connect at their first message: gloo takes about 10 ms to close a connection, and
+    # else a rank of 2 x 2 x 2 has seventeen. (Commands connect at once, as a user's ranks do.)
+    os.environ.update(TORCH_GLOO_LAZY_INIT="1", **environment)
     sys.stdout = sys.stderr = open(os.devnull, "w")
 
 
@@ -737,6 +739,7 @@ def run_file(folder, cwd, environment, file, arguments):
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)
     os.chdir(cwd)
     os.environ.update({name: str(value) for name, value in environment.items()})
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)        # under nohup it is ignored
     sys.argv = list(map(str, [file, *arguments]))
     runpy.run_path(str(ROOT / file), run_name="__main__")
 

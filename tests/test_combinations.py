@@ -69,7 +69,7 @@ def test_the_rows_have_every_two_values_that_may_be_combined():
       if row["dtype"] in BOUNDS or ranks_of(row) <= 4)],
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x))
 def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row, long):
-    """In two steps (long: 20) losses, each parameter's gradients and norms are those of one
+    """In two steps (long: 6) losses, each parameter's gradients and norms are those of one
     process, and the first gradients those of the plain model by autograd, to the BOUNDS; so is the
     final state in fp64. In 16 bits the losses are those of fp64 to 0.001, also after an update that
     is large enough to show in the second one, the norms to 0.03, and the first gradients to 0.05,
@@ -80,7 +80,7 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
     dp = dp_for(row)
     cfg = deep_enough_for(row)
     if long:
-        changes = dict(steps=60, lr=4e-3) if half else dict(steps=20)
+        changes = dict(steps=60, lr=4e-3) if half else dict(steps=6)
     else:
         changes = dict(steps=2) if dtype == "fp32" else TWO_STEPS
     microbatch = 4 if row["pp_schedule"] == "gpipe" else 2      # of GPipe two, of others four
