@@ -27,7 +27,8 @@ import torch
 
 from amp import PRECISIONS
 from checkpoint import load_model
-from corpus.conversations import ASSISTANT, Message, end_of_answer, prompt_of
+from corpus.conversations import end_of_answer, prompt_of
+from corpus.messages import ASSISTANT, Message
 from corpus.tokenizers import bytes_of_token, get_tokenizer
 from parallelism.collectives import first_line, out_of_memory
 from runtime.devices import pick_device

@@ -4,7 +4,8 @@
     prepare     two passes over the documents: text to shards
     inputs      which files are read           formats     the documents of a file
     file_kinds  what a file is                 records     those of lines and tables
-    compressed  .gz and .zst                   conversations       messages, and what is learnt
+    compressed  .gz and .zst                   messages    those of a conversation
+    conversations       their tokens, and what is learnt
     index       pass 1: hashes and sizes       split       which documents validate
     encode      pass 2: tokens                 near_duplicates     MinHash of the documents
     tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json

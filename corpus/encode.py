@@ -13,10 +13,11 @@ import numpy as np
 from corpus.bpe import train_bpe
 from corpus.compressed import BLOCK
 from corpus.console import progress
-from corpus.conversations import check_contents, render, texts_of
+from corpus.conversations import check_contents, render
 from corpus.file_changes import change_of
 from corpus.formats import read_documents
 from corpus.index import Index, read_texts, usable_cores
+from corpus.messages import texts_of
 from corpus.records import NotText
 from corpus.shards import BEGINS, LEARNT, SPLITS
 from corpus.tokenizers import CUT, MOST_TOKENS, cut_of, write_tokens

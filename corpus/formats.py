@@ -5,7 +5,7 @@
     .parquet  a document in each row, in the column "text"
     .eot      TinyStories as it is downloaded: as .txt, without white space around each document
 
-Lines and rows may also hold conversations (conversations.py). All but .parquet may also end in .gz
+Lines and rows may also hold conversations (messages.py). All but .parquet may also end in .gz
 or .zst. UTF-8, or UTF-16 and UTF-32 with their byte-order marks, which are not part of the text. A
 NotText stands for a document that cannot be read, so that one in a thousand can be left out.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from corpus.compressed import BLOCK
 from corpus.console import named
-from corpus.conversations import messages_of_line, read_table
 from corpus.file_kinds import LFS_POINTER, START, kind_of, why_not_text
+from corpus.messages import messages_of_line, read_table
 from corpus.records import NotText, open_text, read_lines, read_texts, text_of_line
 
 EOT = "<|endoftext|>"

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from corpus.console import note, progress
-from corpus.conversations import Answer, texts_of
 from corpus.file_changes import change_of
 from corpus.formats import EOT, read_documents
+from corpus.messages import Answer, texts_of
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
 from corpus.records import NotText
 from corpus.split import choose_split

@@ -89,7 +89,7 @@ def first_record(path: Path) -> dict:
 
 
 def is_conversation(record: dict) -> bool:
-    """Whether records with such fields are conversations (conversations.py)."""
+    """Whether records with such fields are conversations (messages.py)."""
     names = set(record)
     has_messages = names & set(LISTS) or {"prompt", "completion"} <= names
     return bool(has_messages) and "text" not in names

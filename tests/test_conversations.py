@@ -24,7 +24,8 @@ import model
 import sample
 import train
 from corpus import conversations, formats, inputs, windows
-from corpus.conversations import Message, prompt_of, render
+from corpus.conversations import prompt_of, render
+from corpus.messages import Message
 from corpus.prepare import prepare
 from corpus.shards import BEGINS, LEARNT, open_shard, read_meta
 from corpus.tokenizers import get_tokenizer, name_of
