@@ -32,14 +32,14 @@ def plain(messages, encoding):
     """Yield texts, and tokens of which one ends a text: (text or token, whether it is learnt). A
     message without content is an answer that the model is to write: its content is not yielded."""
     yield encoding.eot_token, False
-    for role, content in messages:
+    for role, content, is_learnt, _ in messages:
         if role != ASSISTANT:
             yield f"{role}:\n{content}\n\n", False
             continue
         yield f"{role}:\n", False
         if content is not None:
-            yield content, True
-            yield encoding.eot_token, True
+            yield content, is_learnt
+            yield encoding.eot_token, is_learnt
 
 
 def chatml(messages, encoding):
@@ -49,7 +49,7 @@ def chatml(messages, encoding):
         start, end = (encoding.encode_single_token(mark) for mark in MARKS)
     else:
         yield encoding.eot_token, False
-    for role, content in messages:
+    for role, content, is_learnt, _ in messages:
         yield start, False
         if role != ASSISTANT:
             yield f"{role}\n{content}", False
@@ -58,8 +58,8 @@ def chatml(messages, encoding):
             continue
         yield f"{role}\n", False
         if content is not None:
-            yield content, True
-            yield end_of_answer("chatml", encoding), True
+            yield content, is_learnt
+            yield end_of_answer("chatml", encoding), is_learnt
             yield "\n", False
 
 

@@ -22,6 +22,8 @@ BESIDES = ("system", *UNWRITTEN)                # what a record may have beside 
 class Message(NamedTuple):
     role: str
     content: str | None         # None: an answer that is to be written
+    is_learnt: bool = True      # of an answer
+    reasoning: str | None = None        # of an answer: what a model thinks before it
 
 
 class Answer(str):
