@@ -13,7 +13,8 @@ layout can load what any other layout wrote, and so can sample.py in one process
     tokens      number of tokens read         optimizer_steps   number of updates
     config      train.py's flags              model      its GPTConfig or LlamaConfig, as a dict
     tokenizer   its name (tokenizer_file: its content, of one's own)
-    template    of conversations, if it was trained on some
+    template    of conversations, if it was trained on some (template_file: a model's own)
+    ends        tokens at which a published model's generation ends
                                               data       data.TokenDataset's phases
     scaler      its state_dict()              monitor    DivergenceMonitor as a dict
     run         {"id": the run's random id, "origin": [kind, id, step of the file it began from]}
@@ -59,6 +60,7 @@ FORMAT = 7
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 KEYS = {"format", "step", "consumed_samples", "tokens", "optimizer_steps", "config", "model",
         "tokenizer", "data", "scaler", "monitor", "run", *STATE}
+OPTIONAL = ("tokenizer_file", "template", "template_file", "ends")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -334,7 +336,7 @@ def load(path: Path) -> dict:
         raise ValueError(f"{path} has format {state['format']}, this code reads format {FORMAT}: "
                          f"use the version of the code that wrote it")
     with reading(path, "is refused"):
-        if set(state) - {"tokenizer_file", "template"} != KEYS:
+        if set(state) - set(OPTIONAL) != KEYS:
             raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")
         weights_only = not state["exp_avg"] and not state["exp_avg_sq"]
         shapes = parameter_shapes(make_config(**state["model"]))

@@ -118,8 +118,8 @@ class TokenDataset:
         self.meta = dict(tokenizer=metas[0]["tokenizer"], vocab_size=metas[0]["vocab_size"],
                          bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
         for meta in metas:
-            self.meta |= {key: meta[key] for key in ("tokenizer_file", "template")
-                          if meta.get(key) is not None}
+            self.meta |= {key: meta[key] for key in ("tokenizer_file", "template", "template_file",
+                                                     "ends") if meta.get(key) is not None}
         self.has_conversations = "template" in self.meta
         # Each is [first sequence, {fingerprint of a source: weight}]; checkpoints store it.
         self.phases = [[0, {key: source.weight for key, source in self.sources.items()}]]

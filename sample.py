@@ -27,7 +27,7 @@ import torch
 
 from amp import PRECISIONS
 from checkpoint import load_model
-from corpus.conversations import end_of_answer, prompt_of
+from corpus.chat_templates import get_template
 from corpus.messages import ASSISTANT, Message
 from corpus.tokenizers import bytes_of_token, get_tokenizer
 from parallelism.collectives import first_line, out_of_memory
@@ -67,11 +67,11 @@ def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
 
 
 @torch.inference_mode()
-def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: float = 1.0,
+def generate(model, tokens: list[int], max_tokens: int, ends: set[int], temperature: float = 1.0,
              top_k: int = 0, top_p: float = 1.0, generators=(None,)):
     """Continue `tokens` once with each of the `generators`, as one batch with one cache. Yields up
-    to `max_tokens` times {number of the sample: token id} for the samples that continue. The token
-    `end` ends a sample and is not yielded.
+    to `max_tokens` times {number of the sample: token id} for the samples that continue. Each of
+    the tokens `ends` ends a sample and is not yielded.
 
     The model sees the last seq_len tokens of a prompt. The cache holds the keys and values of the
     tokens before, so a new token costs one position. When all seq_len positions are taken, the
@@ -101,7 +101,7 @@ def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: f
             probabilities = filter_logits(logits, temperature, top_k, top_p).cpu()
             drawn = [torch.multinomial(row, 1, generator=generator).item()
                      for row, generator in zip(probabilities, generators)]
-        ended |= {i for i, token in enumerate(drawn) if token == end}
+        ended |= {i for i, token in enumerate(drawn) if token in ends}
         yield {i: token for i, token in enumerate(drawn) if i not in ended}
         if len(ended) == count:
             return
@@ -118,7 +118,7 @@ def show(text: bytes, shown: int, is_whole=False) -> int:
     return max(shown, len(characters))
 
 
-def print_samples(model, tokenizer, prompt: str, seeds: range, args) -> None:
+def print_samples(model, tokenizer, ends: set[int], prompt: str, seeds: range, args) -> None:
     """Print a sample of a prompt for each seed, the first one as it is generated."""
     tokens = tokenizer.encode_ordinary(prompt)
     if len(tokens) > model.cfg.seq_len:
@@ -130,9 +130,8 @@ def print_samples(model, tokenizer, prompt: str, seeds: range, args) -> None:
     ended = set()                   # the samples that have reached `stop`
     shown = 0                       # characters of the first sample on standard output
     sys.stdout.write(prompt)
-    for drawn in generate(model, tokens or [tokenizer.eot_token], args.max_tokens,
-                          tokenizer.eot_token, args.temperature, args.top_k, args.top_p,
-                          generators):
+    for drawn in generate(model, tokens or [tokenizer.eot_token], args.max_tokens, ends,
+                          args.temperature, args.top_k, args.top_p, generators):
         for i in drawn.keys() - ended:
             texts[i] += bytes_of_token(tokenizer, drawn[i])
             if stop and stop in texts[i]:
@@ -150,7 +149,7 @@ def print_samples(model, tokenizer, prompt: str, seeds: range, args) -> None:
         sys.stdout.write(DASHES + prompt + text.decode(errors="replace") + "\n")
 
 
-def chat(model, tokenizer, template: str, lines, args) -> None:
+def chat(model, tokenizer, ends: set[int], template, lines, args) -> None:
     """Answer each line, which a user has written, with all of the conversation before it in the
     window. Where that is too long, its oldest question and answer are forgotten."""
     generator = torch.Generator().manual_seed(args.seed)
@@ -161,10 +160,10 @@ def chat(model, tokenizer, template: str, lines, args) -> None:
             messages = []
             continue
         messages.append(Message("user", line))
-        prompt = prompt_of(messages, template, tokenizer)
+        prompt = template.prompt_of(messages)
         while len(prompt) >= seq_len and len(messages) > 1:
             messages = messages[2:]
-            prompt = prompt_of(messages, template, tokenizer)
+            prompt = template.prompt_of(messages)
         if len(prompt) >= seq_len:
             print(f"sample.py: warning: this has {len(prompt)} tokens, the model sees {seq_len}: "
                   f"it is left out, and a new conversation begins", file=sys.stderr)
@@ -173,8 +172,8 @@ def chat(model, tokenizer, template: str, lines, args) -> None:
         answer = b""
         shown = 0                       # characters on standard output
         for drawn in generate(model, prompt, min(args.max_tokens, seq_len - len(prompt)),
-                              end_of_answer(template, tokenizer), args.temperature, args.top_k,
-                              args.top_p, [generator]):
+                              ends | {template.end}, args.temperature, args.top_k, args.top_p,
+                              [generator]):
             for token in drawn.values():        # none at the end
                 answer += bytes_of_token(tokenizer, token)
             shown = show(answer, shown)
@@ -193,6 +192,9 @@ def main() -> None:
         if args.chat and "template" not in state:
             raise ValueError(f"{args.ckpt} was not trained on conversations: drop --chat, or train "
                              f"it on some (docs/conversations.md)")
+        ends = {tokenizer.eot_token, *state.get("ends", [])}
+        if args.chat:
+            template = get_template(state["template"], tokenizer, state.get("template_file"))
         prompts = [] if args.chat else read_prompts(args)
         lines = read_lines() if args.chat else []
     except (ValueError, OSError) as error:
@@ -202,14 +204,14 @@ def main() -> None:
         parser.error("standard output, where the text goes, is closed: give a file or a pipe")
     sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character
     if args.chat:
-        chat(model, tokenizer, state["template"], lines, args)
+        chat(model, tokenizer, ends, template, lines, args)
     seeds = range(args.seed, args.seed + (args.num_samples or 1))
     for number, prompt in enumerate(prompts):
         for first in seeds[::AT_ONCE]:
             if number > 0 or first > args.seed:
                 sys.stdout.write(DASHES)
             some = range(first, min(first + AT_ONCE, seeds.stop))
-            print_samples(model, tokenizer, prompt, some, args)
+            print_samples(model, tokenizer, ends, prompt, some, args)
     sys.stdout.flush()
 
 

@@ -2525,7 +2525,7 @@ def test_samples_of_a_batch_equal_those_drawn_one_by_one(temperature):
         """The tokens of each sample."""
         generators = [torch.Generator().manual_seed(i) for i in seeds]
         tokens = [[] for _ in seeds]
-        for of in sample.generate(random_gpt(CFG), [1, 2, 3], 40, end, temperature,
+        for of in sample.generate(random_gpt(CFG), [1, 2, 3], 40, {end}, temperature,
                                   generators=generators):
             for i, token in of.items():
                 tokens[i].append(token)
@@ -2540,7 +2540,7 @@ def test_samples_of_a_batch_equal_those_drawn_one_by_one(temperature):
 def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
     """At a temperature at which all tokens are nearly as probable, 256 comes within 2,000 tokens
     and ends the sample, and none of the padding above it comes."""
-    drawn = list(sample.generate(random_gpt(CFG), [1], 2000, 256, temperature=1000.0,
+    drawn = list(sample.generate(random_gpt(CFG), [1], 2000, {256}, temperature=1000.0,
                                  generators=[torch.Generator().manual_seed(0)]))
     assert 0 < len(drawn) < 2000 and max(of.get(0, 0) for of in drawn) < 256
 
@@ -2570,7 +2570,7 @@ def test_sampling_computes_each_token_once_until_its_window_is_full(seq_len, pos
     plain = random_gpt(replace(CFG, seq_len=seq_len))
     seen = []
     plain.embed.register_forward_hook(lambda module, args, x: seen.append(x.shape[1]))
-    drawn = [of[0] for of in sample.generate(plain, [1, 2, 3], 40, 256, temperature=0)]
+    drawn = [of[0] for of in sample.generate(plain, [1, 2, 3], 40, {256}, temperature=0)]
     assert seen[:len(positions)] == positions
     assert drawn == greedy(plain, [1, 2, 3][-seq_len:], 40)
 

@@ -63,7 +63,7 @@ def chatml(messages, encoding):
             yield "\n", False
 
 
-TEMPLATES = {"plain": plain, "chatml": chatml}
+FORMS = {"plain": plain, "chatml": chatml}
 
 
 def has_marks(encoding) -> bool:
@@ -81,32 +81,55 @@ def end_of_answer(template: str, encoding) -> int:
     return encoding.eot_token
 
 
-def check_contents(messages, template: str, encoding) -> None:
-    """Raise ValueError if a content has a mark of ChatML where these are text."""
-    if template != "chatml" or has_marks(encoding):
-        return
-    for message in messages:
-        for mark in MARKS:
-            if mark in message.content:
-                raise ValueError(f"a content has {mark}, which --template chatml writes as text, "
-                                 f"because the tokenizer has no such token: give --template plain")
+def text_of(parts, encoding) -> str:
+    """The text of texts and tokens."""
+    return "".join(part if isinstance(part, str) else
+                   encoding.decode_single_token_bytes(part).decode() for part, _ in parts)
 
 
-def render(messages, template: str, encoding) -> tuple[list[int], list[bool]]:
-    """The tokens of a conversation, and which are learnt. What stands between two answers is
-    encoded as one text, as transformers does it. (An answer is encoded by itself, as a model writes
-    it: its tokens can differ from those of the whole text where it begins with white space.)"""
-    tokens, learnt = [], []
-    parts = TEMPLATES[template](messages, encoding)
-    for (kind, is_learnt), group in groupby(parts, lambda part: (type(part[0]), part[1])):
-        values = [value for value, _ in group]
-        new = values if kind is int else encoding.encode_ordinary("".join(values))
-        tokens += new
-        learnt += [is_learnt] * len(new)
-    return tokens, learnt
+class Template:
+    """One of FORMS for a tokenizer. (chat_templates.ChatTemplate is a model's own.)"""
 
+    def __init__(self, name: str, encoding):
+        self.name = name
+        self.file = None
+        self.encoding = encoding
+        self.end = end_of_answer(name, encoding)
 
-def prompt_of(messages, template: str, encoding) -> list[int]:
-    """The tokens of a conversation up to where a model writes the next answer."""
-    tokens, _ = render([*messages, Message(ASSISTANT, None)], template, encoding)
-    return tokens
+    def parts(self, messages):
+        """(text or token, whether it is learnt), one after the other."""
+        return FORMS[self.name](messages, self.encoding)
+
+    def check(self, messages) -> None:
+        """Raise ValueError if an answer has a reasoning, or a content has a mark of ChatML where
+        these are text."""
+        if any(message.reasoning for message in messages):
+            raise ValueError(f"an answer has a reasoning, which --template {self.name} does not "
+                             f"write: remove the field, or put it into the content")
+        if self.name != "chatml" or has_marks(self.encoding):
+            return
+        for message in messages:
+            for mark in MARKS:
+                if mark in message.content:
+                    raise ValueError(f"a content has {mark}, which --template chatml writes as "
+                                     f"text, because the tokenizer has no such token: give "
+                                     f"--template plain")
+
+    def render(self, messages) -> tuple[list[int], list[bool]]:
+        """The tokens of a conversation, and which are learnt. What stands between two answers is
+        encoded as one text, as transformers does it. (An answer is encoded by itself, as a model
+        writes it: its tokens can differ from those of the whole text where it begins with white
+        space.)"""
+        tokens, learnt = [], []
+        parts = self.parts(messages)
+        for (kind, is_learnt), group in groupby(parts, lambda part: (type(part[0]), part[1])):
+            values = [value for value, _ in group]
+            new = values if kind is int else self.encoding.encode_ordinary("".join(values))
+            tokens += new
+            learnt += [is_learnt] * len(new)
+        return tokens, learnt
+
+    def prompt_of(self, messages) -> list[int]:
+        """The tokens of a conversation up to where a model writes the next answer."""
+        tokens, _ = self.render([*messages, Message(ASSISTANT, None)])
+        return tokens

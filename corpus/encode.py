@@ -13,7 +13,6 @@ import numpy as np
 from corpus.bpe import train_bpe
 from corpus.compressed import BLOCK
 from corpus.console import progress
-from corpus.conversations import check_contents, render
 from corpus.file_changes import change_of
 from corpus.formats import read_documents
 from corpus.index import Index, read_texts, usable_cores
@@ -61,9 +60,10 @@ class Encoded(NamedTuple):
     flags: np.ndarray | None = None     # of conversations: shards.LEARNT + BEGINS, uint8 (n,)
 
 
-def tokenise(index: Index, encoding, template: str | None = None):
+def tokenise(index: Index, encoding, template=None):
     """Pass 2: yield an Encoded of some documents, or conversations, at a time, in order. Raises
-    ValueError at the end if the files have changed since pass 1."""
+    ValueError at the end if the files have changed since pass 1. `template`: of conversations, as
+    chat_templates.get_template returns it."""
     if template is None:
         parts = encode_pieces(pieces_of(index, cut_of(encoding.name)), encoding)
     else:
@@ -125,15 +125,18 @@ def encode_pieces(pieces, encoding):
     yield from in_threads(work, in_groups(pieces))
 
 
-def encode_conversations(index: Index, encoding, template: str):
+def encode_conversations(index: Index, encoding, template):
     """Yield an Encoded of some conversations at a time, in order."""
     def work(split, conversations):
         tokens, flags, size = [], [], 0
         for messages in conversations:
             if isinstance(messages[0], NotText):        # pass 1 could read it
                 raise messages[0]
-            check_contents(messages, template, encoding)
-            new, learnt = render(messages, template, encoding)
+            try:
+                template.check(messages)
+                new, learnt = template.render(messages)
+            except ValueError as error:
+                raise ValueError(f"{error} (the conversation {beginning_of(messages)})") from None
             tokens += new
             flags.append(LEARNT * np.array(learnt, "u1"))
             flags[-1][0] |= BEGINS
@@ -144,6 +147,12 @@ def encode_conversations(index: Index, encoding, template: str):
     kept = (("train" if cut else "val", messages)
             for messages, cut in zip(conversations, index.cuts.tolist()) if cut >= 0)
     yield from in_threads(work, in_groups(kept))
+
+
+def beginning_of(messages) -> str:
+    """How a conversation can be found in its file."""
+    text = next(message.content for message in messages if message.content.strip())
+    return "that has " + repr(text.strip()[:60])
 
 
 def dtype_of(encoding) -> str:

@@ -46,6 +46,8 @@ class JsonTokenizer:
                              f"encoded in parts would not give the tokens of the whole")
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        # Without white space that it leaves out of offsets, and without tokens that it adds.
+        self.tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
         self.tokenizer.encode_special_tokens = True     # in a text their characters are ordinary
         self.name = name
         ids = self.tokenizer.get_vocab()
@@ -61,8 +63,17 @@ class JsonTokenizer:
         self.tokenizer.add_special_tokens(list(self.special_tokens_set))
         self.byte_of = {character: byte for byte, character in enumerate(characters_of_bytes())}
 
+    def added_tokens(self) -> dict:
+        """{id: the AddedToken of the package}."""
+        return self.tokenizer.get_added_tokens_decoder()
+
     def encode_ordinary(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of a text, and the characters of the text that each is of: first, end."""
+        encoded = self.tokenizer.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
 
     def encode_single_token(self, text: str) -> int:
         return self.tokenizer.token_to_id(text)

@@ -9,8 +9,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from corpus.chat_templates import choose_template, read_ends, write_own
 from corpus.console import NO_SPACE, named, note, progress
-from corpus.conversations import default_template
+from corpus.conversations import Template
 from corpus.encode import bytes_per_token, tokenise, train_tokenizer
 from corpus.file_changes import sha256_of
 from corpus.index import Index, index_documents
@@ -25,23 +26,28 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. `tokenizer`: the name of one in corpus/tokenizers.py,
     the path of a file of one, or the one of `train_tokens` tokens that is trained on this text.
-    Without a `field` the files hold conversations; `template`: None, the one for the tokenizer.
+    Without a `field` the files hold conversations; `template`: the name of one of ours, or the path
+    of a model's; None: the one beside the tokenizer's file, or the default for the tokenizer.
     What is there already is not made again. Raises ValueError if a file is not text, if there is
     too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
     run may be training on."""
     vocabulary = None           # the content of the file of a tokenizer of one's own
+    model_folder = None
     if tokenizer.endswith(tuple(OWN.values())):
         vocabulary = read_file(Path(tokenizer))
+        model_folder = Path(tokenizer).parent
         tokenizer = name_of(vocabulary)
     if train_tokens is None:
         encoding = get_tokenizer(tokenizer, vocabulary)
+        if field is None:
+            template = choose_template(template, encoding, model_folder)
     check_writable(out)
     index = index_documents(files, seed, field, near_duplicates)
     source = f"{index.digest}, {tokenizer}, {shard_tokens}"
-    if field is None:
-        if template is None:
-            template = "plain" if train_tokens is not None else default_template(encoding)
-        source += f", {template}"
+    if field is None and train_tokens is not None:
+        source += f", {template or 'plain'}"
+    elif field is None:
+        source += f", {template.name}"
     meta = find_complete(out, source)
     if meta is not None:
         return meta
@@ -50,6 +56,8 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
         vocabulary = train_tokenizer(index, train_tokens)
         tokenizer = name_of(vocabulary)
         encoding = get_tokenizer(tokenizer, vocabulary)
+        if field is None:
+            template = Template(template or "plain", encoding)
     out.mkdir(parents=True, exist_ok=True)
     with new_folder(out) as folder:
         tokens, text_bytes, learnt = write_shards(folder, index, encoding, shard_tokens, template)
@@ -59,7 +67,12 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
                     fingerprint=sha256_of(*sorted(folder.iterdir())), source=source,
                     **index.counts)
         if template is not None:
-            meta |= dict(template=template, learnt=learnt, bytes_per_token=None)
+            meta |= dict(template=template.name, learnt=learnt, bytes_per_token=None)
+            if template.file is not None:
+                write_own(folder, template)
+        ends = read_ends(model_folder) if model_folder is not None else []
+        if ends:
+            meta["ends"] = ends
         if vocabulary is not None:
             (folder / file_name(tokenizer)).write_text(vocabulary, encoding="utf-8")
         if train_tokens is not None:
@@ -86,7 +99,7 @@ def find_complete(out: Path, source: str) -> dict | None:
 
 
 def write_shards(folder: Path, index: Index, encoding, shard_tokens: int,
-                 template: str | None) -> tuple[dict, dict, dict]:
+                 template) -> tuple[dict, dict, dict]:
     """Encode the documents. Returns {split: number of tokens}, {split: bytes of text} and {split:
     number of tokens of answers}."""
     tokens = dict.fromkeys(SPLITS, 0)

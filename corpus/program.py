@@ -5,8 +5,9 @@ import shlex
 import sys
 from pathlib import Path
 
+from corpus.chat_templates import is_own
 from corpus.console import explain, is_failure, print_lines
-from corpus.conversations import TEMPLATES
+from corpus.conversations import FORMS
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS, download_fineweb, download_text
 from corpus.file_kinds import READ_KINDS
 from corpus.formats import EOT
@@ -37,9 +38,10 @@ def make_parser() -> Parser:
     text.add_argument("--near-duplicates", choices=["keep", "drop", "ignore"], default="keep",
                       help="documents with most words in common: count them, keep the first, or do "
                            "not look for them, which is faster (default keep)")
-    text.add_argument("--template", choices=list(TEMPLATES),
-                      help="how conversations are written (default chatml if the tokenizer has its "
-                           "tokens, otherwise plain)")
+    text.add_argument("--template", metavar="NAME|FILE",
+                      help="how conversations are written: plain, chatml, a model's .jinja or its "
+                           "folder (default: that of the tokenizer's folder, else chatml if the "
+                           "tokenizer has its tokens, otherwise plain)")
     shards = parser.add_argument_group("shards")
     tokenizer = shards.add_mutually_exclusive_group()
     tokenizer.add_argument("--tokenizer", metavar="NAME|FILE",
@@ -80,6 +82,7 @@ def parse_flags(arguments) -> argparse.Namespace:
     if args.template is not None and (not args.input or args.text_field is not None):
         parser.error("--template is for the conversations of --input, which have no --text-field: "
                      "leave one out")
+    check_template(parser, args)
     is_fineweb = args.dataset == "fineweb"
     if args.shards != 1 and not (is_fineweb and 1 <= args.shards <= FINEWEB_SHARDS):
         parser.error(f"only --dataset fineweb has --shards, 1 to {FINEWEB_SHARDS}")
@@ -89,6 +92,18 @@ def parse_flags(arguments) -> argparse.Namespace:
     if args.tokenizer is None:
         args.tokenizer = "bytes" if args.dataset == "python" and not args.input else "gpt2"
     return args
+
+
+def check_template(parser: Parser, args) -> None:
+    """End the program if there is no such template."""
+    if args.template is None or args.template in FORMS:
+        return
+    if not Path(args.template).exists():
+        parser.error(f"--template {args.template}: there is no such file: give {', '.join(FORMS)}, "
+                     f"a model's .jinja or its folder")
+    if args.train_tokenizer is not None:
+        parser.error(f"--template {args.template} is of a model, whose tokens a tokenizer of one's "
+                     f"own has not: give --tokenizer FILE, or --template plain")
 
 
 def check_tokenizer(parser: Parser, args) -> None:
@@ -126,8 +141,9 @@ def summary(out: Path, meta: dict) -> list[str]:
     lines = [f"{documents}{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate "
              f"on."]
     if "template" in meta:
+        own = ", the model's own template" if is_own(meta["template"]) else ""
         lines.append(f"Learnt are the answers, {meta['learnt']['train']:,} of the tokens; the "
-                     f"template is {meta['template']}.")
+                     f"template is {meta['template']}{own}.")
     if "compared" in meta:
         own, gpt2 = meta["compared"]
         lines.append(f"The tokenizer {meta['tokenizer']} has {meta['vocab_size']:,} tokens: "

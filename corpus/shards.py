@@ -4,6 +4,7 @@
     train_000000.learn, ...     beside a shard of conversations: a byte for each of its tokens, the
                                 sum of LEARNT and BEGINS
     bpe-HASH.tiktoken, ...      the tokenizer, if it is of a file (tokenizers.py)
+    jinja-HASH.json             the template of conversations, if it is a model's own
     meta.json                   written last: the tokenizer's name, counts, a fingerprint
 """
 import hashlib
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from corpus import chat_templates
 from corpus.console import named
 from corpus.file_kinds import what_it_is
 from corpus.tokenizers import is_of_file, read_own
@@ -120,6 +122,7 @@ def read_meta(directory: Path) -> dict:
                   for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
         needed["tokens"] = dict(meta.get("tokens", {}))
         needed["template"] = meta.get("template")           # of conversations
+        needed["ends"] = meta.get("ends")                   # of a model's generations
     except FileNotFoundError:
         if (directory / "train_000000.bin").exists():       # data.py's own name
             raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "
@@ -138,6 +141,8 @@ def read_meta(directory: Path) -> dict:
                          f"again") from None
     if is_of_file(needed["tokenizer"]):
         needed["tokenizer_file"] = read_own(directory, needed["tokenizer"])
+    if needed["template"] is not None and chat_templates.is_own(needed["template"]):
+        needed["template_file"] = chat_templates.read_own(directory, needed["template"])
     return needed
 
 

@@ -250,8 +250,9 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
                  f"checkpoint on, samples of the tokens are compared")
     template = state.get("template")
     if template is not None and meta.get("template", template) != template:
+        own = "DIR, the folder of its model," if "template_file" in state else template
         warn(f"{file} was trained on conversations by the template {template}, and {config.data} "
-             f"has {meta['template']}: data.py --template {template} makes it alike")
+             f"has {meta['template']}: data.py --template {own} makes it alike")
     if fine_tunes or set(trained_on) <= set(dataset.sources):
         return
     problem = f"{file} was trained on the text that {stored} had, not on that of {found}"

@@ -111,4 +111,4 @@ def submit(run, progress: Progress) -> None:
         data=run.train_data.phases, scaler=progress.scaler.state_dict(),
         monitor=dataclasses.asdict(progress.monitor),
         **{key: value for key, value in run.train_data.meta.items()
-           if "tokenizer" in key or key == "template"}))
+           if key in ("tokenizer", *checkpoint.OPTIONAL)}))

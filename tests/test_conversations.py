@@ -24,7 +24,7 @@ import model
 import sample
 import train
 from corpus import conversations, formats, inputs, windows
-from corpus.conversations import prompt_of, render
+from corpus.conversations import Template
 from corpus.messages import Message
 from corpus.prepare import prepare
 from corpus.shards import BEGINS, LEARNT, open_shard, read_meta
@@ -38,7 +38,6 @@ from tests.harness import (BOUNDS, CFG, INTERLEAVED, TINY, assert_same_state, di
                            relative, run_main, same_bits, saved, settings, small_state, trained,
                            whole_gradient, without_saves)
 from tools import huggingface
-from tools.chat_templates import find_template
 
 THREE_TURNS = [("system", " be brief "), ("user", "2 + 2?"), ("assistant", "4"), ("user", "more"),
                ("assistant", ""), ("user", "\n<|endoftext|>"), ("assistant", " 5\n")]
@@ -110,7 +109,8 @@ def written(tokens):
      ["4E", "E", " 5\nE"])])
 def test_a_template_writes_a_conversation_and_marks_its_answers(template, encoding, text, learnt):
     """By literals. What is learnt are the contents of the answers, and the token that ends each."""
-    tokens, is_learnt = render([Message(*turn) for turn in THREE_TURNS], template, encoding)
+    tokens, is_learnt = Template(template, encoding).render(
+        [Message(*turn) for turn in THREE_TURNS])
     assert written(tokens) == text
     parts = re.findall("1+", "".join(str(int(flag)) for flag in is_learnt))
     assert [len(part) for part in parts] == [len(part) for part in learnt]
@@ -123,13 +123,14 @@ def test_a_template_writes_a_conversation_and_marks_its_answers(template, encodi
 def test_a_chat_shows_the_model_what_it_was_trained_on(template, encoding):
     """Before each answer, the tokens of a chat are those of training."""
     turns = [Message(*turn) for turn in THREE_TURNS]
-    tokens, _ = render(turns, template, encoding)
+    template = Template(template, encoding)
+    tokens, _ = template.render(turns)
     for i, turn in enumerate(turns):
         if turn.role == "assistant":
-            before = prompt_of(turns[:i], template, encoding)
+            before = template.prompt_of(turns[:i])
             end = len(before) + len(turn.content)
             assert tokens[:len(before)] == before
-            assert tokens[end] == conversations.end_of_answer(template, encoding)
+            assert tokens[end] == template.end
 
 
 @pytest.fixture(scope="module")
@@ -741,7 +742,7 @@ def test_the_answers_right_are_those_that_sample_py_writes(first_letters):
     right = []
     for prompt, answer in re.findall("(Euser:\n[a-h]+\n\nassistant:\n)(.E)", text):
         tokens = [256, *prompt[1:].encode()]
-        drawn = [token for one in sample.generate(ours, tokens, 2, 256, temperature=0)
+        drawn = [token for one in sample.generate(ours, tokens, 2, {256}, temperature=0)
                  for token in one.values()]
         right.append(written(drawn) == answer[0])
     assert len(right) == rows[step - 1]["val_answers"] >= 40
@@ -817,9 +818,9 @@ def test_a_chat_shows_the_model_the_conversation_so_far(first_letters, monkeypat
     folder, _ = first_letters
     shown = []
 
-    def generate(model, tokens, max_tokens, end, *choice):
+    def generate(model, tokens, max_tokens, ends, *choice):
         shown.append(written(tokens))
-        assert end == 256 and max_tokens == min(500, 64 - len(tokens))
+        assert ends == {256} and max_tokens == min(500, 64 - len(tokens))
         yield {0: ord("x")}
         yield {}
     monkeypatch.setattr(sample, "generate", generate)
@@ -887,46 +888,17 @@ def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_toke
     torch.save(state, tmp_path / "a.pt")
     huggingface.export_model(tmp_path / "a.pt", tmp_path / "hf")
     turns = [turn for turn in THREE_TURNS if "endoftext" not in turn[1]][:5]
-    ours, _ = render([Message(*turn) for turn in turns], template, encoding)
-    assert in_transformers(tmp_path / "hf", turns) == ours
-    assert in_transformers(tmp_path / "hf", turns[:2], add_generation_prompt=True) == prompt_of(
-        [Message(*turn) for turn in turns[:2]], template, encoding)
+    ours = Template(template, encoding)
+    tokens, _ = ours.render([Message(*turn) for turn in turns])
+    assert in_transformers(tmp_path / "hf", turns) == tokens
+    assert in_transformers(tmp_path / "hf", turns[:2], add_generation_prompt=True) == ours.prompt_of(
+        [Message(*turn) for turn in turns[:2]])
     config = json.loads((tmp_path / "hf/config.json").read_text())
-    assert config["eos_token_id"] == conversations.end_of_answer(template, encoding)
+    assert config["eos_token_id"] == ours.end
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.eos_token_id == config["eos_token_id"]
     huggingface.import_model(str(tmp_path / "hf"), tmp_path / "b.pt", "no hub")
     assert checkpoint.load(tmp_path / "b.pt")["template"] == template
-
-
-@pytest.mark.parametrize("text, found", [
-    ("{% if tools %}{{ '<|im_start|>system\n' }}{% endif %}{{ '<|im_end|>' }}", "chatml"),
-    ("{{ bos_token }}[INST]", None), (None, None)])
-def test_an_instruct_models_template_is_found(tmp_path, marked_tokenizer, text, found):
-    """ChatML by its marks, as of Qwen's and SmolLM2's, whatever else it adds."""
-    own = marked_tokenizer.read_text()
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(chat_template=text)))
-    assert find_template(tmp_path, name_of(own), own) == found
-
-
-@pytest.mark.parametrize("file, content, told", [
-    ("tokenizer_config.json", "[1]", "tokenizer_config.json is refused: it is no object, but list"),
-    ("tokenizer_config.json", "{", "tokenizer_config.json is refused: "),
-    ("chat_template.jinja", "\ud800", "chat_template.jinja is refused: 'utf-8'"),
-    ("tokenizer_config.json", '{"chat_template": 5}', None),
-    ("tokenizer_config.json", '{"chat_template": [{"name": "tools"}]}', "is refused: 'template'"),
-    ("tokenizer_config.json", json.dumps(dict(chat_template=[
-        dict(name="tools", template="x"),
-        dict(name="default", template="<|im_start|>...<|im_end|>")])), "chatml")])
-def test_an_odd_template_of_a_model_is_refused_by_its_file(tmp_path, marked_tokenizer, file,
-                                                           content, told):
-    (tmp_path / file).write_text(content, errors="surrogatepass")
-    own = marked_tokenizer.read_text()
-    try:
-        found = find_template(tmp_path, name_of(own), own)
-    except ValueError as error:
-        found = str(error)
-    assert (found is None) if told is None else told in found
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -410,7 +410,8 @@ def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(pool, t
 def samples_on(rank, world, on_second):
     """What a model with a cache says, greedily, past its window, on either device."""
     plain = GPT(CFG).initialize(0).to(second_device()[0] if on_second else "cpu").eval()
-    return list(sample.generate(plain, [1, 2, 3], 2 * CFG.seq_len, -1, 0.0, generators=(None,) * 2))
+    return list(sample.generate(plain, [1, 2, 3], 2 * CFG.seq_len, set(), 0.0,
+                                generators=(None,) * 2))
 
 
 def test_another_device_samples_what_the_cpu_does():

@@ -141,7 +141,7 @@ def test_greedy_text_is_that_of_full_recomputation_by_transformers(theirs_and_ou
     _, theirs, file = theirs_and_ours(name)
     ours, _ = checkpoint.load_model(file)
     tokens = [3, 1, 4, 1, 5]
-    found = [drawn[0] for drawn in generate(ours.double(), tokens, 50, -1, temperature=0)]
+    found = [drawn[0] for drawn in generate(ours.double(), tokens, 50, set(), temperature=0)]
     theirs = theirs.double()
     for _ in found:
         tokens.append(theirs(torch.tensor([tokens])).logits[0, -1].argmax().item())
@@ -253,7 +253,7 @@ def test_a_cache_changes_no_token(name):
     """Also beyond seq_len, when the older half of the window is forgotten."""
     plain = random_gpt(CFGS[name])
     tokens = [3, 1, 4, 1, 5]
-    found = [drawn[0] for drawn in generate(plain, tokens, 30, -1, temperature=0)]
+    found = [drawn[0] for drawn in generate(plain, tokens, 30, set(), temperature=0)]
     assert found == greedy(plain, tokens, 30)
 
 
@@ -268,7 +268,7 @@ def test_a_cache_has_the_heads_of_keys_and_the_positions_that_are_used():
         return cache
     plain.new_kv_cache = new_kv_cache
     for count in (4, 100):
-        list(generate(plain, [1, 2, 3, 4, 5], count, -1, 0.0))
+        list(generate(plain, [1, 2, 3, 4, 5], count, set(), 0.0))
     assert shapes == [(2, 1, 4, 9, 4), (2, 1, 4, 16, 4)]
 
 

@@ -88,7 +88,8 @@ def fetch(source: str, folder: Path, hub: str, check: Callable[[Path], object]) 
     download(address + weights, folder / weights)
     for file in weight_files(folder):
         download(address + file.name, file)
-    for name in ("tokenizer.json", "vocab.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in ("tokenizer.json", "vocab.json", "tokenizer_config.json", "chat_template.jinja",
+                 "special_tokens_map.json", "generation_config.json"):
         if is_there(name):
             download(address + name, folder / name)
 

@@ -26,7 +26,7 @@ import torch
 
 from checkpoint import FORMAT, KEYS, load, parameter_shapes, verify, write_file
 from corpus.bpe import find_merges
-from corpus.conversations import MARKS, end_of_answer
+from corpus.chat_templates import entries_of, find_template, get_template, read_ends
 from corpus.formats import EOT
 from corpus.json_tokenizers import characters_of_bytes
 from corpus.tokenizers import (file_name, get_tokenizer, name_of, read_file, read_own,
@@ -37,7 +37,6 @@ from runtime.checkpoint_files import reading
 from runtime.commandline import Parser
 from runtime.directory import new_run
 from runtime.flops import parameter_count
-from tools.chat_templates import find_template, in_jinja
 from tools.hub import IS_ADAPTER, check_source, fetch, tensor_readers, weight_files
 from tools.huggingface_formats import (BUFFERS, END_OF_TEXT, FAMILIES, Family, config_json,
                                        model_config, their_names, to_ours, to_theirs)
@@ -100,19 +99,13 @@ def import_model(source: str, file: Path, hub: str) -> None:
     if path is not None:
         state["tokenizer_file"] = read_file(path)
     if path is not None or tokenizer in ("gpt2", "bytes"):
-        template = None
-        try:
-            template = find_template(folder, tokenizer, state.get("tokenizer_file"))
-        except ConnectionError as error:        # the tokens of its marks are not known
-            print(f"tools.huggingface: note: no template of conversations is looked for: {error}",
-                  file=sys.stderr)
-        if template is not None:
-            state["template"] = template
+        state |= find_conversations(folder, tokenizer, state.get("tokenizer_file"))
     write_file(state, file.with_name(file.name + ".tmp"), file)
     print(f"{file}: {parameter_count(cfg):,} parameters. Train on with\n"
           f"python train.py --init-from {file} --data DIR --out out/{file.stem}")
     if "template" in state:
-        print(f"It is a model of conversations, by the template {state['template']}:\n"
+        kind = "its own template" if "template_file" in state else f"the template {state['template']}"
+        print(f"It is a model of conversations, by {kind}:\n"
               f"python sample.py --ckpt {file} --chat")
     if path is not None:
         print(f"Make --data with its tokenizer:\n"
@@ -120,6 +113,27 @@ def import_model(source: str, file: Path, hub: str) -> None:
     elif tokenizer not in ("gpt2", "bytes"):
         print(f"Its tokenizer is not ours: sample.py cannot read or write its tokens, and --data "
               f"must have been made with it (tokenizer {tokenizer!r} in meta.json)")
+
+
+def find_conversations(folder: Path, tokenizer: str, own: str | None) -> dict:
+    """What a checkpoint keeps of a model's folder beside its tokenizer: the template of its
+    conversations, and the tokens that end a generation."""
+    state = {}
+    ends = read_ends(folder)
+    if ends:
+        state["ends"] = ends
+    try:
+        found = find_template(folder, get_tokenizer(tokenizer, own))
+    except ConnectionError as error:        # the tokens of its marks are not known
+        print(f"tools.huggingface: note: no template of conversations is looked for: {error}",
+              file=sys.stderr)
+        return state
+    if found is not None:
+        name, file = found
+        state["template"] = name
+        if file is not None:
+            state["template_file"] = file
+    return state
 
 
 def read_parameter(name: str, shape: tuple, readers: dict, folder: Path, family: Family,
@@ -257,15 +271,12 @@ def write_tensors(parameters: dict[str, torch.Tensor], family: Family, cfg: GPTC
 
 
 def write_tokenizer(name: str, cfg: GPTConfig, folder: Path, own: str | None,
-                    template: str | None) -> None:
+                    template=None) -> None:
     """Write our tokenizer as one of GPT-2's kind: its vocabulary from tiktoken's cache, the bytes
     and no merges, or the tokens of `own`, the content of its file; a tokenizer.json as it is. With
     the `template` of conversations an answer's end is the end of a text."""
     encoding = get_tokenizer(name, own)
-    chat = {} if template is None else dict(chat_template=in_jinja(template, encoding))
-    end = getattr(encoding, "end_of_text", EOT)
-    if template is not None and end_of_answer(template, encoding) != encoding.eot_token:
-        end = MARKS[1]
+    chat = {} if template is None else entries_of(template)
     if name == "gpt2":
         from tiktoken.load import read_file_cached
         for file, (theirs, sha256) in GPT2_FILES.items():
@@ -273,7 +284,7 @@ def write_tokenizer(name: str, cfg: GPTConfig, folder: Path, own: str | None,
     elif own is not None and name.startswith("json-"):
         (folder / "tokenizer.json").write_text(own, encoding="utf-8")
         config = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=cfg.seq_len,
-                      eos_token=end, **chat)
+                      eos_token=getattr(encoding, "end_of_text", EOT)) | chat
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         return
     elif own is not None:
@@ -290,7 +301,7 @@ def write_tokenizer(name: str, cfg: GPTConfig, folder: Path, own: str | None,
         (folder / "vocab.json").write_text(json.dumps(token_of | {EOT: END_OF_TEXT["bytes"]}))
         (folder / "merges.txt").write_text("")
     config = dict(tokenizer_class="GPT2Tokenizer", model_max_length=cfg.seq_len, bos_token=EOT,
-                  eos_token=EOT, unk_token=EOT, pad_token=EOT, **chat)
+                  eos_token=EOT, unk_token=EOT, pad_token=EOT) | chat
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -304,11 +315,18 @@ def export_model(file: Path, folder: Path) -> None:
     tokenizer = state["tokenizer"]
     own = state.get("tokenizer_file")
     has_tokenizer = tokenizer in ("gpt2", "bytes") or own is not None
-    template = state.get("template")
+    template = None
     end = None
+    ends = set(state.get("ends", []))
     if has_tokenizer:           # downloads it, or fails, before the weights are written
         encoding = get_tokenizer(tokenizer, own)
-        end = encoding.eot_token if template is None else end_of_answer(template, encoding)
+        end = encoding.eot_token
+        ends.add(end)
+        if "template" in state:
+            template = get_template(state["template"], encoding, state.get("template_file"))
+            if template.end is not None:
+                end = template.end
+                ends.add(end)
     config = config_json(cfg, tokenizer, end)
     family = FAMILIES[config["model_type"]]
     for name in state["parameters"]:
@@ -319,6 +337,9 @@ def export_model(file: Path, folder: Path) -> None:
         aside = Path(temporary, "folder")           # its mode is the usual one, temporary's is 700
         aside.mkdir()
         (aside / "config.json").write_text(json.dumps(config, indent=1))
+        if len(ends) > 1:       # config.json has the first alone
+            (aside / "generation_config.json").write_text(json.dumps(dict(
+                eos_token_id=sorted(ends), bos_token_id=end)))
         write_tensors(state["parameters"], family, cfg, aside)
         if has_tokenizer:
             write_tokenizer(tokenizer, cfg, aside, own, template)
