@@ -129,8 +129,8 @@ def equality_row(pool, layout, one, out, cfg, **flags):
                                recompute=recompute, micro_batch=micro_batch, **flags), one)
 
 
-@pytest.mark.claim("Every layout trains a small model as one process does: losses, gradients and "
-                   "norms differ by at most 1e-5 in fp32 (learning rate 1e-3), 1e-10 in fp64.")
+@pytest.mark.claim("Every layout trains small models as one process does: losses, gradients, "
+                   "norms differ by at most 1e-5 in fp32 (rate 1e-3), 1e-10 in fp64.")
 @pytest.mark.parametrize("layout, n_layer, flags", [        # (dp, tp, pp)
     ((8, 1, 1), 2, dict(dtype="fp64")),
     ((1, 8, 1), 2, dict(dtype="fp64")),
