@@ -271,8 +271,8 @@ def test_plans_predict_published_runs():
     assert max(errors[name] for name in published_runs.EARLIER_FITTED) < 0.05
 
 
-@pytest.mark.claim("Plans of published runs not used for fitting, their differences counted, are 5% "
-                   "off on average and order 88% of layout pairs correctly.")
+@pytest.mark.claim("Plans of published runs not used for fitting, their differences counted, are "
+                   "5% off on average and order 88% of layout pairs correctly.")
 def test_plans_predict_runs_that_were_held_out_and_order_their_layouts():
     """Of each table 7.5% off on average and nine of ten within 15%; 23% where 1 GB of memory is
     left. 85% of the pairs of one model's layouts are in the right order."""
@@ -285,8 +285,8 @@ def test_plans_predict_runs_that_were_held_out_and_order_their_layouts():
     assert len(right) == 186 and np.mean(right) > 0.85
 
 
-@pytest.mark.claim("What a plan prints for published runs, without their differences, is as far off "
-                   "as docs/planning.md says.")
+@pytest.mark.claim("What a plan prints for published runs, without their differences, is as far "
+                   "off as docs/planning.md says.")
 def test_the_planning_page_has_the_errors_with_and_without_what_was_theirs():
     """Each row of its table: how many steps, and the mean and the largest error, in percent."""
     fitted = published_runs.RUNS
