@@ -129,8 +129,8 @@ def equality_row(pool, layout, one, out, cfg, **flags):
                                recompute=recompute, micro_batch=micro_batch, **flags), one)
 
 
-@pytest.mark.claim("Every layout trains as one process does: losses, gradients and norms differ "
-                   "by at most 1e-5 in fp32, 1e-10 in fp64.")
+@pytest.mark.claim("Every layout trains small models as one process does: losses, gradients, "
+                   "norms differ by at most 1e-5 in fp32 (rate 1e-3), 1e-10 in fp64.")
 @pytest.mark.parametrize("layout, n_layer, flags", [        # (dp, tp, pp)
     ((8, 1, 1), 2, dict(dtype="fp64")),
     ((1, 8, 1), 2, dict(dtype="fp64")),
@@ -147,6 +147,9 @@ def equality_row(pool, layout, one, out, cfg, **flags):
     *(((3, 1, 1), 2, dict(dtype="fp64", batch_size=6, zero=zero)) for zero in range(4)),
     *((layout, layout[2] + 1, dict(dtype="fp32", steps=20, lr=1e-3, warmup_steps=5))
       for layout in [(8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (2, 2, 2)]),
+    # A rate at which rounding differences grow fast.
+    *((layout, 2, dict(dtype="fp64", steps=20, lr=1e-2, warmup_steps=5))
+      for layout in [(2, 1, 1), (1, 2, 1)]),
     *(pytest.param(layout, layout[2] + 1,
                    dict(dtype="fp64", steps=6, lr=1e-3, warmup_steps=5), marks=pytest.mark.slow)
       for layout in LAYOUTS),

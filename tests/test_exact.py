@@ -19,8 +19,8 @@ import torch.nn as nn
 from model import GPTConfig
 from parallelism.exact import ExactLookup
 from parallelism.exact_sums import ExactSums, plain_exact_sum
-from tests.harness import (after_backward, column, differences, relative, run_steps, same_bits,
-                           settings, trained, watched, whole_gradient)
+from tests.harness import (after_backward, column, differences, plain_gradient, relative, run_steps,
+                           same_bits, settings, trained, watched, whole_gradient)
 
 PAIRS = int(os.environ.get("PAIRS", 9))        # of random layouts, all but two of them slow
 
@@ -257,11 +257,14 @@ def test_an_evaluation_out_of_range_has_no_loss(tmp_path):
 
 def test_exact_sums_are_precise(pool, tmp_path, reference):
     """In fp64 the rows of an exact run, and each parameter's gradient, are those of a run without
-    --exact; and a bias's gradient over 4 million tokens, each a whole number of units, is that of
-    a float64 sum."""
+    --exact; the first gradient is autograd's, to its units, which are 1e-8 of it; and a bias's
+    gradient over 4 million tokens, each a whole number of units, is that of a float64 sum."""
     flags = dict(dtype="fp64", steps=3)
     ours = trained(pool, (1, 1, 1), tmp_path, NARROW, whole_gradient, exact=True, **flags)
     assert max(differences(ours, reference(NARROW, **flags))) < 1e-6
+    exact, plain = (torch.cat([gradient[name].double().flatten() for name in sorted(gradient)])
+                    for gradient in (ours.seen[0], plain_gradient(NARROW)))
+    assert 1e-9 < relative(exact, plain) < 2e-8
     tokens = 2 ** 22
     sums = ExactSums(1, 1, torch.device("cpu"))
     sums.set_units(1.0, tokens)

@@ -70,8 +70,9 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> list[str]:
         f"in {plan['write_seconds']:,.4g} s and read in {plan['read_seconds']:,.4g} s "
         f"({format_bytes(plan['checkpoint_bytes'])}); goodput {plan['goodput']:.1%}, which the "
         f"days above do not count",
-        f"assumes  backward hides data parallelism, nothing hides tp, cp and pp; no rank is slow; "
-        f"{gpu.link / 1e9:g} GB/s to a GPU of the same machine, {gpu.network / 1e9:g} to another's"]
+        f"assumes  backward hides data parallelism; counts as if nothing hid tp, cp and pp; no "
+        f"rank is slow; {gpu.link / 1e9:g} GB/s to a GPU of the same machine, "
+        f"{gpu.network / 1e9:g} to another's"]
     return lines
 
 
