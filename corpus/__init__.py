@@ -5,7 +5,8 @@
     inputs      which files are read           formats     the documents of a file
     file_kinds  what a file is                 records     those of lines and tables
     compressed  .gz and .zst                   messages    those of a conversation
-    conversations       their tokens, and what is learnt            chat_templates      a model's own
+    conversations       their tokens, and what is learnt
+    chat_templates      which template a model has      jinja_templates     runs it
     index       pass 1: hashes and sizes       split       which documents validate
     encode      pass 2: tokens                 near_duplicates     MinHash of the documents
     tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json

@@ -1,35 +1,17 @@
-"""The template of conversations that a published model has: a program in Jinja, as transformers
-runs it. conversations.py has the two templates of this project.
+"""Which template of conversations a published model has, and how it is kept.
 
-    {% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}
-
-The program may add to the messages, reorder or refuse them, so it is never judged by its words. It
-is run on conversations that are known (PROBES). If it then writes what one of ours writes, it has
-the name of ours. Otherwise it is kept as a file, whose hash is its name, beside the shards and in
-checkpoints.
-
-What the model learns of a conversation is what stands in a block {% generation %}. Without such
-blocks it is what follows the prompt of each answer, up to the token that ends the answer:
-
-    prompt      messages before the answer, add_generation_prompt     <|user|>2 + 2?<|end|><|assistant|>
-    text        all messages                  <|user|>2 + 2?<|end|><|assistant|>4<|end|>
-    learnt                                                                      ~~~~~~~~
+A model's folder has a program in Jinja: chat_template.jinja, or an entry of tokenizer_config.json.
+Its words do not tell what it writes. So it is run (jinja_templates.py) on conversations that are
+known (PROBES). If it writes what one of ours writes (conversations.py), it has the name of ours.
+Otherwise it is kept in a file, whose hash is its name, beside the shards and in checkpoints.
 """
-import hashlib
 import json
-import re
-from datetime import datetime
 from pathlib import Path
-from typing import Iterator, NamedTuple
 
 from corpus.conversations import FORMS, Template, default_template, has_marks, text_of
 from corpus.formats import EOT
+from corpus.jinja_templates import OWN, TURNS, ChatTemplate, hash_of
 from corpus.messages import ASSISTANT, Message
-
-OWN = "jinja-"              # how the name of a model's own template begins
-# Characters that no text may have (Unicode's noncharacters): around a mark that is the user's text,
-# and around a block {% generation %}.
-AS_TEXT, END_AS_TEXT, GENERATION, END_GENERATION = "\ufdd0\ufdd1\ufdd2\ufdd3"
 
 # Ours as transformers writes them. EOT stands for the token that ends a text.
 PLAIN = """{{ 'EOT' }}{% for message in messages %}\
@@ -44,8 +26,6 @@ CHATML_AS_TEXT = """{{ 'EOT' }}{% for message in messages %}\
 {{ 'EOT\\n' if message['role'] == 'assistant' else '<|im_end|>\\n' }}{% endfor %}\
 {{ '<|im_start|>assistant\\n' if add_generation_prompt else '' }}"""
 
-TURNS = [Message("user", "question 1"), Message(ASSISTANT, "answer 1"),
-         Message("user", "question 2"), Message(ASSISTANT, "answer 2")]
 PROBES = [TURNS[:1], TURNS, [Message("system", "be brief"), *TURNS], TURNS[1:],
           [Message("system", ""), Message("user", " a\n"), Message(ASSISTANT, "\n b "),
            Message("user", ""), Message("user", "c"), Message(ASSISTANT, "")]]
@@ -156,10 +136,6 @@ def is_own(name: str) -> bool:
     return name.startswith(OWN)
 
 
-def hash_of(file: str) -> str:
-    return OWN + hashlib.sha256(file.encode()).hexdigest()[:12]
-
-
 def name_of(file: str, encoding) -> str:
     """The name of the template in a file: ours, if it writes what ours writes."""
     for form in FORMS:
@@ -196,8 +172,8 @@ def read_own(folder: Path, name: str) -> str:
     try:
         file = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing, the template of the conversations beside it: copy it, "
-                         f"too") from None
+        raise ValueError(f"{path} is missing, the template of the conversations beside it: copy "
+                         f"it, too") from None
     if hash_of(file) != name:
         raise ValueError(f"{path} is damaged: copy it again")
     return file
@@ -235,267 +211,3 @@ def choose_template(given: str | None, encoding, folder: Path | None):
     if file is None:
         return Template(default_template(encoding), encoding)
     return get_template(name_of(file, encoding), encoding, file)
-
-
-# ---- Running one ----------------------------------------------------------------------------
-
-def compile_program(program: str):
-    """The template of jinja2, in the environment that transformers gives it. Raises ValueError."""
-    try:
-        import jinja2
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise ValueError("the model's own template of conversations is run by the package jinja2: "
-                         "pip install jinja2") from None
-    if tuple(map(int, jinja2.__version__.split(".")[:3])) < (3, 1, 6):
-        raise ValueError("a program in Jinja can leave the sandbox of jinja2 before 3.1.6: pip "
-                         "install --upgrade jinja2")
-
-    class Generation(Extension):
-        """{% generation %} ... {% endgeneration %}: what the model writes."""
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            call = jinja2.nodes.CallBlock(self.call_method("surround"), [], [], body)
-            return call.set_lineno(line)
-
-        def surround(self, caller):
-            return GENERATION + caller() + END_GENERATION
-
-    def refuse(message):
-        raise jinja2.TemplateError(message)
-
-    def to_json(value, ensure_ascii=False, **options):
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(program)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the model's template of conversations is no program in Jinja: {error}"
-                         ) from None
-
-
-class Mark(NamedTuple):
-    """An added token of a tokenizer."""
-    text: str
-    token: int
-    is_special: bool
-    pattern: str                # with the white space that it takes in
-
-
-class Piece(NamedTuple):
-    """A part of a text: the token of a mark, or ordinary text."""
-    start: int
-    end: int
-    value: str | int
-
-
-class Span(NamedTuple):
-    """What an answer is of a text."""
-    start: int
-    end: int
-    is_learnt: bool
-
-
-def marks_of(encoding) -> list[Mark]:
-    """The added tokens of a tokenizer."""
-    if not hasattr(encoding, "added_tokens"):           # tiktoken's
-        return [Mark(text, encoding.encode_single_token(text), True, re.escape(text))
-                for text in encoding.special_tokens_set]
-    marks = []
-    for token, added in encoding.added_tokens().items():
-        before = r"\s*" if added.lstrip else ""
-        behind = r"\s*" if added.rstrip else ""
-        marks.append(Mark(added.content, token, added.special,
-                          before + re.escape(added.content) + behind))
-    return marks
-
-
-def encode_with_offsets(text: str, encoding) -> tuple[list[int], list[tuple[int, int]]]:
-    """The tokens of a text, and the characters that each is of: first, end."""
-    if hasattr(encoding, "encode_with_offsets"):
-        return encoding.encode_with_offsets(text)
-    tokens = encoding.encode_ordinary(text)                     # tiktoken's
-    character_of = [number for number, character in enumerate(text) for _ in character.encode()]
-    offsets = []
-    first = 0                   # byte
-    for token in tokens:
-        end = first + len(encoding.decode_single_token_bytes(token))
-        offsets.append((character_of[first], character_of[end - 1] + 1))
-        first = end
-    return tokens, offsets
-
-
-class ChatTemplate:
-    """A model's own template. `file` is the content of its file. Raises ValueError if it cannot be
-    run at all."""
-
-    def __init__(self, file: str, encoding):
-        self.name = hash_of(file)
-        self.file = file
-        self.encoding = encoding
-        self.variables = json.loads(file)
-        self.program = compile_program(self.variables.pop("chat_template"))
-        added = marks_of(encoding)
-        self.set_marks(added)
-        self.problem = None         # why the answers cannot be told
-        self.end = None             # the token that ends an answer
-        try:
-            self.end = self.find_end()
-        except ValueError as error:
-            self.problem = str(error)
-        # No content may forge these, also where the tokenizer's file does not call them special.
-        # (Others stay tokens in a content, as <think> of an answer does.)
-        named = {*self.variables.values(), *encoding.special_tokens_set}
-        turn = self.try_to_write(TURNS[:1])
-        self.set_marks([mark for mark in added if mark.is_special or mark.token == self.end
-                        or mark.text in named or mark.text in turn])
-        thinks = self.try_to_write([TURNS[0], TURNS[1]._replace(reasoning="thought 1")])
-        self.writes_reasoning = "thought 1" in thinks
-
-    def set_marks(self, marks: list[Mark]) -> None:
-        """Set the tokens that a text is cut at and that are protected in contents."""
-        self.marks = sorted(marks, key=lambda mark: len(mark.text), reverse=True)
-        texts = "|".join(re.escape(mark.text) for mark in self.marks) or "(?!)"
-        as_text = f"{AS_TEXT}({texts}){END_AS_TEXT}"
-        alone = f"[{AS_TEXT}{END_AS_TEXT}{GENERATION}{END_GENERATION}]"
-        groups = "".join(f"|({mark.pattern})" for mark in self.marks)
-        self.any_mark = re.compile(texts)
-        self.places = re.compile(f"{as_text}|{alone}{groups}")
-
-    def try_to_write(self, messages) -> str:
-        """`write`, or "" if the template refuses it."""
-        try:
-            return self.write(messages)
-        except ValueError:
-            return ""
-
-    def write(self, messages, is_prompt=False) -> str:
-        """The text of a conversation; with `is_prompt` up to where a model writes the next answer.
-        Marks in the contents, and blocks of generation, are surrounded by noncharacters."""
-        try:
-            return self.program.render(messages=list(map(self.as_dict, messages)), tools=None,
-                                       documents=None, add_generation_prompt=is_prompt,
-                                       **self.variables)
-        except Exception as error:          # a program may fail in any way
-            raise ValueError(f"the model's own template refuses a conversation: {error}") from None
-
-    def as_dict(self, message: Message) -> dict:
-        """A message as templates know it."""
-        fields = dict(role=message.role, content=self.protect(message.content))
-        if message.reasoning is not None:
-            fields["reasoning_content"] = self.protect(message.reasoning)
-            fields["thinking"] = fields["reasoning_content"]        # gpt-oss reads it
-        return fields
-
-    def protect(self, content: str) -> str:
-        """Surround each mark of a content, so that it stays text."""
-        if any(character in content for character in
-               (AS_TEXT, END_AS_TEXT, GENERATION, END_GENERATION)):
-            raise ValueError("a content has one of U+FDD0 to U+FDD3, which are no characters")
-        return self.any_mark.sub(AS_TEXT + r"\g<0>" + END_AS_TEXT, content)
-
-    def cut(self, text: str) -> Iterator[Piece]:
-        """The marks of a text, and what stands between them. Noncharacters are in no piece."""
-        done = 0
-        for match in self.places.finditer(text):
-            if match.start() > done:
-                yield Piece(done, match.start(), text[done:match.start()])
-            done = match.end()
-            if match[1] is not None:                # a mark that is text: cut, so it forges nothing
-                middle = match.start(1) + 1
-                yield Piece(match.start(1), middle, text[match.start(1):middle])
-                yield Piece(middle, match.end(1), text[middle:match.end(1)])
-            elif match.lastindex is not None:
-                yield Piece(match.start(), match.end(), self.marks[match.lastindex - 2].token)
-        if done < len(text):
-            yield Piece(done, len(text), text[done:])
-
-    def find_end(self) -> int:
-        """The token that ends an answer, found by a conversation of two. Raises ValueError."""
-        text = self.write(TURNS)
-        marks = [piece for piece in self.cut(text) if isinstance(piece.value, int)]
-        ends = []
-        starts = [start for start, _ in self.starts(TURNS, text)]
-        for start, answer, limit in zip(starts, TURNS[1::2], [*starts[1:], len(text)]):
-            found = text.find(answer.content, start)
-            behind = [piece for piece in marks if found + len(answer.content) <= piece.start]
-            if not start <= found < limit or not behind or behind[0].start >= limit:
-                raise ValueError("it writes no token behind each answer")
-            ends.append(behind[0].value)
-        if len(set(ends)) > 1:
-            raise ValueError("it ends one answer with another token than the next")
-        return ends[0]
-
-    def starts(self, messages, text: str) -> Iterator[tuple[int, Message]]:
-        """(where each answer begins in the text of a conversation, its message). Raises ValueError
-        if what stands before it is not the prompt that a model would be given."""
-        if GENERATION in text:
-            answers = [message for message in messages if message.role == ASSISTANT]
-            found = [match.end() for match in re.finditer(GENERATION, text)]
-            if len(found) != len(answers):
-                raise ValueError("it has a block of generation more or less than answers")
-            yield from zip(found, answers)
-            return
-        for number, message in enumerate(messages):
-            if message.role == ASSISTANT:
-                prompt = self.write(messages[:number], is_prompt=True)
-                if not text.startswith(prompt):
-                    raise ValueError("the prompt of an answer is not what stands before the answer")
-                yield len(prompt), message
-
-    def spans(self, messages, text: str, pieces: list[Piece]) -> Iterator[Span]:
-        """What the answers are of the text of a conversation."""
-        for start, message in self.starts(messages, text):
-            if GENERATION in text:
-                end = text.index(END_GENERATION, start)
-            else:
-                end = next((piece.end for piece in pieces
-                            if piece.start >= start and piece.value == self.end), len(text))
-            yield Span(start, end, message.is_learnt)
-
-    def check(self, messages) -> None:
-        """Raise ValueError if these messages cannot be written with what is learnt of them."""
-        if self.problem is not None:
-            raise ValueError(f"what is learnt cannot be told from the model's own template: "
-                             f"{self.problem}: give --template plain or chatml, or another file")
-        if not self.writes_reasoning and any(message.reasoning for message in messages):
-            raise ValueError("an answer has a reasoning, which the model's own template does not "
-                             "write: remove the field, or put it into the content")
-
-    def render(self, messages) -> tuple[list[int], list[bool]]:
-        """The tokens of a conversation, as transformers has them, and which are learnt."""
-        text = self.write(messages)
-        pieces = list(self.cut(text))
-        try:
-            spans = list(self.spans(messages, text, pieces))
-        except ValueError as error:
-            raise ValueError(f"the answers of a conversation cannot be told: {error}") from None
-        spans = [span for span in spans if span.is_learnt]
-        tokens, learnt = [], []
-        for token, start, end in self.encode(pieces):
-            tokens.append(token)
-            learnt.append(any(start < span.end and end > span.start for span in spans))
-        return tokens, learnt
-
-    def encode(self, pieces) -> Iterator[tuple[int, int, int]]:
-        """(token, first character, end) of each token of the pieces of a text."""
-        for piece in pieces:
-            if isinstance(piece.value, int):
-                yield piece.value, piece.start, piece.end
-                continue
-            for token, (start, end) in zip(*encode_with_offsets(piece.value, self.encoding)):
-                yield token, piece.start + start, piece.start + end
-
-    def prompt_of(self, messages) -> list[int]:
-        """The tokens of a conversation up to where a model writes the next answer."""
-        pieces = self.cut(self.write(messages, is_prompt=True))
-        return [token for token, _, _ in self.encode(pieces)]

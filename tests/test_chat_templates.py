@@ -14,8 +14,9 @@ import torch
 
 import checkpoint
 import sample
-from corpus import chat_templates, conversations
-from corpus.chat_templates import ChatTemplate, find_template, get_template, read_template
+from corpus import conversations, jinja_templates
+from corpus.chat_templates import find_template, get_template, read_template
+from corpus.jinja_templates import ChatTemplate
 from corpus.messages import Message
 from corpus.shards import open_shard, read_meta
 from corpus.tokenizers import get_tokenizer, name_of
@@ -34,7 +35,8 @@ STYLES = {
 {% if not loop.first and messages[loop.index0 - 1].role == 'system' %}\
 {{ '[INST] <<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' + m.content + ' [/INST]' }}\
 {% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}\
-{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}""",
+{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}\
+{% endfor %}""",
     "llama3": """{{ bos_token }}{% for m in messages %}\
 {{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}\
 {% endfor %}{% if add_generation_prompt %}\
@@ -74,7 +76,8 @@ STYLES = {
     "deepseek": """{{ bos_token }}{% for m in messages if m.role == 'system' %}{{ m.content }}\
 {% endfor %}{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}\
 {% elif m.role == 'assistant' %}\
-{{ '<｜Assistant｜>' + m.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{% endif %}\
+{{ '<｜Assistant｜>' + m.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}\
+{% endif %}\
 {% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}""",
     "smollm": """{% for m in messages %}{% if loop.first and m.role != 'system' %}\
 {{ '<|im_start|>system\\nYou are a helpful AI assistant.<|im_end|>\\n' }}{% endif %}\
@@ -150,8 +153,8 @@ def text_of(encoding, tokens):
     return b"".join(map(encoding.decode_single_token_bytes, tokens)).decode()
 
 
-@pytest.mark.claim("A model's own chat template writes the tokens that transformers writes, and its "
-                   "answers are learnt.")
+@pytest.mark.claim("A model's own chat template writes the tokens that transformers writes, and "
+                   "its answers are learnt.")
 @pytest.mark.parametrize("style", STYLES)
 def test_a_template_writes_what_transformers_writes(folder, tmp_path, style):
     """Tokens and prompts of three conversations; what is learnt are the answers and what ends
@@ -207,7 +210,7 @@ OUR_CHATML = """{%- for message in messages -%}
 def test_a_template_is_what_it_writes(folder, tmp_path, program, found):
     """ChatML's marks do not make one ChatML, and other words do not make it another."""
     encoding = with_template(folder, tmp_path, program)
-    assert set(conversations.MARKS) <= {mark.text for mark in chat_templates.marks_of(encoding)}
+    assert set(conversations.MARKS) <= {mark.text for mark in jinja_templates.marks_of(encoding)}
     if found is None:
         assert find_template(tmp_path, encoding) is None
         return
@@ -313,8 +316,8 @@ def test_what_cannot_be_told_is_refused_in_a_line(folder, tmp_path, run_data, pr
 
 
 def write_records(path, count):
-    path.write_text("".join(json.dumps(dict(prompt=f"the {i}?", completion=f"answer {i * i}")) + "\n"
-                            for i in range(count)))
+    records = [dict(prompt=f"the {i}?", completion=f"answer {i * i}") for i in range(count)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
@@ -490,7 +493,7 @@ def test_a_template_of_marks_that_are_text_has_bytes_of_tiktoken(folder, tmp_pat
     encoding = get_tokenizer("bytes")
     file = json.dumps(dict(chat_template=STYLES["phi3"].replace("<|end|>", "<|endoftext|>"),
                            eos_token=""))
-    template = get_template(chat_templates.hash_of(file), encoding, file)
+    template = get_template(jinja_templates.hash_of(file), encoding, file)
     turns = [Message("user", "\u00e9"), Message("assistant", "\u2211")]
     text = "<|user|>\n\u00e9E\n<|assistant|>\n\u2211E\n".encode()
     tokens, learnt = template.render(turns)

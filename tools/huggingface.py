@@ -104,7 +104,9 @@ def import_model(source: str, file: Path, hub: str) -> None:
     print(f"{file}: {parameter_count(cfg):,} parameters. Train on with\n"
           f"python train.py --init-from {file} --data DIR --out out/{file.stem}")
     if "template" in state:
-        kind = "its own template" if "template_file" in state else f"the template {state['template']}"
+        kind = f"the template {state['template']}"
+        if "template_file" in state:
+            kind = "its own template"
         print(f"It is a model of conversations, by {kind}:\n"
               f"python sample.py --ckpt {file} --chat")
     if path is not None:
