@@ -42,6 +42,7 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.other_names = other_names or {}
         self.advice = advice or {}
+        self.suggestions = {}           # flag: function of a wrong value -> what to do, in words
 
     def error(self, message: str, status: int = 2):
         self.exit(status, f"{self.prog}: {message}\n")
@@ -111,6 +112,10 @@ class Parser(argparse.ArgumentParser):
         value = re.search("'(.*?)'|$", error.message)[1] or ""
         sentence = self.find_advice(f"{error.argument_name}={value}")
         choices = getattr(self._option_string_actions.get(error.argument_name), "choices", None)
+        suggest = self.suggestions.get(error.argument_name)
+        if sentence is None and suggest is not None and "invalid choice" in message:
+            sentence = suggest(value)
+            message = message.partition(" (choose from")[0]
         near = nearest(value.lower(), [str(choice) for choice in choices or ()])
         if sentence is None and near:
             sentence = f"did you mean {', '.join(near)}?"

@@ -24,17 +24,8 @@ from corpus.tokenizers import get_tokenizer
 from model import GPTConfig
 from models.llama import LlamaConfig
 from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, random_gpt,
-                           readme_commands, relative, saved, small_state, tokens_of)
+                           readme_commands, relative, saved, tokens_of, weights_only)
 from tools import huggingface
-
-
-def weights_only(path, cfg, tokenizer="bytes"):
-    """A checkpoint of a random model without the optimizer's state -> the model."""
-    plain, shapes = random_gpt(cfg).float(), checkpoint.parameter_shapes(cfg)
-    parameters = {n: p.detach()[:shapes[n][0]].clone() for n, p in plain.named_parameters()}
-    torch.save(small_state(0) | dict(model=asdict(cfg), tokenizer=tokenizer, parameters=parameters,
-                                     exp_avg={}, exp_avg_sq={}), path)
-    return plain
 
 
 def convert(capsys, *arguments):
