@@ -287,7 +287,8 @@ def test_train_py_names_the_import_for_a_model_of_the_hub(run_train, shards, tmp
 BROKEN = [      # changes of config.json and of the tensors (None: it is missing), and the answer
     (dict(model_type="mixtral"), {}, "its model_type 'mixtral' is none of gpt2, opt"),
     (dict(model_type="opt", hidden_size=32, max_position_embeddings=16, num_hidden_layers=5,
-          num_attention_heads=8, do_layer_norm_before=False), {}, "its do_layer_norm_before is F"),
+          num_attention_heads=8, do_layer_norm_before=False, architectures=["OPTForCausalLM"]), {},
+     "its do_layer_norm_before is F"),
     (dict(activation_function="gelu"), {}, "its activation_function is 'gelu'"),
     (dict(n_inner=99), {}, "its n_inner is 99, model.py has only 128"),
     (dict(n_layer=None), {}, "config.json is refused: it lacks n_layer"),
