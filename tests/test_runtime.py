@@ -92,7 +92,7 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
      "--model out", ["--model meta-llama/Llama-3.2-1B"]),
     ("leave --model out; for a new model of that size give --model qwen2.5-0.5b",
      ["--model Qwen/Qwen2.5-0.5B"]),
-    ("it is a name of a size: give --init-from FILE", ["--model out/latest.pt"]),
+    ("give it to --resume or --init-from", ["--model out/latest.pt"]),
     ("'fp64'): give bf16", ["--dtype bfloat16"]),
     ("give fp16; argument --device: invalid choice: 'cuda:0' (choose from 'auto', 'cpu', 'cuda', "
      "'mps'): give cuda; CUDA_VISIBLE_DEVICES chooses", ["--dtype=float16 --device=cuda:0"]),
