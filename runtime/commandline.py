@@ -115,12 +115,9 @@ class Parser(argparse.ArgumentParser):
         suggest = self.suggestions.get(error.argument_name)
         if sentence is None and suggest is not None and "invalid choice" in message:
             sentence = suggest(value)
-            message = message.partition(" (choose from")[0]
         near = nearest(value.lower(), [str(choice) for choice in choices or ()])
         if sentence is None and near:
             sentence = f"did you mean {', '.join(near)}?"
-            if len(choices) > 10:               # the list would hide the sentence
-                message = message.partition(" (choose from")[0]
             if near == [value.lower()]:
                 sentence = f"give {near[0]}"
         elif sentence is None and "invalid int value" in message:
@@ -131,7 +128,11 @@ class Parser(argparse.ArgumentParser):
             sentence = "give a number, such as 0.1"
         elif sentence is None and "expected one argument" in message:
             sentence = f"give a value; one that begins with - as {error.argument_name}=VALUE"
-        return f"{message}: {sentence}" if sentence else message
+        if sentence is None:
+            return message
+        if choices is not None and len(choices) > 10:       # the list would hide the sentence
+            message = message.partition(" (choose from")[0]
+        return f"{message}: {sentence}"
 
     def find_advice(self, name: str) -> str | None:
         for theirs, sentence in self.advice.items():
