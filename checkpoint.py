@@ -53,7 +53,7 @@ from parallelism.cpu_kernels import use_kernels
 from parallelism.tensor import ParamSpec, param_specs
 from parallelism.zero import FlatParameters
 from runtime.checkpoint_files import (first_cause, name_for_torch, reading, remove_old,
-                                      retry_transient, step_file)
+                                      retry_transient, step_file, what_is_left)
 from runtime.processes import RunError, warn
 
 FORMAT = 7
@@ -279,7 +279,7 @@ class Writer:
             return None
         except OSError as error:            # the run goes on: earlier files are whole
             reason = str(error)             # (the exception itself would keep a tensor in memory)
-        warn(f"{reason}; earlier checkpoints are untouched")
+        warn(f"{reason}; {what_is_left(self.out)}")
         for _ in full:                      # the others send the rest too
             pass
         return reason

@@ -76,9 +76,9 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
         if vocabulary is not None:
             (folder / file_name(tokenizer)).write_text(vocabulary, encoding="utf-8")
         if train_tokens is not None:
-            with suppress(ConnectionError):     # without GPT-2's vocabulary nothing is compared
-                meta["compared"] = [bytes_per_token(index, one)
-                                    for one in (encoding, get_tokenizer("gpt2"))]
+            meta["compared"] = [bytes_per_token(index, encoding)]
+            with suppress(ConnectionError):     # GPT-2's vocabulary may not be there
+                meta["compared"].append(bytes_per_token(index, get_tokenizer("gpt2")))
         publish(folder, out, meta)
     return meta
 

@@ -145,9 +145,10 @@ def summary(out: Path, meta: dict) -> list[str]:
         lines.append(f"Learnt are the answers, {meta['learnt']['train']:,} of the tokens; the "
                      f"template is {meta['template']}{own}.")
     if "compared" in meta:
-        own, gpt2 = meta["compared"]
+        own, *others = meta["compared"]             # GPT-2's, if it could be had
+        text = "".join(f", where GPT-2's has {gpt2:.2f}" for gpt2 in others)
         lines.append(f"The tokenizer {meta['tokenizer']} has {meta['vocab_size']:,} tokens: "
-                     f"{own:.2f} bytes a token of validation text, where GPT-2's has {gpt2:.2f}.")
+                     f"{own:.2f} bytes a token of validation text{text}.")
     share = tokens["val"] / (tokens["train"] + tokens["val"])
     if "documents" in meta and not 0.01 <= share <= 0.2:
         lines.append(f"note: {share:.2%} of the tokens validate, not about 5%, because the "

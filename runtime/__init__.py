@@ -3,7 +3,7 @@
 Some files stand below the book: data.py, checkpoint.py, train.py and sample.py call them, and they
 know nothing of a run. tests/test_structure.py holds them to it:
 
-    commandline, other_names, options   flags and their mistakes
+    commandline, options, other_names, model_names      flags and their mistakes
     sample_flags                        those of sample.py
     batch_ramp                          the sizes of batches that grow
     processes, devices, cpu_threads     ranks, and what they compute on

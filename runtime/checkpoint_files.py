@@ -156,6 +156,17 @@ def list_checkpoints(out: Path) -> list[Path]:
     return sorted(files.values(), key=order_of, reverse=True)
 
 
+def what_is_left(out: Path) -> str:
+    """What `out` holds after a save that failed, as the end of a sentence. It never raises."""
+    try:
+        has_some = list_checkpoints(out) != []
+    except OSError as error:
+        return f"earlier checkpoints, if any, are untouched ({error})"
+    if has_some:
+        return "earlier checkpoints are untouched"
+    return f"{out} has no checkpoint yet"
+
+
 def read_order(path: Path) -> tuple[int, int] | None:
     """(rollbacks of the run so far, step) of a checkpoint; None if it cannot be read."""
     try:

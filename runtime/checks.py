@@ -86,9 +86,17 @@ def nearest_heads(channels: int, heads: int, tp: int) -> list[str]:
     return [f"--n-head {n}" for n in sorted(fitting, key=lambda n: abs(n - heads))[:1]]
 
 
+def in_words(values: list) -> str:
+    """1, 2 or 4"""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def check_heads(shape: dict, tp: int) -> None:
-    """Raise a ValueError that proposes near values if the channels cannot be cut into heads."""
+    """Raise a ValueError that proposes near values if the channels cannot be cut into heads, the
+    heads into groups, or a head into the pairs that rotary positions turn."""
     channels, heads = shape["n_embd"], shape["n_head"]
+    check_groups(shape, tp)
     if channels % heads and not shape.get("head_dim"):
         near = nearest_heads(channels, heads, tp)
         if heads % tp == 0:
@@ -96,6 +104,25 @@ def check_heads(shape: dict, tp: int) -> None:
             near = [f"--n-embd {n}" for n in (below, below + heads) if n > 0] + near
         raise ValueError(f"n_embd {channels} is not divisible by n_head {heads}: give "
                          f"{' or '.join(near) or 'other values of both'}")
+
+
+def check_groups(shape: dict, tp: int) -> None:
+    """`check_heads` of what a GPT does not have: heads of keys, and channels of a head."""
+    channels, heads, groups = shape["n_embd"], shape["n_head"], shape.get("n_kv_head")
+    if groups and heads % groups:
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+        with_tp = [n for n in fitting if n % tp == 0] or fitting
+        raise ValueError(f"n_head {heads} is not divisible by n_kv_head {groups}: give --n-kv-head "
+                         f"{in_words(with_tp)}, or an --n-head in multiples of {groups}")
+    head_dim = shape.get("head_dim") or channels // heads
+    turned = int(shape.get("rotary", 1.0) * head_dim)
+    if groups is not None and turned % 2 and (shape.get("head_dim") or channels % heads == 0):
+        part = "" if turned == head_dim else f", of which {turned} turn"
+        fitting = [n for n in range(max(1, head_dim - 8), head_dim + 9)
+                   if int(shape.get("rotary", 1.0) * n) in range(2, n + 1, 2)]
+        near = sorted(sorted(fitting, key=lambda n: abs(n - head_dim))[:2])
+        raise ValueError(f"rotary positions turn pairs of channels, but a head has {head_dim}"
+                         f"{part}: give --head-dim {in_words(near)}")
 
 
 def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> None:

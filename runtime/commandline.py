@@ -42,6 +42,7 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.other_names = other_names or {}
         self.advice = advice or {}
+        self.suggestions = {}           # flag: function of a wrong value -> what to do, in words
 
     def error(self, message: str, status: int = 2):
         self.exit(status, f"{self.prog}: {message}\n")
@@ -111,11 +112,12 @@ class Parser(argparse.ArgumentParser):
         value = re.search("'(.*?)'|$", error.message)[1] or ""
         sentence = self.find_advice(f"{error.argument_name}={value}")
         choices = getattr(self._option_string_actions.get(error.argument_name), "choices", None)
+        suggest = self.suggestions.get(error.argument_name)
+        if sentence is None and suggest is not None and "invalid choice" in message:
+            sentence = suggest(value)
         near = nearest(value.lower(), [str(choice) for choice in choices or ()])
         if sentence is None and near:
             sentence = f"did you mean {', '.join(near)}?"
-            if len(choices) > 10:               # the list would hide the sentence
-                message = message.partition(" (choose from")[0]
             if near == [value.lower()]:
                 sentence = f"give {near[0]}"
         elif sentence is None and "invalid int value" in message:
@@ -126,7 +128,11 @@ class Parser(argparse.ArgumentParser):
             sentence = "give a number, such as 0.1"
         elif sentence is None and "expected one argument" in message:
             sentence = f"give a value; one that begins with - as {error.argument_name}=VALUE"
-        return f"{message}: {sentence}" if sentence else message
+        if sentence is None:
+            return message
+        if choices is not None and len(choices) > 10:       # the list would hide the sentence
+            message = message.partition(" (choose from")[0]
+        return f"{message}: {sentence}"
 
     def find_advice(self, name: str) -> str | None:
         for theirs, sentence in self.advice.items():

@@ -11,16 +11,19 @@ from amp import PRECISIONS
 from models import SIZES
 from parallelism.schedules import SCHEDULES
 from runtime.commandline import Parser
+from runtime.model_names import suggest_model
 from runtime.other_names import ADVICE, OTHER_NAMES
 
 
-def flag(default, help, low=None, below=None, choices=None, group=None, form=None):
+def flag(default, help, low=None, below=None, choices=None, group=None, form=None, suggest=None):
     """A field of Config. low <= x < below is the valid range; `group` begins a section of --help,
-    `form` is the value's placeholder there (if there are choices: {A,B})."""
+    `form` is the value's placeholder there (if there are choices: {A,B}); `suggest` says of a value
+    that is none of the choices what to do."""
     if choices and form is None:
         form = "{" + ",".join(map(str, choices)) + "}"
     return dataclasses.field(default=default, metadata=dict(
-        help=help, low=low, below=below, choices=choices, group=group, form=form))
+        help=help, low=low, below=below, choices=choices, group=group, form=form,
+        suggest=suggest))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Config:
     log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb", form="NAMES",
                     choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
     model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model",
-                      form="NAME")
+                      form="NAME", suggest=suggest_model)
     n_layer: int = flag(None, "blocks (this and the next eight override --model)", low=1)
     n_head: int = flag(None, "attention heads", low=1)
     n_embd: int = flag(None, "channels", low=1)
@@ -144,6 +147,8 @@ def add_flags(parser: Parser, names=None, kind=Config) -> None:
         metavar = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
         groups[heading].add_argument(flag_name, type=f.type, metavar=metavar, help=help,
                                      choices=f.metadata["choices"])
+        if f.metadata["suggest"] is not None:
+            parser.suggestions[flag_name] = f.metadata["suggest"]
 
 
 def parse_given(parser: Parser, arguments, kind=Config) -> dict:

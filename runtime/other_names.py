@@ -173,9 +173,6 @@ ADVICE = {          # what to do where a value is not ours, or nothing is needed
     "amp": "give --dtype bf16 or fp16",
     "verbose debug": "leave it out: --log-every says how much the console shows",
     "model=gpt2-small model=gpt2-124[mM] model=124[mM] model=gpt": "give gpt2",
-    "model=*/*":
-        "the sizes have no owner: leave it out; `python -m tools.huggingface import NAME FILE.pt` "
-        "makes a checkpoint of published weights, for --init-from",
     "activation=gelu_*": "give gelu",
     "rollback=[Ff]alse rollback=0 rollback=no rollback=none": "give off",
     "rollback=[Tt]rue rollback=1 rollback=yes": "give on",

@@ -22,12 +22,14 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from parallelism.collectives import PeerError, all_reduce
 from runtime import console, flipped_bits, run_state
+from runtime.checkpoint_files import what_is_left
 from runtime.processes import RunError, all_ranks, is_rank0, print_error
 from runtime.run_state import Progress
 
@@ -203,7 +205,7 @@ class StopSignal:
             difference = flipped_bits.find_difference(run, by_signal=True)
             if difference is not None:
                 reason, _ = flipped_bits.report(run, difference)
-                raise RunError(f"{reason}; earlier checkpoints are untouched")
+                raise RunError(f"{reason}; {what_is_left(Path(run.config.out))}")
             run_state.judge_checkpoint(run.config, finished, is_start=False)
             run_state.submit(run, finished)
             all_ranks(lambda: run.writer.wait(required=True), group=group)

@@ -693,6 +693,15 @@ def small_state(step):
                 **{key: tensors for key in checkpoint.STATE})
 
 
+def weights_only(path, cfg, tokenizer="bytes"):
+    """A checkpoint of a random model without the optimizer's state -> the model."""
+    plain, shapes = random_gpt(cfg).float(), checkpoint.parameter_shapes(cfg)
+    parameters = {n: p.detach()[:shapes[n][0]].clone() for n, p in plain.named_parameters()}
+    torch.save(small_state(0) | dict(model=asdict(cfg), tokenizer=tokenizer, parameters=parameters,
+                                     exp_avg={}, exp_avg_sq={}), path)
+    return plain
+
+
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 

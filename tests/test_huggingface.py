@@ -24,17 +24,8 @@ from corpus.tokenizers import get_tokenizer
 from model import GPTConfig
 from models.llama import LlamaConfig
 from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, random_gpt,
-                           readme_commands, relative, saved, small_state, tokens_of)
+                           readme_commands, relative, saved, tokens_of, weights_only)
 from tools import huggingface
-
-
-def weights_only(path, cfg, tokenizer="bytes"):
-    """A checkpoint of a random model without the optimizer's state -> the model."""
-    plain, shapes = random_gpt(cfg).float(), checkpoint.parameter_shapes(cfg)
-    parameters = {n: p.detach()[:shapes[n][0]].clone() for n, p in plain.named_parameters()}
-    torch.save(small_state(0) | dict(model=asdict(cfg), tokenizer=tokenizer, parameters=parameters,
-                                     exp_avg={}, exp_avg_sq={}), path)
-    return plain
 
 
 def convert(capsys, *arguments):
@@ -296,7 +287,8 @@ def test_train_py_names_the_import_for_a_model_of_the_hub(run_train, shards, tmp
 BROKEN = [      # changes of config.json and of the tensors (None: it is missing), and the answer
     (dict(model_type="mixtral"), {}, "its model_type 'mixtral' is none of gpt2, opt"),
     (dict(model_type="opt", hidden_size=32, max_position_embeddings=16, num_hidden_layers=5,
-          num_attention_heads=8, do_layer_norm_before=False), {}, "its do_layer_norm_before is F"),
+          num_attention_heads=8, do_layer_norm_before=False, architectures=["OPTForCausalLM"]), {},
+     "its do_layer_norm_before is F"),
     (dict(activation_function="gelu"), {}, "its activation_function is 'gelu'"),
     (dict(n_inner=99), {}, "its n_inner is 99, model.py has only 128"),
     (dict(n_layer=None), {}, "config.json is refused: it lacks n_layer"),

@@ -2,7 +2,11 @@
 
     python -m pytest tests/test_models.py
 """
+import dataclasses
 import json
+import random
+import re
+import shutil
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from unittest import mock
@@ -21,9 +25,10 @@ from runtime.flops import flops_per_token, parameter_count
 from runtime.options import parse_flags
 from sample import generate
 from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, differences, greedy, plain_gradient,
-                           random_gpt, relative, same_bits, tokens_of, trained, whole_gradient,
-                           without_saves)
-from tools import huggingface, huggingface_formats
+                           random_gpt, relative, same_bits, tokens_of, trained, weights_only,
+                           whole_gradient, without_saves)
+from tools import huggingface, huggingface_formats, huggingface_keys
+from tools.huggingface_names import find_names
 from tools.plan.__main__ import answer
 from tools.plan.flags import VOCABULARIES
 
@@ -58,6 +63,9 @@ THEIRS = {
     "gpt_neox": ("gpt_neox", dict(intermediate_size=192)),
     "gpt_neox, serial": ("gpt_neox", dict(use_parallel_residual=False, hidden_act="gelu_fast",
                                           rotary_pct=0.5))}
+GPTS = {"gpt2": ("gpt2", dict(n_embd=48, n_layer=3, n_head=6, n_positions=64, vocab_size=160)),
+        "opt": ("opt", dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=6, ffn_dim=192,
+                            word_embed_proj_dim=48, max_position_embeddings=64, vocab_size=160))}
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +77,8 @@ def theirs_and_ours(tmp_path_factory):
 
     def make(name):
         if name not in made:
-            model_type, changes = THEIRS[name]
-            shape = SMALL | changes
+            model_type, changes = (THEIRS | GPTS)[name]
+            shape = changes if name in GPTS else SMALL | changes
             if model_type == "gpt_neox":
                 del shape["num_key_value_heads"]
             config = transformers.AutoConfig.for_model(model_type, **shape)
@@ -107,10 +115,9 @@ def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name, d
     ours(tokens, targets).backward()
     F.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     family = huggingface_formats.FAMILIES[THEIRS[name][0]]
-    gradients = {huggingface_formats.PREFIXES.sub("", name): parameter.grad
-                 for name, parameter in theirs.named_parameters()}
-    if family is huggingface_formats.NEOX:
-        gradients = {name.replace("lm_head", "embed_out"): grad for name, grad in gradients.items()}
+    parameters = dict(theirs.named_parameters())
+    gradients = {name: parameters[original].grad
+                 for name, original in find_names(parameters, family).items()}
     theirs.zero_grad()
     for name, parameter in ours.named_parameters():
         names = huggingface_formats.their_names(name, family)
@@ -162,6 +169,44 @@ def test_a_round_trip_changes_no_bit(theirs_and_ours, tmp_path, name):
     assert all(ours[key].equal(expected[key]) for key in expected)
     tokens = torch.arange(40)[None] % 160
     assert again(tokens).logits.equal(before(tokens).logits)
+
+
+def random_config(seed: int, family: str) -> LlamaConfig:
+    """A small shape of the family; its heads need not divide its width."""
+    draw = random.Random(f"{family} {seed}")
+    n_kv_head = draw.choice([1, 2, 3])
+    fields = dict(n_head=n_kv_head * draw.choice([1, 2, 3]), n_kv_head=n_kv_head,
+                  n_embd=draw.choice([20, 32, 44]), head_dim=draw.choice([4, 8, 10]))
+    if family == "neox":                    # its architecture has no head_dim
+        fields = dict(n_head=n_kv_head, n_embd=8 * n_kv_head)
+    return LlamaConfig(vocab_size=97, seq_len=24, n_layer=draw.choice([1, 2]),
+                       hidden=draw.choice([24, 40]), **fields, **FAMILIES[family])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "olmo", "neox"])
+def test_an_export_of_any_width_opens_in_transformers(tmp_path, capsys, family):
+    """Twenty shapes: logits in fp64, and imported again, every bit. A Llama whose width is no
+    multiple of its heads, which LlamaConfig refuses, is a Mistral without a window."""
+    transformers = pytest.importorskip("transformers")
+    written = set()
+    for seed in range(20):
+        cfg, folder = random_config(seed, family), tmp_path / str(seed)
+        plain = weights_only(tmp_path / "a.pt", cfg, "own-97").double()
+        huggingface.export_model(tmp_path / "a.pt", folder)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager").double().eval()
+        written.add((cfg.n_embd % cfg.n_head == 0, theirs.config.model_type))
+        tokens = tokens_of(cfg, 2)
+        with in_their_widest(torch.float64):
+            expected = theirs(tokens).logits
+        assert difference(plain(tokens), expected) < 1e-10
+        huggingface.import_model(str(folder), folder / "b.pt", hub="")
+        one, two = (checkpoint.load(file) for file in (tmp_path / "a.pt", folder / "b.pt"))
+        assert one["model"] == two["model"]
+        assert all(full.equal(two["parameters"][name]) for name, full in one["parameters"].items())
+    if family == "llama":
+        assert written == {(True, "llama"), (False, "mistral")}
 
 
 @pytest.mark.parametrize("name, changes, words", [
@@ -242,6 +287,173 @@ def test_an_import_takes_every_tensor_of_a_model_or_says_which_not(theirs_and_ou
         told = str(error)
     assert words in told and bool(told) == bool(words)
     assert (tmp_path / "new.pt").exists() == (told == "" or "note: " in told)
+
+
+# A tensor's name in transformers -> what other programs make of it. OF_BLOCK ends before its parts.
+OF_BLOCK = re.compile(r"((?:layers|h)\.\d+\.)")
+NAMINGS = {
+    "as it is": lambda name: name,
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "DDP": lambda name: f"module.{name}",
+    "DDP, compiled": lambda name: f"_orig_mod.module.{name}",
+    "compiled, DDP": lambda name: f"module._orig_mod.{name}",
+    "compiled blocks": lambda name: OF_BLOCK.sub(r"\1_orig_mod.", name),
+    "checkpointed": lambda name: OF_BLOCK.sub(r"\1_checkpoint_wrapped_module.", name),
+    "FSDP, checkpointed": lambda name: "_fsdp_wrapped_module." + OF_BLOCK.sub(
+        r"\1_fsdp_wrapped_module._checkpoint_wrapped_module.", name),
+    "FSDP within": lambda name: re.sub(r"^(model|transformer|gpt_neox)\.",
+                                       r"\1._fsdp_wrapped_module.", name),
+    "Lightning": lambda name: f"model.{name}",
+    "Lightning, DDP": lambda name: f"_forward_module.model.module.{name}",
+    "a trainer": lambda name: f"policy.net.module.{name}",
+    "the body": lambda name: re.sub(r"^(model\.decoder|model|transformer|gpt_neox)\.", "", name),
+    "the other head": lambda name: {"lm_head.weight": "embed_out.weight",
+                                    "embed_out.weight": "lm_head.weight"}.get(name, name)}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "olmo",
+                                  "gpt_neox"])
+def test_names_that_other_programs_have_changed_are_the_same_model(theirs_and_ours, tmp_path, name,
+                                                                   capsys):
+    """Every bit of it, in fourteen namings, of the state_dict that transformers has in memory and
+    of the tensors that it writes."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder, theirs, file = theirs_and_ours(name)
+    shutil.copy(folder / "config.json", tmp_path)
+    expected = checkpoint.load(file)["parameters"]
+    written = safetensors.load_file(folder / "model.safetensors")
+    for naming, rename in NAMINGS.items():
+        for tensors in (written, theirs.float().state_dict()):
+            torch.save({rename(one): tensor for one, tensor in tensors.items()},
+                       tmp_path / "pytorch_model.bin")
+            huggingface.import_model(str(tmp_path), tmp_path / "new.pt", hub="")
+            found = checkpoint.load(tmp_path / "new.pt")["parameters"]
+            assert all(found[one].equal(full) for one, full in expected.items()), naming
+            (tmp_path / "new.pt").unlink()
+    assert "note: " not in capsys.readouterr().err
+
+
+def nested(*places):
+    """Tensors as a trainer keeps them, beside an optimizer's and other things."""
+    return lambda tensors: dict.fromkeys(places, tensors) | dict(
+        step=3, loss=torch.ones(()), optimizer=dict(
+            state={0: dict(exp_avg=torch.ones(3), step=torch.ones(()))}, param_groups=[{}]))
+
+
+@pytest.mark.parametrize("change, words", [
+    (nested("state_dict"), "note: {}: the tensors in state_dict are taken"),
+    (nested("model"), "note: {}: the tensors in model are taken"),
+    (lambda tensors: dict(pl=nested("module")(tensors)), "the tensors in pl.module are taken"),
+    (nested("model", "ema"), "holds several models, model and ema: save one of them alone"),
+    (lambda tensors: [tensors], "it holds no names of tensors, but list"),
+    (lambda tensors: {}, "has no tensor embed_tokens.weight"),
+    (lambda tensors: tensors | {"module.lm_head.weight": torch.ones(160, 48)},
+     "lm_head.weight and module.lm_head.weight are both lm_head.weight: save the model once"),
+    (lambda tensors: tensors | {"embed_out.weight": torch.ones(160, 48)},
+     "lm_head.weight and embed_out.weight are both lm_head.weight"),
+    (lambda tensors: {f"{who}.{one}": x for who in ("actor", "critic")
+                      for one, x in tensors.items()},
+     "it holds several models, actor.model.embed_tokens.weight and critic.model.embed_tokens."),
+    (lambda tensors: {one: x for one, x in tensors.items() if "lm_head" not in one},
+     "has no tensor lm_head.weight: the model was saved without its head"),
+    (lambda tensors: {one.replace("embed_tokens", "tok_embeddings"): x
+                      for one, x in tensors.items()},
+     "has no tensor embed_tokens.weight: its names are like lm_head.weight, model.layers.0.input")])
+def test_a_pickle_holds_one_model_or_says_which(theirs_and_ours, tmp_path, capsys, change, words):
+    """A note names the collection that is taken; what is not clear ends in one line."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder, _, file = theirs_and_ours("llama")
+    shutil.copy(folder / "config.json", tmp_path)
+    torch.save(change(safetensors.load_file(folder / "model.safetensors")),
+               tmp_path / "pytorch_model.bin")
+    try:
+        huggingface.import_model(str(tmp_path), tmp_path / "new.pt", hub="")
+        told = capsys.readouterr().err
+        found = checkpoint.load(tmp_path / "new.pt")["parameters"]
+        assert all(found[one].equal(full)
+                   for one, full in checkpoint.load(file)["parameters"].items())
+    except ValueError as error:
+        told = str(error)
+    assert words.format(tmp_path / "pytorch_model.bin") in told
+    assert (tmp_path / "new.pt").exists() == ("are taken" in words)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "olmo",
+                                  "gpt_neox"])
+def test_every_key_of_transformers_is_read_refused_or_known_to_change_nothing(theirs_and_ours,
+                                                                              name):
+    """The fields of its class and the keys that it writes."""
+    folder, theirs, _ = theirs_and_ours(name)
+    fields = {field.name for field in dataclasses.fields(theirs.config)}
+    written = json.loads((folder / "config.json").read_text()).keys()
+    assert (fields | written) - huggingface_keys.known_keys(theirs.config.model_type) == set()
+
+
+@pytest.mark.parametrize("changes, drawing, words", [
+    (dict(logit_scale=0.5, embedding_multiplier=12.0, use_cache=True, attn_logit_softcapping=None),
+     {}, "its config.json has embedding_multiplier, logit_scale, which neither transformers' "
+     "LlamaForCausalLM nor this import reads: a model that was trained with that is another one"),
+    (dict(rope_interleaved=True), {}, "its config.json has rope_interleaved, which"),
+    (dict(rope_interleaved=False, is_llama_config=True, pretraining_tp=2, n_new=0), {}, ""),
+    ({}, dict(do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.05),
+     "to draw tokens as its generation_config.json does, give sample.py --temperature 0.6 "
+     "--top-p 0.9\ntools.huggingface: note: {}: its generation_config.json has what sample.py does "
+     "not have: repetition_penalty 1.05"),
+    ({}, dict(temperature=0.6, top_k=20, bos_token_id=1, max_length=2048), ""),
+    ({}, dict(suppress_tokens=[5]), "does not have: suppress_tokens [5]"),
+    (dict(add_cross_attention=True), {}, "its add_cross_attention is True: only a decoder by"),
+    (dict(is_encoder_decoder=True), {}, "its is_encoder_decoder is True: only a decoder by itself"),
+    (dict(architectures=["LlamaForSequenceClassification"]), {},
+     "its architectures are LlamaForSequenceClassification, whose head or body is another than "
+     "that of LlamaForCausalLM"),
+    (dict(architectures=["LlamaModel"]), {}, ""), (dict(architectures=None), {}, ""),
+    (dict(auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"}), {},
+     "its auto_map names code of its own, modeling_mine.Mine, which may compute another model: if "
+     "that is LlamaForCausalLM, remove auto_map"),
+    (dict(auto_map={"AutoTokenizer": ["tokenization_mine.Mine", None]}), {}, ""),
+    (dict(partial_rotary_factor=0.5), {}, "its partial_rotary_factor is 0.5, which LlamaForCaus"),
+    (dict(hidden_act="swish"), {}, "")])
+def test_no_key_that_changes_a_model_is_ignored_in_silence(theirs_and_ours, tmp_path, capsys,
+                                                           changes, drawing, words):
+    """It is honoured, refused, or told once."""
+    pytest.importorskip("safetensors")
+    folder, *_ = theirs_and_ours("llama")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(json.dumps(drawing))
+    try:
+        huggingface.import_model(str(tmp_path), tmp_path / "new.pt", hub="")
+        told = capsys.readouterr().err
+    except ValueError as error:
+        told = str(error)
+    assert words.format(tmp_path) in told and bool(told) == bool(words)
+    assert (tmp_path / "new.pt").exists() == (told == "" or "note: " in told)
+
+
+@pytest.mark.parametrize("name, changes, fields", [
+    ("llama", dict(num_key_value_heads=None), dict(n_kv_head=6)),
+    ("mistral", dict(num_key_value_heads="", num_attention_heads=16), dict(n_kv_head=8)),
+    ("qwen2", dict(num_key_value_heads="", num_attention_heads=64, hidden_size=128), dict(n_kv_head=32)),
+    ("llama", dict(num_key_value_heads=""), dict(n_kv_head=6)),
+    ("llama", dict(rope_scaling=LLAMA3, rope_parameters=dict(rope_type="default", rope_theta=7.0)),
+     dict(rope_theta=5e5)),
+    ("llama", dict(rope_parameters=None, rope_theta=7.0), dict(rope_theta=7.0)),
+    ("gpt_neox", dict(rope_parameters=None, rotary_emb_base=7, rope_theta=9.0, rotary_pct=0.5),
+     dict(rope_theta=7.0, rotary=0.5))])
+def test_keys_mean_what_they_mean_to_transformers(theirs_and_ours, name, changes, fields):
+    """A key that is missing ("" here) has the class's default, and of two the same one counts."""
+    transformers = pytest.importorskip("transformers")
+    folder, *_ = theirs_and_ours(name)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    config = {key: value for key, value in config.items() if value != ""}
+    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+    ours = huggingface_formats.model_config(config)
+    assert {field: getattr(ours, field) for field in fields} == fields
+    expected = dict(rope_theta=theirs.rope_parameters["rope_theta"],
+                    rotary=theirs.rope_parameters.get("partial_rotary_factor"),
+                    n_kv_head=getattr(theirs, "num_key_value_heads", None))
+    assert {field: expected[field] for field in fields} == fields
 
 
 # ---------------------------------------------------------------------------------------------
@@ -438,7 +650,16 @@ def test_flags_make_a_llama_of_a_named_size(shards):
 @pytest.mark.parametrize("flags, words", [
     ("--n-kv-head 2", "--model nano is a GPT, which has no --n-kv-head: drop it"),
     ("--activation silu", "activation 'silu' is neither 'gelu' nor 'relu'"),
-    ("--model llama-nano --n-kv-head 3", "n_head 4 is not divisible by n_kv_head 3"),
+    ("--model llama-nano --n-kv-head 3", "n_head 4 is not divisible by n_kv_head 3: give "
+     "--n-kv-head 1, 2 or 4, or an --n-head in multiples of 3"),
+    ("--model llama-nano --n-head 12 --n-kv-head 5 --tp 2",
+     "n_kv_head 5: give --n-kv-head 2, 4, 6 or 12, or an --n-head in multiples of 5"),
+    ("--model llama-nano --n-head 5 --n-kv-head 5", "n_embd 192 is not divisible by n_head 5: give "
+     "--n-embd 190 or --n-embd 195 or --n-head 4"),
+    ("--model llama-nano --head-dim 7", "rotary positions turn pairs of channels, but a head has 7: "
+     "give --head-dim 6 or 8"),
+    ("--model llama-nano --n-embd 36", "but a head has 9: give --head-dim 8 or 10"),
+    ("--model pythia-70m --head-dim 6", "a head has 6, of which 1 turn: give --head-dim 8 or 9"),
     ("--model llama-nano --tp 4", r"n_kv_head 2 is not divisible by tp 4: give a --tp .*: 1, 2"),
     ("--model llama-nano --tp 2 --hidden 99", "the MLP's 99 hidden channels .* by tp 2")])
 def test_what_a_llama_cannot_be_is_refused_with_its_numbers(shards, flags, words):

@@ -714,6 +714,24 @@ def test_tokens_stand_for_the_steps_that_read_them():
     assert "steps" not in printed
 
 
+@pytest.mark.parametrize("flags, batch, source", [
+    ("--world 992 --model opt-175b --tp 8 --micro-batch 8", 992, "2.1M tokens, as opt-175b had"),
+    ("--world 8 --model gpt3-175b --tp 8", 1536, "3.1M tokens, as GPT-3 175B had"),
+    ("--world 8 --model gpt3-6.7b", 1024, "2.1M tokens, as GPT-3 6.7B had"),
+    ("--world 8 --model gpt2", 512, "0.5M tokens, as GPT-3 125M had"),
+    ("--world 12 --model gpt2", 516, "0.5M tokens, as GPT-3 125M had"),
+    ("--world 8 --model pythia-1.4b --pp 2 --micro-batch 8", 512, "1.0M tokens, as GPT-3 1.3B had"),
+    ("--world 8 --model gpt2 --search --micro-batch 16", 512, "0.5M tokens, as GPT-3 125M had"),
+    ("--world 8", 16, "train.py's default"), ("--world 8 --model gpt2 --batch-size 24", 24, None)])
+def test_without_a_batch_size_a_plan_has_a_published_one(flags, batch, source):
+    """The plan says whose, and the command has it. A model that is none of theirs has the nearest
+    one's, in multiples that the layout divides; a tiny one has train.py's default."""
+    text = answer(f"{flags} --gpu a100-80g --dtype bf16".split())
+    assert f"batch    {batch} sequences" in text and f"--batch-size {batch}" in text
+    assert ("--batch-size changes it" in text) == (source is not None)
+    assert source is None or f" ({source}" in text.replace("(about ", "(")
+
+
 @pytest.mark.parametrize("flags", ["--model gpt2", "--model gpt2 --search --micro-batch 4",
                                    "--n-layer 6 --tp 2"])
 def test_days_stand_for_the_steps_that_they_suffice_for(flags):
@@ -863,6 +881,12 @@ def test_a_gpus_name_may_have_capitals_and_a_plan_says_whether_it_fits():
      " GB too many: take more or larger GPUs\n"),
     ("--world 1 --gpu v100-32g --dtype bf16", "a V100 has no matrix products in bf16"),
     ("--world 8 --gpu h100 --lr 1e-3", "unknown argument --lr: --help lists the flags"),
+    ("--world 8 --gpu h100 --n-embd 64 --n-head 5", "n_embd 64 is not divisible by n_head 5: give "
+     "--n-embd 60 or --n-embd 65 or --n-head 4"),
+    ("--world 8 --gpu h100 --model llama-nano --n-kv-head 3", "n_head 4 is not divisible by "
+     "n_kv_head 3: give --n-kv-head 1, 2 or 4"),
+    ("--world 8 --gpu h100 --model llama-1.3b", "'llama-1.3b': the nearest are gpt3-1.3b, opt-1."),
+    ("--world 8 --gpu h100 --model Qwen/Qwen3-8B", "python -m tools.huggingface import "),
     ("--world 8 --gpu h100 --batch_sise 8", "did you mean --batch-size?"),
     ("--world 8 --gpu h100 --max_iters 8", "did you mean --steps?"),
     ("--gpu h100 --gpus 8", "--gpus: give --world, the number of GPUs"),

@@ -76,6 +76,23 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     (": did you mean gpt3-6.7b?", ["--model gpt3-6.7", "--model GPT-3-6.7B"]),
     ("--model: invalid choice: 'llama2': did you mean llama2-7b, llama2-13b, llama2-70b?",
      ["--model llama2"]),
+    ("--model: invalid choice: 'llama-1.3b': the nearest are gpt3-1.3b, opt-1.3b; of llama: nano, "
+     "7b, 13b, 33b, 65b", ["--model llama-1.3b"]),
+    ("invalid choice: 'qwen3-0.5b': the nearest are qwen2.5-0.5b, qwen3-0.6b; of qwen3: 0.6b, "
+     "1.7b, 4b, 8b", ["--model qwen3-0.5b"]),
+    ("'gpt2-1.6b': did you mean gpt2-xl?", ["--model gpt2-1.6b"]),
+    ("invalid choice: 'Llama-6.9B': did you mean llama-7b?", ["--model Llama-6.9B"]),
+    ("did you mean smollm2-135m?", ["--model SmolLM2-135M-Instruct", "--model smolm2_135m"]),
+    ("'125m': the nearest are gpt3-125m, opt-125m", ["--model 125m"]),
+    ("invalid choice: 'bert-base': the families are nano, gpt2, gpt3, opt, llama, llama2, llama3, "
+     "mistral, tinyllama, smollm2, qwen2.5, qwen3, olmo, neox, pythia, palm; --help lists their "
+     "sizes", ["--model bert-base"]),
+    ("it is a name for a new model, not for weights: make a checkpoint of these by `python -m "
+     "tools.huggingface import meta-llama/Llama-3.2-1B FILE.pt`, give --init-from FILE.pt and leave "
+     "--model out", ["--model meta-llama/Llama-3.2-1B"]),
+    ("leave --model out; for a new model of that size give --model qwen2.5-0.5b",
+     ["--model Qwen/Qwen2.5-0.5B"]),
+    ("give it to --resume or --init-from", ["--model out/latest.pt"]),
     ("'fp64'): give bf16", ["--dtype bfloat16"]),
     ("give fp16; argument --device: invalid choice: 'cuda:0' (choose from 'auto', 'cpu', 'cuda', "
      "'mps'): give cuda; CUDA_VISIBLE_DEVICES chooses", ["--dtype=float16 --device=cuda:0"]),
@@ -289,7 +306,8 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
         ("--output_dir o2 --overwrite_output_dir", "give --out DIR", "--out o2"),
         ("--model_name_or_path gpt2", "give --model NAME for a new model", "--model nano"),
         ("--model_name_or_path gpt2", "--init-from FILE.pt", "--init-from whole.pt"),
-        ("--model openai-community/gpt2", "the sizes have no owner: leave it out", ""),
+        ("--model openai-community/gpt2", "give --init-from FILE.pt and leave --model out; for a "
+         "new model of that size give --model gpt2", "--model gpt2"),
         ("--do_train --gradient_checkpointing True --fp16 True", "leave it out: train.py does "
          "both (--eval-only: no training); unknown argument --gradient-checkpointing: give "
          "--recompute; unknown argument --fp16: give --dtype fp16", "--recompute --dtype fp16"),

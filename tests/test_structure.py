@@ -53,8 +53,9 @@ MAY_IMPORT = {
     # Below the book (runtime/__init__.py):
     "runtime.commandline": ("", ""),
     "runtime.other_names": ("", ""),
+    "runtime.model_names": ("models*", ""),
     "runtime.options": ("models* amp parallelism.schedules runtime.commandline "
-                        "runtime.other_names", ""),
+                        "runtime.model_names runtime.other_names", ""),
     "runtime.processes": ("parallelism.collectives", ""),
     "runtime.devices": ("parallelism.collectives runtime.options runtime.processes", ""),
     "runtime.batch_ramp": ("", ""),

@@ -137,6 +137,7 @@ def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, monkeypatch, ca
     watched(config)
     error = capsys.readouterr().err
     assert "step_00000004.pt" in error and "File too large" in error and error.count("\n") == 1
+    assert error.endswith("; earlier checkpoints are untouched\n")
     assert names_in(tmp_path) == ["latest.pt", "step_00000002.pt", "step_00000006.pt"]
     lost = "is lost.*_00000008.pt.*: see that .* has space .* same"
     with pytest.raises(RunError, match=lost) as stop:
@@ -145,6 +146,17 @@ def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, monkeypatch, ca
     with pytest.raises(RunError, match="the last checkpoint is lost.*step_00000000.pt"):
         watched(settings(tmp_path / "rollback", steps=44), poison)
     assert "step 24/24" not in capsys.readouterr().out
+
+
+def test_a_first_save_that_fails_says_that_there_is_no_checkpoint(tmp_path, monkeypatch, capsys):
+    def save_on_a_full_disk(state, *where, save=checkpoint.save):
+        with no_file_above(10_000) if state["step"] == 2 else nullcontext():
+            save(state, *where)
+    monkeypatch.setattr(checkpoint, "save", save_on_a_full_disk)
+    watched(settings(tmp_path, steps=4, save_every=2))
+    error = capsys.readouterr().err
+    assert error.endswith(f"; {tmp_path} has no checkpoint yet\n") and error.count("\n") == 1
+    assert names_in(tmp_path) == ["latest.pt", "step_00000004.pt"]
 
 
 def test_a_run_whose_out_is_removed_makes_it_again(tmp_path):

@@ -6,6 +6,7 @@ files listed by one of the two with .index.json.
 """
 import json
 import re
+import sys
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from checkpoint import verify
 from corpus.downloads import download
 from runtime.checkpoint_files import reading
-from tools.huggingface_formats import PREFIXES
+from tools.huggingface_names import tensors_of
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json")
@@ -117,8 +118,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_readers(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
-    """{name without the family's prefix: function that reads the tensor}, so that a model is never
-    in memory twice. Raises ValueError."""
+    """{name in the file: function that reads the tensor}, so that a model is never in memory twice.
+    A note tells of a collection of tensors within a pickle. Raises ValueError."""
     if not file.exists():
         raise ValueError(f"{file.parent} lacks {file.name}")
     if file.suffix == ".safetensors":
@@ -131,8 +132,10 @@ def tensor_readers(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
         if is_zip:
             verify(file)
         with reading(file, "is refused"):
-            tensors = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
-            if not isinstance(tensors, dict):
-                raise ValueError(f"it holds no names of tensors, but {type(tensors).__name__}")
+            content = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
+            tensors, place = tensors_of(content)
             readers = {name: partial(tensors.get, name) for name in tensors}
-    return {PREFIXES.sub("", name): reader for name, reader in readers.items()}
+        if place:
+            print(f"tools.huggingface: note: {file}: the tensors in {place} are taken",
+                  file=sys.stderr)
+    return readers

@@ -40,6 +40,8 @@ from runtime.flops import parameter_count
 from tools.hub import IS_ADAPTER, check_source, fetch, tensor_readers, weight_files
 from tools.huggingface_formats import (BUFFERS, END_OF_TEXT, FAMILIES, Family, config_json,
                                        model_config, their_names, to_ours, to_theirs)
+from tools.huggingface_keys import notes_of_keys
+from tools.huggingface_names import HEADS, find_names
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_FILES = {      # tiktoken's name: transformers' name, sha256
@@ -72,6 +74,19 @@ def read_config(folder: Path) -> tuple[dict, GPTConfig]:
         return config, model_config(config)
 
 
+def tell_keys(config: dict, folder: Path) -> None:
+    """Print a note of each key that has a value and is not read. Raises ValueError."""
+    path = folder / "generation_config.json"
+    drawing = {}
+    if path.exists():
+        with reading(path, "is refused"):
+            drawing = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(drawing, dict):
+                raise ValueError(f"it is no object, but {type(drawing).__name__}")
+    for note in notes_of_keys(config, drawing):
+        print(f"tools.huggingface: note: {folder}: {note}", file=sys.stderr)
+
+
 def import_model(source: str, file: Path, hub: str) -> None:
     """Write a checkpoint of weights alone. `source` is a folder or, if there is none of that name,
     a model on the hub, which is downloaded to a folder beside `file`."""
@@ -84,10 +99,16 @@ def import_model(source: str, file: Path, hub: str) -> None:
         folder = file.with_name(source.replace("/", "--") + ".hf")
         fetch(source, folder, hub, check=read_config)   # before gigabytes come
     config, cfg = read_config(folder)
+    tell_keys(config, folder)
     family = FAMILIES[config["model_type"]]
     readers = {}
     for part in weight_files(folder):
         readers |= tensor_readers(part)
+    try:
+        names = find_names(readers, family)
+    except ValueError as error:
+        raise ValueError(f"{folder} is refused: {error}") from None
+    readers = {name: readers[original] for name, original in names.items()}
     parameters = {}
     for name, shape in parameter_shapes(cfg).items():
         parameters[name] = read_parameter(name, shape, readers, folder, family, cfg)
@@ -146,7 +167,7 @@ def read_parameter(name: str, shape: tuple, readers: dict, folder: Path, family:
     tensors = []
     for one in theirs:
         if one not in readers:
-            raise ValueError(f"{folder} has no tensor {one}")
+            raise ValueError(f"{folder} has no tensor {one}{advice_on_missing(one, readers)}")
         tensor = readers[one]()
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             kind = getattr(tensor, "dtype", type(tensor).__name__)
@@ -167,6 +188,16 @@ def read_parameter(name: str, shape: tuple, readers: dict, folder: Path, family:
     return full
 
 
+def advice_on_missing(name: str, readers: dict) -> str:
+    """What a missing tensor may mean, for the end of a sentence."""
+    if name in HEADS:
+        return (": the model was saved without its head: save it as the class that config.json "
+                "names, or set tie_word_embeddings to true there if the embedding is the head")
+    if "embed" not in name and "wte" not in name:
+        return ""
+    return f": its names are like {', '.join(sorted(readers)[:2])}"
+
+
 def check_unused(readers: dict, parameters: dict, folder: Path, family: Family) -> None:
     """Raise ValueError if a block has a tensor that our model has no place for, or the head of a
     tied model differs from its embedding. A note tells of tensors outside of the model."""
@@ -176,11 +207,14 @@ def check_unused(readers: dict, parameters: dict, folder: Path, family: Family) 
     if in_blocks:
         raise ValueError(f"{folder} has {len(in_blocks):,} tensors that config.json does not "
                          f"account for, such as {in_blocks[0]}: the model would be another")
-    for head in {"lm_head.weight", "embed_out.weight"} & set(unused):       # of a tied model
+    for head in set(HEADS) & set(unused):       # of a tied model
         unused.remove(head)
         if not readers[head]().float().equal(parameters["embed.token.weight"]):
+            advice = "set its tie_word_embeddings to false"
+            if family.fields is None:
+                advice = f"{family.architecture} has one matrix for both here"
             raise ValueError(f"{folder}: {head} differs from the embedding, but config.json ties "
-                             f"them: set its tie_word_embeddings to false")
+                             f"them: {advice}")
     if unused:
         print(f"tools.huggingface: note: {folder}: {len(unused):,} tensors are left out, which are "
               f"no part of the model, such as {unused[0]}", file=sys.stderr)

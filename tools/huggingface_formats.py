@@ -13,6 +13,7 @@ What a model of ours cannot be is refused by its key in config.json.
 """
 import math
 import re
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from typing import NamedTuple
 
@@ -25,8 +26,11 @@ from models.llama import LlamaConfig
 
 MODEL_TYPES = {"gelu": "gpt2", "relu": "opt"}      # a GPT's activation: who has it
 END_OF_TEXT = {"gpt2": 50256, "bytes": 256, "opt-50272": 2}     # token of a tokenizer
-ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}     # theirs: ours
-LLAMA_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_erf", "gelu_fast": "gelu"} | ACTIVATIONS
+ACTIVATIONS = {                                     # theirs: ours
+    "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_python_tanh": "gelu",
+    "gelu_accurate": "gelu", "relu": "relu"}
+LLAMA_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu_erf", "gelu_python": "gelu_erf",
+                     "gelu_fast": "gelu"} | ACTIVATIONS
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 # What model.py has only one form of: the key in config.json, and its value where it is missing.
@@ -34,6 +38,8 @@ FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embed
          "scale_attn_by_inverse_layer_idx": False, "do_layer_norm_before": True,
          "_remove_final_layer_norm": False, "enable_bias": True,
          "layer_norm_elementwise_affine": True}
+# The same of every architecture.
+ANY = {"is_encoder_decoder": False, "add_cross_attention": False}
 
 
 class Family(NamedTuple):
@@ -51,6 +57,7 @@ class Family(NamedTuple):
     fields: dict | None = None          # of every LlamaConfig of the family; None: a GPTConfig
     optional: dict = {}                 # field: (key in config.json, its value where it is missing)
     only: dict = {}                     # key: (the one value we have, that where it is missing)
+    any_width: bool = True              # transformers takes a width that is no multiple of the heads
 
 
 GPT2 = Family(
@@ -99,7 +106,8 @@ LLAMA = Family(
     fields=llama.FAMILIES["llama"],
     optional={"n_kv_head": ("num_key_value_heads", 0), "head_dim": ("head_dim", 0),
               "norm_eps": ("rms_norm_eps", 1e-6), "tied": ("tie_word_embeddings", False)},
-    only={"attention_bias": (False, False), "mlp_bias": (False, False)})
+    only={"attention_bias": (False, False), "mlp_bias": (False, False)},
+    any_width=False)
 
 NEOX = Family(
     architecture="GPTNeoXForCausalLM",
@@ -115,28 +123,33 @@ NEOX = Family(
     fields=llama.FAMILIES["neox"],
     optional={"norm_eps": ("layer_norm_eps", 1e-5), "tied": ("tie_word_embeddings", False),
               "rotary": ("rotary_pct", 0.25)},
-    only={"attention_bias": (True, True)})
+    only={"attention_bias": (True, True)},
+    any_width=False)
 
 NO_WINDOW = {"use_sliding_window": (False, False)}
+KEYS_OF_QWEN = {"n_kv_head": ("num_key_value_heads", 32)}
 FAMILIES = {
     "gpt2": GPT2,
     "opt": OPT,
     "llama": LLAMA,
-    "mistral": LLAMA._replace(architecture="MistralForCausalLM",
-                              only={"sliding_window": (None, 4096)}),
-    "qwen2": LLAMA._replace(architecture="Qwen2ForCausalLM", fields=llama.FAMILIES["qwen2"],
-                            only=NO_WINDOW),
-    "qwen3": LLAMA._replace(architecture="Qwen3ForCausalLM", fields=llama.FAMILIES["qwen3"],
-                            optional=LLAMA.optional | {"head_dim": ("head_dim", 128)},
-                            only=NO_WINDOW | {"attention_bias": (False, False)}),
-    "olmo": LLAMA._replace(architecture="OlmoForCausalLM", fields=llama.FAMILIES["olmo"],
-                           optional={name: LLAMA.optional[name] for name in ("n_kv_head", "tied")},
-                           only={"attention_bias": (False, False), "clip_qkv": (None, None)}),
+    "mistral": LLAMA._replace(
+        architecture="MistralForCausalLM", only={"sliding_window": (None, 4096)}, any_width=True,
+        optional=LLAMA.optional | {"n_kv_head": ("num_key_value_heads", 8)}),
+    "qwen2": LLAMA._replace(
+        architecture="Qwen2ForCausalLM", fields=llama.FAMILIES["qwen2"], only=NO_WINDOW,
+        any_width=True, optional=LLAMA.optional | KEYS_OF_QWEN),
+    "qwen3": LLAMA._replace(
+        architecture="Qwen3ForCausalLM", fields=llama.FAMILIES["qwen3"],
+        only=NO_WINDOW | {"attention_bias": (False, False)}, any_width=True,
+        optional=LLAMA.optional | KEYS_OF_QWEN | {"head_dim": ("head_dim", 128)}),
+    "olmo": LLAMA._replace(
+        architecture="OlmoForCausalLM", fields=llama.FAMILIES["olmo"],
+        only={"attention_bias": (False, False), "clip_qkv": (None, None)}, any_width=True,
+        optional={name: LLAMA.optional[name] for name in ("n_kv_head", "head_dim", "tied")}),
     "gpt_neox": NEOX,
 }
 # Tensors that older files have beside the parameters, which follow from config.json.
 BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
-PREFIXES = re.compile(r"^(transformer|gpt_neox|(model\.)?decoder|model)\.")     # some files lack it
 
 
 # ---------------------------------------------------------------------------------------------
@@ -215,9 +228,10 @@ def model_config(config: dict) -> GPTConfig:
         if config.get(key, default) != value:
             raise ValueError(f"its {key} is {config.get(key, default)!r}, models/llama.py has "
                              f"only {value!r}")
-    config = {key: value for key, value in config.items() if value is not None}     # null: default
-    if "quantization_config" in config:
-        raise ValueError("it has a quantization_config: give the model before it was quantised")
+    # null: the default; but of these the number of heads, and the width over it
+    config = {key: 0 if value is None else value for key, value in config.items()
+              if value is not None or key in ("num_key_value_heads", "head_dim")}
+    check_kind(config, family)
     for theirs in family.shape.values():
         if theirs not in config:
             raise ValueError(f"it lacks {theirs}")
@@ -237,6 +251,34 @@ def model_config(config: dict) -> GPTConfig:
         if config.get(key, value) != value:
             raise ValueError(f"its {key} is {config[key]!r}, model.py has only {value!r}")
     return GPTConfig(activation=ACTIVATIONS[activation], **shape)
+
+
+def check_kind(config: dict, family: Family) -> None:
+    """Raise a ValueError if the model is none of language, its numbers are no plain ones, or it
+    comes with its own code."""
+    for key in ("quantization_config", "compression_config"):
+        if key in config:
+            raise ValueError(f"it has a {key}: give the model before it was quantised")
+    for key, value in ANY.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"its {key} is {config[key]!r}: only a decoder by itself is known")
+    base = re.sub("(ForCausalLM|LMHeadModel)$", "", family.architecture)
+    models_of_language = {f"{base}{end}" for end in (
+        "ForCausalLM", "LMHeadModel", "Model", "DoubleHeadsModel", "PreTrainedModel")}
+    named = config.get("architectures", [])
+    if not isinstance(named, list):
+        raise ValueError(f"its architectures is {named!r}, not a list")
+    if named and not models_of_language & set(map(str, named)):
+        raise ValueError(f"its architectures are {', '.join(map(str, named))}, whose head or body "
+                         f"is another than that of {family.architecture}: give a model of "
+                         f"language, or name it so there if it is one")
+    code = config.get("auto_map", {})
+    if not isinstance(code, dict):
+        raise ValueError(f"its auto_map is {code!r}, not an object")
+    own = [value for key, value in code.items() if key.startswith("AutoModel")]
+    if own:
+        raise ValueError(f"its auto_map names code of its own, {own[0]}, which may compute another "
+                         f"model: if that is {family.architecture}, remove auto_map")
 
 
 def value_of(config: dict, key: str, default):
@@ -273,13 +315,13 @@ def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
         shape[ours] = value_of(config, theirs, default)
     if not config.get("use_parallel_residual", True):
         shape["residual"] = "serial"
-    rope = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        given = config.get(key, {})
-        if not isinstance(given, dict) or any(isinstance(one, dict) for one in given.values()):
-            raise ValueError(f"its {key} is {given!r}, where models/llama.py has one object for "
-                             f"all layers")
-        rope |= given
+    # (Before transformers 5 its parts stood by themselves. As there, rope_scaling comes first.)
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key, {})
+    if not isinstance(rope, dict) or any(isinstance(one, dict) for one in rope.values()):
+        raise ValueError(f"its {key} is {rope!r}, where models/llama.py has one object for all "
+                         f"layers")
+    rope = {name: value for name, value in rope.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
         missing = [key for key in LLAMA3_ROPE if key not in rope]
@@ -291,16 +333,18 @@ def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
                              f"{shape['rope_scaling']}: none may be 0")
     elif kind != "default":
         raise ValueError(f"its rope_type is {kind!r}, models/llama.py has only default and llama3")
-    # (Before transformers 5 they stood by themselves; NeoX calls the first rotary_emb_base.)
-    theta = value_of(config, "rope_theta", value_of(config, "rotary_emb_base", 10000.0))
+    theta = "rotary_emb_base" if "rotary" in shape else "rope_theta"    # NeoX, others
+    theta = value_of(config, theta, 10000.0)
     shape["rope_theta"] = float(value_of(rope, "rope_theta", float(theta)))
     if shape["rope_theta"] == 0:
         raise ValueError("its rope_theta is 0")
     if "rotary" in shape:
         shape["rotary"] = value_of(rope, "partial_rotary_factor", float(shape["rotary"]))
-    elif rope.get("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"its partial_rotary_factor is {rope['partial_rotary_factor']}, which "
-                         f"{family.architecture} does not have here")
+    else:
+        turned = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
+        if turned != 1:
+            raise ValueError(f"its partial_rotary_factor is {turned}, which {family.architecture} "
+                             f"does not have here")
     return LlamaConfig(**(family.fields | shape | dict(activation=LLAMA_ACTIVATIONS[activation])))
 
 
@@ -350,7 +394,7 @@ def llama_json(cfg: LlamaConfig) -> dict:
     if cfg.rope_scaling:
         rope |= dict(rope_type="llama3") | dict(zip(LLAMA3_ROPE, cfg.rope_scaling))
     for model_type, family in FAMILIES.items():
-        if family.fields is None:
+        if family.fields is None or cfg.n_embd % cfg.n_head and not family.any_width:
             continue
         config = keys_of(family, model_type, cfg) | dict(hidden_act=theirs[cfg.activation])
         config |= {key: value for key, (value, _) in family.only.items()}
@@ -360,7 +404,8 @@ def llama_json(cfg: LlamaConfig) -> dict:
             config |= dict(use_parallel_residual=cfg.residual == "parallel",
                            rotary_emb_base=cfg.rope_theta)
             config["rope_parameters"]["partial_rotary_factor"] = cfg.rotary
-        if model_config(config) == replace(cfg, dropout=0.0):
-            return config
+        with suppress(ValueError):              # of a shape that the family cannot have
+            if model_config(config) == replace(cfg, dropout=0.0):
+                return config
     raise ValueError(f"no architecture of transformers that is known here has this model: "
                      f"{asdict(cfg)}")

@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from models import make_config
 from runtime import options
-from runtime.checks import check_config
+from runtime.checks import check_config, check_heads
 from runtime.commandline import Parser
 from runtime.other_names import OTHER_NAMES, PLAN_ADVICE
 from runtime.processes import print_rank0
+from tools.plan.batch import with_usual_batch
 from tools.plan.estimate import make_plan
 from tools.plan.flags import OWN_FLAGS, RUN_FLAGS, PlanConfig
 from tools.plan.gpus import GPUS
@@ -60,10 +61,14 @@ def answer(arguments: list[str]) -> str:
         config, plans = largest_model(config, given)
         given = given | dict(model=config.model, batch_size=config.batch_size)
     shape = options.model_shape(vars(config))
+    check_heads(shape, config.tp)
+    cfg = make_config(vocab_size=config.vocabulary, **shape)
+    config, source = with_usual_batch(config, cfg, given)
+    if source:
+        given = given | dict(batch_size=config.batch_size)
     if config.tokens is not None:
         steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
         config = replace(config, steps=steps)
-    cfg = make_config(vocab_size=config.vocabulary, **shape)
     if not chooses_model and config.search:
         plans = search_layouts(cfg, config, given)
     elif not chooses_model:
@@ -79,8 +84,10 @@ def answer(arguments: list[str]) -> str:
         lines.append(format_days(config, plans[0], chooses_model))
     first = with_layout(config, plans[0])
     if "search" in given:
+        if source:
+            lines.append(f"batch    {config.batch_size} sequences{source}")
         return "\n".join([*lines, *format_search(plans), format_command(first, given)])
-    lines += format_plan(cfg, first, plans[0])
+    lines += format_plan(cfg, first, plans[0], source)
     lines.append(f"command  {format_command(first, given)}")
     return "\n".join(lines + notes_of(config, plans[0]))
 

@@ -21,9 +21,14 @@ VOCABULARIES = {
     "palm-8b": 256000}
 
 
+LEAST_PARAMETERS = 60e6         # of a model whose batch is that of a published one by default
+
+
 @dataclass(frozen=True)
 class PlanConfig(options.Config):
     """train.py's flags, of which RUN_FLAGS count here, and the plan's own."""
+    batch_size: int = flag(16, "sequences per step; for a model of 60M parameters or more as many "
+                           "tokens as GPT-3's of its size had", low=1, group="optimization")
     world: int = flag(None, "GPUs (required)", low=1, group="plan")
     gpu: gpu_name = flag(None, "kind of GPU (required): " + ", ".join(GPUS) + ", or TFLOP/s:GB:"
                         "GB/s of another", form="NAME")

@@ -14,8 +14,9 @@ def format_bytes(size: float) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> list[str]:
-    """The numbers of `make_plan` in lines, the most important first."""
+def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: str) -> list[str]:
+    """The numbers of `make_plan` in lines, the most important first. `batch_source` says where the
+    batch size is from, if it was not given."""
     def parts(prefix, render):
         return ", ".join(f"{name.removeprefix(prefix).replace('_', ' ')} {render(x)}"
                          for name, x in plan.items()
@@ -50,7 +51,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> list[str]:
         f"{config.dtype}, {', '.join(options)}",
         f"batch    {config.batch_size} sequences = dp {plan['dp']} x {num_microbatches} "
         f"microbatches x {config.micro_batch} sequences; {plan['tokens_per_step']:,} tokens per "
-        f"step",
+        f"step{batch_source}",
         f"memory   {parts('memory_', format_bytes)} (buffers, logits, activations: estimates)",
         f"compute  {plan['tokens']:.4g} tokens x {plan['flops_per_token']:.4g} FLOPs = "
         f"{plan['flops_with_attention']:.4g}, {plan['pf_days']:,.4g} PF-days; with recomputation "

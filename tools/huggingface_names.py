@@ -1,0 +1,71 @@
+"""Which tensor of a file is which of the model: names as other programs have left them.
+
+    _orig_mod.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight      in the file
+    layers.0.mlp.up_proj.weight                                                 in the family's table
+
+Modules that wrap others put their names between. What stands before the blocks, such as `model.` or
+`gpt_neox.`, is whatever stands before the embedding. tools/huggingface.py calls `find_names`.
+"""
+from collections.abc import Iterable
+
+import torch
+
+from tools.huggingface_formats import Family
+
+# torch.compile, DistributedDataParallel and DeepSpeed, FSDP 1, its checkpointing, Lightning
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",
+            "_forward_module")
+HEADS = ("lm_head.weight", "embed_out.weight")          # transformers 5 calls NeoX's lm_head, too
+
+
+def find_names(names: Iterable[str], family: Family) -> dict[str, str]:
+    """{the family's name without its prefix: the file's name}, for all `names` of the files; what
+    is no part of the model keeps its own name, without wrappers. Raises ValueError if two names
+    mean the same tensor."""
+    bare = {}
+    for name in names:
+        add(bare, ".".join(part for part in name.split(".") if part not in WRAPPERS), name)
+    embedding = family.ends["embed.token"] + ".weight"
+    prefixes = sorted(name.removesuffix(embedding) for name in bare
+                      if f".{name}".endswith(f".{embedding}"))
+    if len(prefixes) > 1:
+        raise ValueError(f"it holds several models, {prefixes[0]}{embedding} and {prefixes[1]}"
+                         f"{embedding}: save one of them alone")
+    prefix = "".join(prefixes)
+    head = family.ends.get("head", "lm_head") + ".weight"
+    found = {}
+    for name, original in bare.items():
+        before = [name.removesuffix(one) for one in HEADS if f".{name}".endswith(f".{one}")]
+        if before and prefix.startswith(before[0]):     # it stands beside the body, or in it
+            add(found, head, original)
+        else:
+            add(found, name.removeprefix(prefix), original)
+    return found
+
+
+def add(names: dict[str, str], name: str, original: str) -> None:
+    """Raises ValueError if it is there."""
+    if name in names:
+        raise ValueError(f"{names[name]} and {original} are both {name}: save the model once")
+    names[name] = original
+
+
+def tensors_of(content: object) -> tuple[dict, str]:
+    """(the tensors by their names, their place) in what a pickle holds: itself, or the largest
+    collection in it, such as that of `state_dict` or `model`. Raises ValueError."""
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds no names of tensors, but {type(content).__name__}")
+    places, counts = {"": content}, {"": 0}
+
+    def search(one: dict, place: str):
+        names = [name for name, x in one.items() if isinstance(x, torch.Tensor)]
+        if all(isinstance(name, str) for name in names):        # an optimizer's are numbers
+            places[place], counts[place] = one, len(names)
+        for name, inner in one.items():
+            if isinstance(inner, dict):
+                search(inner, f"{place}.{name}".lstrip("."))
+    search(content, "")
+    most = [place for place, count in counts.items() if count == max(counts.values())]
+    if len(most) > 1 and counts[most[0]] > 0:
+        raise ValueError(f"it holds several models, {' and '.join(most)}: save one of them alone")
+    return places[most[0]], most[0]
