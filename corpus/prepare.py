@@ -14,9 +14,11 @@ from corpus.conversations import default_template
 from corpus.encode import bytes_per_token, tokenise, train_tokenizer
 from corpus.file_changes import sha256_of
 from corpus.index import Index, index_documents
+from corpus.model_folders import notes
 from corpus.shards import FLAGS_SUFFIX, LEARNT, SPLITS, append_tokens, read_meta
 from corpus.temporary_folder import check_writable, new_folder
-from corpus.tokenizers import OWN, file_name, get_tokenizer, name_of, read_file
+from corpus.tokenizers import (file_name, find_file, get_tokenizer, is_named, name_of, read_file,
+                               text_sha256)
 
 
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
@@ -24,14 +26,17 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
             template: str | None = None) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. `tokenizer`: the name of one in corpus/tokenizers.py,
-    the path of a file of one, or the one of `train_tokens` tokens that is trained on this text.
+    the path of a file of one or of a folder with it, or the one of `train_tokens` tokens that is trained on this text.
     Without a `field` the files hold conversations; `template`: None, the one for the tokenizer.
     What is there already is not made again. Raises ValueError if a file is not text, if there is
     too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
     run may be training on."""
     vocabulary = None           # the content of the file of a tokenizer of one's own
-    if tokenizer.endswith(tuple(OWN.values())):
-        vocabulary = read_file(Path(tokenizer))
+    if train_tokens is None and not is_named(tokenizer):
+        path = find_file(tokenizer)
+        vocabulary = read_file(path)
+        for line in notes(path):
+            note(line)
         tokenizer = name_of(vocabulary)
     if train_tokens is None:
         encoding = get_tokenizer(tokenizer, vocabulary)
@@ -62,6 +67,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
             meta |= dict(template=template, learnt=learnt, bytes_per_token=None)
         if vocabulary is not None:
             (folder / file_name(tokenizer)).write_text(vocabulary, encoding="utf-8")
+            meta["tokenizer_sha256"] = text_sha256(vocabulary)
         if train_tokens is not None:
             with suppress(ConnectionError):     # without GPT-2's vocabulary nothing is compared
                 meta["compared"] = [bytes_per_token(index, one)
