@@ -32,7 +32,8 @@ import runtime      # first: without numpy or tiktoken it ends the program in on
 import numpy as np
 
 from corpus.console import progress
-from corpus.shards import Shards, find_shards, open_flags, read_meta
+from corpus.shards import (Shards, find_shards, open_flags, read_meta, same_tokenizer,
+                           show_token)
 from corpus.windows import ConversationWindows, TextWindows
 from runtime.batch_ramp import batch_size_at
 
@@ -117,7 +118,7 @@ class TokenDataset:
         metas = [source.meta for source in self.sources.values()]
         self.meta = dict(tokenizer=metas[0]["tokenizer"], vocab_size=metas[0]["vocab_size"],
                          bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
-        for meta in metas:
+        for meta in reversed(metas):
             self.meta |= {key: meta[key] for key in ("tokenizer_file", "template", "template_file",
                                                      "ends") if meta.get(key) is not None}
         self.has_conversations = "template" in self.meta
@@ -228,10 +229,10 @@ class TokenDataset:
             return None
         return sum(weight * value for weight, value in pairs) / sum(weight for weight, _ in pairs)
 
-    def check(self, part: int, parts: int) -> None:
-        """Raise ValueError if a token is beyond the vocabulary. Rank number `part` of `parts` reads
-        its share of each shard, so all ranks together read the data once. The first tells how far
-        it is, on standard error."""
+    def check(self, part: int, parts: int, rows: int | None = None) -> None:
+        """Raise ValueError if a token is beyond the vocabulary, or beyond the `rows` of a model, if
+        it has fewer. Rank number `part` of `parts` reads its share of each shard, so all
+        ranks together read the data once. The first tells how far it is, on standard error."""
         share = self.shards[0].itemsize * self.n_tokens // parts
         count_bytes = progress("reading all tokens once, to check them", share, quiet=part > 0)
         for tokens in self.shards:
@@ -242,6 +243,11 @@ class TokenDataset:
                 if largest >= self.meta["vocab_size"]:
                     raise ValueError(f"{tokens.filename} holds token {largest}, beyond a "
                                      f"vocabulary of {self.meta['vocab_size']}: run data.py again")
+                if rows is not None and largest >= rows:
+                    raise ValueError(f"{tokens.filename} holds the token "
+                                     f"{show_token(self.meta, int(largest))}, and the model has "
+                                     f"rows for {rows:,} tokens: make --data without that token, "
+                                     f"or take a model that has it")
                 count_bytes(block.nbytes)
 
 
@@ -249,7 +255,7 @@ def check_pair(pair: str, one: dict, other: dict) -> None:
     """Raise ValueError if a mixture cannot have both sources, of which these are the read_meta."""
     if one["fingerprint"] == other["fingerprint"]:
         raise ValueError(f"{pair} hold the same text: drop one")
-    if any(one[key] != other[key] for key in ("tokenizer", "vocab_size")):
+    if not same_tokenizer(one, other) or one["vocab_size"] != other["vocab_size"]:
         raise ValueError(f"{pair} have different tokenizers, {one['tokenizer']} and "
                          f"{other['tokenizer']}: make both with one --tokenizer")
     if len({one["template"], other["template"], None}) > 2:

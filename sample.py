@@ -29,7 +29,7 @@ from amp import PRECISIONS
 from checkpoint import load_model
 from corpus.chat_templates import get_template
 from corpus.messages import ASSISTANT, Message
-from corpus.tokenizers import bytes_of_token, get_tokenizer
+from corpus.tokenizers import bytes_of_token, get_tokenizer, prompt_tokens
 from parallelism.collectives import first_line, out_of_memory
 from runtime.devices import pick_device
 
@@ -120,7 +120,7 @@ def show(text: bytes, shown: int, is_whole=False) -> int:
 
 def print_samples(model, tokenizer, ends: set[int], prompt: str, seeds: range, args) -> None:
     """Print a sample of a prompt for each seed, the first one as it is generated."""
-    tokens = tokenizer.encode_ordinary(prompt)
+    tokens = prompt_tokens(tokenizer, prompt, model.cfg.vocab_size)
     if len(tokens) > model.cfg.seq_len:
         print(f"sample.py: warning: the prompt has {len(tokens)} tokens, the model sees the "
               f"last {model.cfg.seq_len}", file=sys.stderr)
@@ -130,8 +130,8 @@ def print_samples(model, tokenizer, ends: set[int], prompt: str, seeds: range, a
     ended = set()                   # the samples that have reached `stop`
     shown = 0                       # characters of the first sample on standard output
     sys.stdout.write(prompt)
-    for drawn in generate(model, tokens or [tokenizer.eot_token], args.max_tokens, ends,
-                          args.temperature, args.top_k, args.top_p, generators):
+    for drawn in generate(model, tokens, args.max_tokens, ends, args.temperature, args.top_k,
+                          args.top_p, generators):
         for i in drawn.keys() - ended:
             texts[i] += bytes_of_token(tokenizer, drawn[i])
             if stop and stop in texts[i]:
@@ -196,6 +196,8 @@ def main() -> None:
         if args.chat:
             template = get_template(state["template"], tokenizer, state.get("template_file"))
         prompts = [] if args.chat else read_prompts(args)
+        for prompt in prompts:
+            prompt_tokens(tokenizer, prompt, model.cfg.vocab_size)     # or raises ValueError
         lines = read_lines() if args.chat else []
     except (ValueError, OSError) as error:
         parser.error(str(error), getattr(error, "status", 2))

@@ -10,6 +10,7 @@
     index       pass 1: hashes and sizes       split       which documents validate
     encode      pass 2: tokens                 near_duplicates     MinHash of the documents
     tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json
+    model_folders       what a model's files say of its tokenizer
     bpe         trains a tokenizer             shards      the files of a data set
     windows     of tokens, of conversations    downloads   files from the network
     console     notes, progress, errors        file_changes        whether a file has changed

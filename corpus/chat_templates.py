@@ -12,16 +12,18 @@ from corpus.conversations import FORMS, Template, default_template, has_marks, t
 from corpus.formats import EOT
 from corpus.jinja_templates import OWN, TURNS, ChatTemplate, hash_of
 from corpus.messages import ASSISTANT, Message
+from corpus.model_folders import read_object
+from corpus.tokenizers import document_start
 
-# Ours as transformers writes them. EOT stands for the token that ends a text.
-PLAIN = """{{ 'EOT' }}{% for message in messages %}\
+# Ours as transformers writes them. START stands for what begins a document, EOT for what ends one.
+PLAIN = """{{ 'START' }}{% for message in messages %}\
 {{ message['role'] + ':\\n' + message['content'] }}\
 {{ 'EOT' if message['role'] == 'assistant' else '\\n\\n' }}{% endfor %}\
 {{ 'assistant:\\n' if add_generation_prompt else '' }}"""
 CHATML = """{% for message in messages %}\
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}\
 {{ '<|im_start|>assistant\\n' if add_generation_prompt else '' }}"""
-CHATML_AS_TEXT = """{{ 'EOT' }}{% for message in messages %}\
+CHATML_AS_TEXT = """{{ 'START' }}{% for message in messages %}\
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}\
 {{ 'EOT\\n' if message['role'] == 'assistant' else '<|im_end|>\\n' }}{% endfor %}\
 {{ '<|im_start|>assistant\\n' if add_generation_prompt else '' }}"""
@@ -32,19 +34,6 @@ PROBES = [TURNS[:1], TURNS, [Message("system", "be brief"), *TURNS], TURNS[1:],
 
 
 # ---- The files of a model's folder ----------------------------------------------------------
-
-def read_object(path: Path) -> dict:
-    """The object in a file of JSON; {} without the file. Raises ValueError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is refused: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is refused: it is no object, but {type(content).__name__}")
-    return content
-
 
 def read_template(folder: Path) -> str | None:
     """The content of the file that keeps the template of a model's folder: an object of JSON with
@@ -118,7 +107,8 @@ def in_jinja(template: str, encoding) -> str:
     program = PLAIN
     if template == "chatml":
         program = CHATML if has_marks(encoding) else CHATML_AS_TEXT
-    return program.replace("EOT", getattr(encoding, "end_of_text", EOT))
+    start = text_of([(token, False) for token in document_start(encoding)], encoding)
+    return program.replace("START", start).replace("EOT", getattr(encoding, "end_of_text", EOT))
 
 
 def entries_of(template) -> dict:

@@ -23,15 +23,15 @@ answer.
 """
 from itertools import groupby
 
+from corpus.json_tokenizers import MARKS
 from corpus.messages import ASSISTANT, Message
-
-MARKS = ("<|im_start|>", "<|im_end|>")          # of ChatML
+from corpus.tokenizers import document_start
 
 
 def plain(messages, encoding):
     """Yield texts, and tokens of which one ends a text: (text or token, whether it is learnt). A
     message without content is an answer that the model is to write: its content is not yielded."""
-    yield encoding.eot_token, False
+    yield from ((token, False) for token in document_start(encoding))
     for role, content, is_learnt, _ in messages:
         if role != ASSISTANT:
             yield f"{role}:\n{content}\n\n", False
@@ -48,7 +48,7 @@ def chatml(messages, encoding):
     if has_marks(encoding):
         start, end = (encoding.encode_single_token(mark) for mark in MARKS)
     else:
-        yield encoding.eot_token, False
+        yield from ((token, False) for token in document_start(encoding))
     for role, content, is_learnt, _ in messages:
         yield start, False
         if role != ASSISTANT:

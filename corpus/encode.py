@@ -1,7 +1,8 @@
 """Pass 2: the documents that an index keeps -> tokens of both splits, in their order.
 
 - Memory is bounded: a text is encoded in pieces, and few of them wait for a thread.
-- The token <|endoftext|> stands before each document; the same characters in a text are text.
+- The token <|endoftext|> stands before each document, and behind it what the tokenizer puts before
+  a text, such as <|begin_of_text|>; the same characters in a text are text.
 - Conversations (conversations.py) are documents whose tokens a template decides.
 """
 from collections import deque
@@ -19,7 +20,7 @@ from corpus.index import Index, read_texts, usable_cores
 from corpus.messages import texts_of
 from corpus.records import NotText
 from corpus.shards import BEGINS, LEARNT, SPLITS
-from corpus.tokenizers import CUT, MOST_TOKENS, cut_of, write_tokens
+from corpus.tokenizers import CUT, MOST_TOKENS, cut_for, document_start, write_tokens
 
 TOKENIZER_BYTES = 10**8     # of text, which a tokenizer of one's own is trained on
 
@@ -65,7 +66,7 @@ def tokenise(index: Index, encoding, template=None):
     ValueError at the end if the files have changed since pass 1. `template`: of conversations, as
     chat_templates.get_template returns it."""
     if template is None:
-        parts = encode_pieces(pieces_of(index, cut_of(encoding.name)), encoding)
+        parts = encode_pieces(pieces_of(index, cut_for(encoding)), encoding)
     else:
         parts = encode_conversations(index, encoding, template)
     done = 0
@@ -117,9 +118,11 @@ def bytes_per_token(index: Index, encoding) -> float:
 
 def encode_pieces(pieces, encoding):
     """Yield an Encoded of some pieces of text (split, text) at a time, in order."""
+    start = document_start(encoding)
+
     def work(split, texts):
         tokens = [encoding.encode_to_numpy(text, disallowed_special=()) if text
-                  else [encoding.eot_token] for text in texts]
+                  else start for text in texts]
         tokens = np.concatenate(tokens, dtype=dtype_of(encoding), casting="unsafe")
         return Encoded(split, tokens, len("".join(texts).encode()))
     yield from in_threads(work, in_groups(pieces))

@@ -100,11 +100,11 @@ class Span(NamedTuple):
 
 def marks_of(encoding) -> list[Mark]:
     """The added tokens of a tokenizer."""
-    if not hasattr(encoding, "added_tokens"):           # tiktoken's
+    if not hasattr(encoding, "added"):                  # tiktoken's
         return [Mark(text, encoding.encode_single_token(text), True, re.escape(text))
                 for text in encoding.special_tokens_set]
     marks = []
-    for token, added in encoding.added_tokens().items():
+    for token, added in encoding.added.items():
         before = r"\s*" if added.lstrip else ""
         behind = r"\s*" if added.rstrip else ""
         marks.append(Mark(added.content, token, added.special,

@@ -15,9 +15,11 @@ from corpus.conversations import Template
 from corpus.encode import bytes_per_token, tokenise, train_tokenizer
 from corpus.file_changes import sha256_of
 from corpus.index import Index, index_documents
+from corpus.model_folders import notes
 from corpus.shards import FLAGS_SUFFIX, LEARNT, SPLITS, append_tokens, read_meta
 from corpus.temporary_folder import check_writable, new_folder
-from corpus.tokenizers import OWN, file_name, get_tokenizer, name_of, read_file
+from corpus.tokenizers import (file_name, find_file, get_tokenizer, is_named, name_of, read_file,
+                               text_sha256)
 
 
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
@@ -25,17 +27,21 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
             template: str | None = None) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. `tokenizer`: the name of one in corpus/tokenizers.py,
-    the path of a file of one, or the one of `train_tokens` tokens that is trained on this text.
-    Without a `field` the files hold conversations; `template`: the name of one of ours, or the path
-    of a model's; None: the one beside the tokenizer's file, or the default for the tokenizer.
+    the path of a file of one or of a folder with it, or the one of `train_tokens` tokens that is
+    trained on this text. Without a `field` the files hold conversations; `template`: the name of
+    one of ours, or the path of a model's; None: the one beside the tokenizer's file, or the default
+    for the tokenizer.
     What is there already is not made again. Raises ValueError if a file is not text, if there is
     too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
     run may be training on."""
     vocabulary = None           # the content of the file of a tokenizer of one's own
     model_folder = None
-    if tokenizer.endswith(tuple(OWN.values())):
-        vocabulary = read_file(Path(tokenizer))
-        model_folder = Path(tokenizer).parent
+    if train_tokens is None and not is_named(tokenizer):
+        path = find_file(tokenizer)
+        vocabulary = read_file(path)
+        model_folder = path.parent
+        for line in notes(path) if field is not None else []:
+            note(line)
         tokenizer = name_of(vocabulary)
     if train_tokens is None:
         encoding = get_tokenizer(tokenizer, vocabulary)
@@ -75,6 +81,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
             meta["ends"] = ends
         if vocabulary is not None:
             (folder / file_name(tokenizer)).write_text(vocabulary, encoding="utf-8")
+            meta["tokenizer_sha256"] = text_sha256(vocabulary)
         if train_tokens is not None:
             meta["compared"] = [bytes_per_token(index, encoding)]
             with suppress(ConnectionError):     # GPT-2's vocabulary may not be there

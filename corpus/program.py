@@ -15,7 +15,7 @@ from corpus.inputs import find_files, hold_conversations, standard_library
 from corpus.prepare import prepare
 from corpus.shards import DEFAULT_OUT, SPLITS, count_tokens
 from corpus.temporary_folder import signals_stop
-from corpus.tokenizers import DOWNLOADED, MOST_TOKENS, OWN
+from corpus.tokenizers import DOWNLOADED, MOST_TOKENS, OWN, find_file, is_named
 from runtime.commandline import Parser
 from runtime.other_names import DATA_ADVICE
 
@@ -44,9 +44,9 @@ def make_parser() -> Parser:
                            "tokenizer has its tokens, otherwise plain)")
     shards = parser.add_argument_group("shards")
     tokenizer = shards.add_mutually_exclusive_group()
-    tokenizer.add_argument("--tokenizer", metavar="NAME|FILE",
-                           help="gpt2, bytes, cl100k_base, o200k_base, a .tiktoken or a "
-                                "tokenizer.json (default gpt2; bytes for python)")
+    tokenizer.add_argument("--tokenizer", metavar="NAME|PATH",
+                           help="gpt2, bytes, cl100k_base, o200k_base, a .tiktoken, a "
+                                "tokenizer.json or its folder (default gpt2; bytes for python)")
     tokenizer.add_argument("--train-tokenizer", type=int, metavar="N",
                            help="train a byte-pair encoding of N tokens on the text first")
     add = shards.add_argument
@@ -114,11 +114,16 @@ def check_tokenizer(parser: Parser, args) -> None:
             parser.error(f"--train-tokenizer must be 257 to {MOST_TOKENS:,}: the 256 bytes, "
                          f"{EOT} and what is trained; a shard has 16 bits a token")
         args.tokenizer = f"bpe of {n_tokens}"
-    elif (args.tokenizer not in (None, "bytes", *DOWNLOADED)
-          and not args.tokenizer.endswith(tuple(OWN.values()))):
-        parser.error(f"--tokenizer {args.tokenizer}: give {', '.join(DOWNLOADED)}, bytes, a "
-                     f"FILE.tiktoken, which --train-tokenizer makes, or a tokenizer.json, which "
-                     f"`python -m tools.huggingface import` brings along")
+    elif args.tokenizer is not None and not is_named(args.tokenizer):
+        path = Path(args.tokenizer)
+        if not path.exists() and not path.name.endswith(tuple(OWN.values())):
+            parser.error(f"--tokenizer {args.tokenizer}: give {', '.join(DOWNLOADED)}, bytes, a "
+                         f"FILE.tiktoken, which --train-tokenizer makes, a tokenizer.json, which "
+                         f"`python -m tools.huggingface import` brings along, or a folder with one")
+        try:
+            args.tokenizer = str(find_file(args.tokenizer))
+        except (ValueError, OSError) as error:
+            parser.error(f"--tokenizer {error}")
 
 
 def summary(out: Path, meta: dict) -> list[str]:

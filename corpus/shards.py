@@ -18,7 +18,7 @@ import numpy as np
 from corpus import chat_templates
 from corpus.console import named
 from corpus.file_kinds import what_it_is
-from corpus.tokenizers import is_of_file, read_own
+from corpus.tokenizers import get_tokenizer, is_of_file, is_same, read_own, shown_token
 
 SPLITS = ("train", "val")
 DEFAULT_OUT = Path("data/python")
@@ -140,10 +140,25 @@ def read_meta(directory: Path) -> dict:
         raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
                          f"again") from None
     if is_of_file(needed["tokenizer"]):
-        needed["tokenizer_file"] = read_own(directory, needed["tokenizer"])
+        needed["tokenizer_file"] = read_own(directory, needed["tokenizer"],
+                                            meta.get("tokenizer_sha256"))
     if needed["template"] is not None and chat_templates.is_own(needed["template"]):
         needed["template_file"] = chat_templates.read_own(directory, needed["template"])
     return needed
+
+
+def same_tokenizer(one: dict, other: dict) -> bool:
+    """Of two `read_meta`, or a checkpoint's state."""
+    return is_same(one["tokenizer"], one.get("tokenizer_file"),
+                   other["tokenizer"], other.get("tokenizer_file"))
+
+
+def show_token(meta: dict, token: int) -> str:
+    """The number of a token and, where the tokenizer is there, its text."""
+    try:
+        return shown_token(get_tokenizer(meta["tokenizer"], meta.get("tokenizer_file")), token)
+    except (ValueError, OSError, ImportError):
+        return str(token)
 
 
 def sha256_of_samples(paths) -> str:

@@ -6,8 +6,8 @@
     bpe-HASH    one of your own (--train-tokenizer), or another file of tiktoken's kind
     json-HASH   a tokenizer.json of Hugging Face (json_tokenizers.py)
 
-HASH is of the file's content: the name says what the tokenizer does, not where it is. The file lies
-beside the shards, and in checkpoints.
+HASH is of what decides the tokens: the name says what the tokenizer does, not where it is or how
+its file is written. The file lies beside the shards, and in checkpoints.
 """
 import base64
 import hashlib
@@ -16,7 +16,8 @@ from pathlib import Path
 
 from corpus.downloads import last_cause, read_url
 from corpus.formats import EOT
-from corpus.json_tokenizers import JsonTokenizer
+from corpus.json_tokenizers import open_json
+from corpus.model_folders import with_end_of_text
 
 MOST_TOKENS = 1 << 16       # of a vocabulary whose tokens are uint16
 DOWNLOADED = {"gpt2": "GPT-2's", "cl100k_base": "cl100k_base's", "o200k_base": "o200k_base's"}
@@ -25,14 +26,14 @@ OWN = {"bpe-": ".tiktoken", "json-": ".json"}       # how the name of a file's b
 
 def get_tokenizer(name: str, file: str | None = None):
     """A tiktoken.Encoding or a JsonTokenizer. `file` is the content of the tokenizer's file, for a
-    name that begins as in OWN. Raises ValueError for another name, ConnectionError without a
-    vocabulary."""
+    name that begins as in OWN. The file decides: an older name was the hash of its bytes. Raises
+    ValueError for another name, ConnectionError without a vocabulary."""
     import tiktoken.load        # imported here, like requests: train.py runs without them
     if name == "bytes":         # the pattern bounds the characters processed at once; no merges
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,256}", special_tokens={EOT: 256},
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
-    if file is not None and name == name_of(file):
-        return JsonTokenizer(file, name) if name.startswith("json-") else own_tokenizer(file)
+    if file is not None and is_of_file(name):
+        return open_json(file) if is_json(file) else own_tokenizer(file)
     if name not in DOWNLOADED:
         raise ValueError(f"there is no tokenizer {name!r} here, only gpt2 and bytes: `python -m "
                          f"tools.huggingface export FILE.pt DIR` takes its model to where it is")
@@ -57,10 +58,34 @@ def bytes_of_token(encoding, token: int) -> bytes:
 
 # ---- The tokenizer of a file ----------------------------------------------------------------
 
+def is_json(file: str) -> bool:
+    return file.lstrip().startswith("{")
+
+
 def name_of(file: str) -> str:
-    """Of the tokenizer with this content of its file."""
-    kind = "json-" if file.lstrip().startswith("{") else "bpe-"
-    return kind + hashlib.sha256(file.encode()).hexdigest()[:12]
+    """Of the tokenizer with this content of its file. Raises ValueError if it is none."""
+    if is_json(file):
+        return open_json(file).name
+    ranks = read_ranks(file)
+    return "bpe-" + text_sha256(write_tokens(sorted(ranks, key=ranks.get)))[:12]
+
+
+def text_sha256(file: str) -> str:
+    return hashlib.sha256(file.encode()).hexdigest()
+
+
+def is_same(name: str, file: str | None, other: str, other_file: str | None) -> bool:
+    """Whether two names, with the contents of their files, are of one tokenizer."""
+    if name == other:
+        return True
+    if file is None or other_file is None:
+        return False
+    return name_of(file) == name_of(other_file)
+
+
+def is_named(name: str) -> bool:
+    """Whether --tokenizer NAME is one that needs no file."""
+    return name == "bytes" or name in DOWNLOADED
 
 
 def is_of_file(name: str) -> bool:
@@ -80,11 +105,14 @@ def write_tokens(tokens: list[bytes]) -> str:
 
 
 def read_file(path: Path) -> str:
-    """The content of a .tiktoken or a tokenizer.json. Raises ValueError, with the path, if it is
+    """The content of a .tiktoken or a tokenizer.json; in that of a model's folder the token that
+    ends a text is marked where the other files say more. Raises ValueError, with the path, if it is
     none."""
     try:
-        file = path.read_text(encoding="utf-8")
-        get_tokenizer(name_of(file), file)
+        file = path.read_text(encoding="utf-8-sig")     # without a byte-order mark
+        if path.name == "tokenizer.json":
+            file = with_end_of_text(file, path.parent)
+        name_of(file)
     except ValueError as error:         # a UnicodeDecodeError and a binascii.Error too
         raise ValueError(f"{path}: {error}: give a file that --train-tokenizer has made, another "
                          f"of tiktoken's kind, or a tokenizer.json whose tokens are bytes"
@@ -92,17 +120,54 @@ def read_file(path: Path) -> str:
     return file
 
 
-def read_own(folder: Path, name: str) -> str:
-    """The content of the file of this tokenizer. Raises ValueError if it is lost or damaged."""
+def find_file(given: str) -> Path:
+    """The file of a tokenizer that --tokenizer names: a file, or a folder that holds one. Raises
+    ValueError if it holds none, or several."""
+    path = Path(given)
+    if not path.is_dir():
+        return path
+    file = path / "tokenizer.json"
+    if file.is_file():
+        return file
+    found = sorted(file for pattern in ("*.tiktoken", "json-*.json") for file in path.glob(pattern))
+    if len(found) == 1:
+        return found[0]
+    names = sorted(file.name for file in path.iterdir())
+    if len(found) > 1:
+        raise ValueError(f"{path} holds {len(found)} tokenizers: give one of them, such as "
+                         f"{found[0]}")
+    holds = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+    raise ValueError(f"{path} holds no tokenizer.json and no .tiktoken, but {holds or 'nothing'}: "
+                     f"give a folder or file with one")
+
+
+def read_own(folder: Path, name: str, sha256: str | None = None) -> str:
+    """The content of the file of this tokenizer. `sha256` is that of the file; without it the name
+    has it. Raises ValueError if the file is lost or damaged."""
     path = folder / file_name(name)
     try:
         file = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ValueError(f"{path} is missing, the tokenizer of the shards beside it: copy it, too"
                          ) from None
-    if name_of(file) != name:
+    except UnicodeDecodeError:
+        file = ""
+    if not is_whole(file, name, sha256):
         raise ValueError(f"{path} is damaged: copy it again")
     return file
+
+
+def is_whole(file: str, name: str, sha256: str | None) -> bool:
+    """Whether the content of a tokenizer's file is undamaged."""
+    digest = text_sha256(file)
+    if sha256 is not None:
+        return digest == sha256
+    if name.endswith(digest[:12]):      # an older name; it needs no package
+        return True
+    try:
+        return name_of(file) == name
+    except ValueError:
+        return False
 
 
 def read_ranks(file: str) -> dict[bytes, int]:
@@ -141,3 +206,39 @@ def cut_of(name: str) -> re.Pattern:
     """Where a text may be cut before this tokenizer encodes it."""
     is_later = name in ("cl100k_base", "o200k_base") or name.startswith("json-")
     return CUT_AT_SPACE if is_later else CUT
+
+
+def cut_for(encoding) -> re.Pattern:
+    """As `cut_of`; the added tokens of a tokenizer.json may forbid some places."""
+    return getattr(encoding, "cut", None) or cut_of(encoding.name)
+
+
+# ---- What stands before a text ---------------------------------------------------------------
+
+def text_prefix(encoding) -> list[int]:
+    """The tokens that a tokenizer puts before a text: those of its post_processor."""
+    return list(getattr(encoding, "prefix", []))
+
+
+def document_start(encoding) -> list[int]:
+    """The tokens before each document: the end of the one before, and the prefix. If that begins
+    with the same token, one is enough."""
+    prefix = text_prefix(encoding)
+    if prefix[:1] == [encoding.eot_token]:
+        return prefix
+    return [encoding.eot_token, *prefix]
+
+
+def prompt_tokens(encoding, text: str, rows: int) -> list[int]:
+    """The tokens of a prompt for a model of a vocabulary of so many `rows`. Raises ValueError if it
+    has no row for one of them."""
+    tokens = text_prefix(encoding) + encoding.encode_ordinary(text) or [encoding.eot_token]
+    if max(tokens) >= rows:
+        raise ValueError(f"the prompt has the token {shown_token(encoding, max(tokens))}, and the "
+                         f"model has rows for {rows:,} tokens: leave it out of the prompt")
+    return tokens
+
+
+def shown_token(encoding, token: int) -> str:
+    """Its number, and its text."""
+    return f"{token}, {bytes_of_token(encoding, token).decode(errors='replace')!r}"

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from corpus.shards import same_tokenizer
 from data import TokenDataset
 from model import GPTConfig
 from models import PEAK_LR, SIZES, make_config
@@ -261,8 +262,9 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
     found = config.data
     if "data" not in given:
         found += " (the default: --data was left out)"
-    # (A model may have more rows than its tokenizer has tokens, as Qwen's.)
-    if tokenizer != meta["tokenizer"] or vocab_size < meta["vocab_size"]:
+    # A model may have more rows than its tokenizer has tokens, as Qwen's, or fewer: TokenDataset's
+    # check finds tokens without a row.
+    if not same_tokenizer(state, meta):
         advice = "make --data with that tokenizer, or use another --out or checkpoint"
         if stored is not None and not fine_tunes:
             advice = f"give --data {stored}, or {advice}"

@@ -103,10 +103,11 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
         _, weights = state["data"][-1]          # of the last phase
         known = set(weights)
         train_data.go_on(state["data"], state["consumed_samples"])
+    rows = model_config.vocab_size      # of an imported model may be fewer than its tokenizer's
     if not known.issuperset(fingerprints):
         if not config.eval_only:
-            all_ranks(lambda: train_data.check(job.rank, job.world))
-        all_ranks(lambda: val_data.check(job.rank, job.world))
+            all_ranks(lambda: train_data.check(job.rank, job.world, rows))
+        all_ranks(lambda: val_data.check(job.rank, job.world, rows))
     return train_data, val_data
 
 

@@ -4,8 +4,10 @@
 
 The package `tokenizers` encodes whole documents, and transformers opens what is exported.
 """
+import hashlib
 import itertools
 import json
+import shutil
 from dataclasses import asdict
 
 import numpy as np
@@ -15,7 +17,8 @@ import torch
 import checkpoint
 from corpus import encode
 from corpus.shards import SPLITS, open_shard
-from corpus.tokenizers import bytes_of_token, cut_of, get_tokenizer, name_of, read_file
+from corpus.tokenizers import (bytes_of_token, cut_of, get_tokenizer, name_of, read_file,
+                               text_prefix, write_tokens)
 from models import LlamaConfig
 from tests.harness import NASTY, ROOT, TINY
 from tools import huggingface
@@ -168,3 +171,357 @@ def test_a_tokenizer_json_whose_tokens_are_no_bytes_is_refused(tmp_path, run_dat
                                       "--tokenizer", tmp_path / f"{name}.json")
         assert (status, out, error.count("\n")) == (2, "", 1), error
         assert f"{name}.json" in error and message in error
+
+
+def rewritten(path, **changes):
+    """The JSON of a tokenizer.json, changed."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(content))
+    return content
+
+
+def around(before, behind=()):
+    """A post_processor that puts special tokens [(text, id)] around a text, in a Sequence."""
+    def special(token):
+        return dict(SpecialToken=dict(id=token[0], type_id=0))
+    single = [*map(special, before), dict(Sequence=dict(id="A", type_id=0)), *map(special, behind)]
+    pair = [*single, dict(Sequence=dict(id="B", type_id=1))]
+    tokens = {text: dict(id=text, ids=[number], tokens=[text])
+              for text, number in [*before, *behind]}
+    template = dict(type="TemplateProcessing", single=single, pair=pair, special_tokens=tokens)
+    offsets = dict(type="ByteLevel", add_prefix_space=True, trim_offsets=False, use_regex=True)
+    return dict(type="Sequence", processors=[offsets, template])
+
+
+def llama_folder(folder, rows):
+    """A Llama of random weights."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=rows, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+        initializer_range=0.3, bos_token_id=None, eos_token_id=None)).save_pretrained(folder)
+
+
+def with_tokens(path, special=(), ordinary=(), end="<|endoftext|>"):
+    """`made`, and these added tokens behind the vocabulary; the package's tokenizer."""
+    tokenizer = made(path, "Llama 3", end)
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens(list(ordinary))
+    tokenizer.save(str(path))
+    return tokenizer
+
+
+def documents_of(folder, end):
+    """The tokens of each document in the shards, without `end`, sorted."""
+    tokens = []
+    for split in SPLITS:
+        tokens += open_shard(folder / f"{split}_000000.bin").tolist()
+    assert tokens[0] == end
+    runs = itertools.groupby(tokens, lambda token: token == end)
+    return sorted(tuple(run) for is_end, run in runs if not is_end)
+
+
+TWENTY = ["document %d of a Stra\u00dfe, " % i * 3 for i in range(40)]
+
+
+def write_documents(path, texts=TWENTY):
+    path.write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts))
+    return ["--input", path, "--near-duplicates", "ignore", "--tokenizer"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("begins, ends", [(["<|begin_of_text|>"], []), (["<s>", "<t>"], []),
+                                          (["<s>"], ["<|endoftext|>"]), ([], ["</end>"]),
+                                          (["<|endoftext|>"], [])])
+def test_what_the_post_processor_puts_around_a_text(tmp_path, capsys, run_data, run_sample, begins,
+                                                    ends):
+    """Before each document, behind the token that separates them, and before a prompt: greedy text
+    is that of transformers' generate. A token behind a text is the separator."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "hf"
+    llama_folder(folder, 410)
+    path = folder / "tokenizer.json"
+    theirs = with_tokens(path, [*begins, *ends])
+    numbered = [[(text, theirs.token_to_id(text)) for text in texts] for texts in (begins, ends)]
+    rewritten(path, post_processor=around(*numbered))
+    flags = write_documents(tmp_path / "a.jsonl")
+    status, _, error = run_data(*flags, folder, "--out", tmp_path / "d")
+    assert status == 0, error
+    opened = transformers.AutoTokenizer.from_pretrained(folder)
+    end = theirs.token_to_id(ends[0] if ends else "<|endoftext|>")
+    encoded = sorted(tuple(i for i in opened(text)["input_ids"] if i != end) for text in TWENTY)
+    assert documents_of(tmp_path / "d", end) == encoded
+    ours = get_tokenizer("json-", read_file(path))
+    assert text_prefix(ours) == [number for _, number in numbered[0]]
+    huggingface.import_model(str(folder), tmp_path / "m.pt", "")
+    capsys.readouterr()
+    flags = ["--ckpt", tmp_path / "m.pt", "--temperature", 0, "--max-tokens", 20, "--prompt",
+             "def "]
+    status, sampled, error = run_sample(*flags)
+    assert status == 0, error
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = opened("def ", return_tensors="pt")["input_ids"]
+    if ends:
+        prompt = prompt[:, :-1]         # a model writes it itself
+    drawn = model.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=end)[0]
+    drawn = [i for i in drawn[prompt.shape[1]:].tolist() if i != end]
+    expected = b"".join(bytes_of_token(ours, token) for token in drawn)
+    assert sampled == "def " + expected.decode(errors="replace") + "\n"
+
+
+def test_two_tokens_behind_a_text_are_refused(tmp_path, run_data):
+    path = tmp_path / "tokenizer.json"
+    made(path, "Llama 3")
+    two = [("<|endoftext|>", 0), ("<|endoftext|>", 0)]
+    rewritten(path, post_processor=around([], two))
+    flags = write_documents(tmp_path / "a.jsonl")
+    status, _, error = run_data(*flags, path, "--out", tmp_path / "d")
+    assert status == 2 and error.count("\n") == 1 and "behind a text" in error
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [*PRE_TOKENIZERS, "with a beginning"])
+def test_a_tokenizer_saved_again_by_transformers_has_its_name(tmp_path, kind):
+    """And not one of other merges, another beginning or another number of a token."""
+    transformers = pytest.importorskip("transformers")
+    path = tmp_path / "one/tokenizer.json"
+    path.parent.mkdir()
+    made(path, kind if kind in PRE_TOKENIZERS else "Llama 3")
+    if kind not in PRE_TOKENIZERS:
+        with_tokens(path, ["<s>"])
+        rewritten(path, post_processor=around([("<s>", 400)]))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "one")
+    theirs.save_pretrained(tmp_path / "two")
+    again = tmp_path / "two/tokenizer.json"
+    assert again.read_text() != path.read_text()
+    name = name_of(read_file(path))
+    assert name_of(read_file(again)) == name
+    old = "json-" + hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    assert get_tokenizer(old, path.read_text()).encode_ordinary("a b") == (
+        theirs("a b", add_special_tokens=False)["input_ids"])
+    content = json.loads(path.read_text())
+    names = {name}
+    model = content["model"]
+    for changes in [dict(model=model | dict(merges=model["merges"][:-1])),
+                    dict(normalizer=dict(type="NFC")), dict(model=model | dict(ignore_merges=True)),
+                    dict(post_processor=around([("<|endoftext|>", 0)]))]:
+        again.write_text(json.dumps(content | changes))
+        names.add(name_of(again.read_text()))
+    assert len(names) == 5
+
+
+def test_data_and_checkpoints_of_older_names_fit(tmp_path, run_data, run_train):
+    """The name was the hash of the file's bytes. A checkpoint and a mixture's other half have it."""
+    path = tmp_path / "tokenizer.json"
+    made(path, "Llama 3")
+    out = [tmp_path / name for name in "de"]
+    for folder, texts in zip(out, (TWENTY, [text + "!" for text in TWENTY])):
+        flags = write_documents(tmp_path / "a.jsonl", texts)
+        assert run_data(*flags, path, "--out", folder)[0] == 0
+    meta = json.loads((out[0] / "meta.json").read_text())
+    file = out[0] / f"{meta['tokenizer']}.json"
+    old = "json-" + hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    assert old != meta["tokenizer"]
+    file.rename(out[0] / f"{old}.json")
+    del meta["tokenizer_sha256"]
+    (out[0] / "meta.json").write_text(json.dumps(meta | dict(tokenizer=old)))
+    status, _, error = run_train("--data", out[0], "--out", tmp_path / "o", *TINY)
+    assert status == 0, error
+    state = tmp_path / "o/latest.pt"
+    assert checkpoint.load(state)["tokenizer"] == old
+    for flags in (["--data", out[1]], ["--data", f"{out[0]}=1,{out[1]}=1"]):
+        status, _, error = run_train("--init-from", state, *flags, "--out", tmp_path / "p",
+                                     *TINY, "--resume", "never")
+        assert status == 0, error
+        shutil.rmtree(tmp_path / "p")
+    path = out[1] / f"{json.loads((out[1] / 'meta.json').read_text())['tokenizer']}.json"
+    path.write_text(path.read_text() + " ")
+    status, _, error = run_train("--data", out[1], "--out", tmp_path / "q", *TINY)
+    assert status == 2 and "is damaged: copy it again" in error
+
+
+@pytest.mark.parametrize("by", ["--init-from", "--eval-only", "mixture"])
+def test_an_added_token_without_a_row_counts_where_it_occurs(tmp_path, run_data, run_train,
+                                                             run_sample, by):
+    """A model of 401 rows and a tokenizer of 402 tokens: data without the last fits; data with it is
+    refused by the token's name, and so is a prompt."""
+    llama_folder(tmp_path / "hf", 401)
+    with_tokens(tmp_path / "hf/tokenizer.json", ["<pad>"], ["<extra>"])
+    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "m.pt", "")
+    for name, texts in (("fits", TWENTY), ("not", [text + "<extra>" for text in TWENTY])):
+        flags = write_documents(tmp_path / "a.jsonl", texts)
+        assert run_data(*flags, tmp_path / "hf", "--out", tmp_path / name)[0] == 0
+    fits, other = tmp_path / "fits", tmp_path / "not"
+    pairs = {"--init-from": (fits, other), "--eval-only": (fits, other),
+             "mixture": (fits, f"{fits}=1,{other}=1")}[by]
+    start = ["--init-from", tmp_path / "m.pt"]
+    if by == "--eval-only":
+        start = ["--resume", tmp_path / "m.pt", "--eval-only"]
+    for data, expected in zip(pairs, (0, 2)):
+        small = ["--batch-size", 2, "--micro-batch", 1, "--seq-len", 16, "--steps", 2]
+        status, _, error = run_train(*start, "--data", data, "--out", tmp_path / "o", *small)
+        assert status == expected, error
+        shutil.rmtree(tmp_path / "o", ignore_errors=True)
+    assert error.count("\n") == 1
+    assert "401, '<extra>', and the model has rows for 401 tokens" in error
+    status, _, error = run_sample("--ckpt", tmp_path / "m.pt", "--prompt", "a<extra>")
+    assert status == 2 and "401, '<extra>'" in error and error.count("\n") == 1
+
+
+ADDED = ["\u0111em", "stra\u00dfe", "<tool>", "\u6f22\u5b57", "\u00e9l\u00e8ve", "\u0120em"]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_added_tokens_are_plain_text(tmp_path, special):
+    """A thousand random texts come back from their tokens, in parts too. Special ones are ordinary
+    text in a text, and decode to themselves."""
+    path = tmp_path / "tokenizer.json"
+    with_tokens(path, *([ADDED] if special else [[], ADDED]))
+    ours = get_tokenizer("json-", read_file(path))
+    for token in ADDED:
+        number = ours.encode_single_token(token)
+        assert number >= 400 and bytes_of_token(ours, number) == token.encode()
+        assert special != (number in ours.encode_ordinary(f"a {token} b"))
+    rng = np.random.default_rng(0)
+    signs = [*ADDED, " ", "\n", "a", "em", "\u00df", "\u0111", "\u00e9", "<", "tool>", "  ", "x y"]
+    for _ in range(1000):
+        text = "".join(rng.choice(signs, 10))
+        ids = ours.encode_ordinary(text)
+        assert b"".join(bytes_of_token(ours, token) for token in ids) == text.encode()
+        match = ours.cut.match(text)
+        if match is not None:
+            parts = text[:match.end()], text[match.end():]
+            assert sum(map(ours.encode_ordinary, parts), []) == ids
+
+
+def test_a_special_token_of_the_trainer_is_plain_text(tmp_path):
+    """It is in the vocabulary and among the added tokens, and no merge makes it."""
+    path = tmp_path / "tokenizer.json"
+    made(path, "Llama 3", "</s>")
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["stra\u00dfe"] = 400
+    content["added_tokens"].append(content["added_tokens"][0] | dict(id=400, content="stra\u00dfe"))
+    ours = get_tokenizer("json-", json.dumps(content))
+    assert bytes_of_token(ours, 400) == "stra\u00dfe".encode()
+
+
+def test_an_added_token_that_is_a_byte_is_refused(tmp_path):
+    """The number of "\u00e9" is that of the byte 0xe9 of other characters."""
+    path = tmp_path / "tokenizer.json"
+    with_tokens(path, [], ["\u00e9"])
+    with pytest.raises(ValueError, match="has the number of the bytes"):
+        read_file(path)
+
+
+@pytest.mark.parametrize("added", [
+    dict(content="<t>", rstrip=True), dict(content="new york"), dict(content="<t>", lstrip=True),
+    dict(content=" york", single_word=True), dict(content="  ", normalized=True)])
+def test_no_cut_goes_through_an_added_token(tmp_path, added):
+    """Random texts in parts give the tokens of the whole."""
+    path = tmp_path / "tokenizer.json"
+    token = tokenizers.AddedToken(added.pop("content"), **added)
+    theirs = with_tokens(path, [], [token])
+    ours = get_tokenizer("json-", read_file(path))
+    rng = np.random.default_rng(0)
+    signs = [token.content, "<t>", " ", "new", " york", "a", "\n", "  "]
+    cuts = 0
+    for _ in range(1000):
+        text = "".join(rng.choice(signs, 8))
+        match = ours.cut.match(text)
+        if match is not None:
+            cuts += 1
+            ids = [theirs.encode(part, add_special_tokens=False).ids
+                   for part in (text[:match.end()], text[match.end():], text)]
+            assert ids[0] + ids[1] == ids[2], repr(text)
+    assert cuts > 200
+
+
+def test_a_tokenizer_that_parts_would_change_is_refused(tmp_path):
+    """Words that reach over a space, a normalizer that strips, a text that does not come back."""
+    path = tmp_path / "tokenizer.json"
+    made(path, "Llama 3")
+    content = json.loads(path.read_text())
+    whole = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    model = content["model"]
+    model = model | dict(vocab=model["vocab"] | {"\u0120b": 400, "a\u0120b": 401},
+                         merges=[["\u0120", "b"], ["a", "\u0120b"]])
+    strip = dict(type="Strip", strip_left=True, strip_right=True)
+    removed = dict(type="Sequence", pretokenizers=[
+        dict(type="Split", pattern=dict(String="!"), behavior="Removed", invert=False), whole])
+    for changes in (dict(pre_tokenizer=whole, model=model), dict(normalizer=strip),
+                    dict(pre_tokenizer=removed), dict(pre_tokenizer=dict(type="Whitespace"))):
+        with pytest.raises(ValueError, match="its tokens are not bytes"):
+            get_tokenizer("json-", json.dumps(content | changes))
+    with pytest.raises(ValueError, match="dropout"):
+        get_tokenizer("json-", json.dumps(content | dict(model=model | dict(dropout=0.1))))
+
+
+def describe(folder, **files):
+    """Write the files beside a tokenizer.json: {name without .json: object}."""
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("tokens, files, end", [
+    (["<eos>"], dict(tokenizer_config=dict(eos_token="<eos>")), "<eos>"),
+    (["<eos>"], dict(special_tokens_map=dict(eos_token=dict(content="<eos>"))), "<eos>"),
+    (["<eos>"], dict(config=dict(eos_token_id=400)), "<eos>"),
+    (["<eos>", "</s>"], dict(tokenizer_config=dict(eos_token="<eos>")), "<eos>"),
+    (["<|eot_id|>", "<|end_of_text|>"], dict(tokenizer_config=dict(
+        eos_token="<|eot_id|>", chat_template="{{ messages }}")), "<|end_of_text|>"),
+    (["<|im_end|>", "<|endoftext|>"], dict(tokenizer_config=dict(eos_token="<|im_end|>")),
+     "<|endoftext|>"),
+    (["</s>"], dict(config=dict(eos_token_id=2)), "</s>")])
+def test_the_end_of_a_text_is_what_the_folder_says(tmp_path, run_data, tokens, files, end):
+    """Not an answer's end, nor a number that is a word's; it goes with the tokenizer's file, which
+    transformers' package opens."""
+    path = tmp_path / "tokenizer.json"
+    with_tokens(path, tokens, end="<first>")
+    describe(tmp_path, **files)
+    status, _, error = run_data(*write_documents(tmp_path / "a.jsonl"), tmp_path, "--out",
+                                tmp_path / "d")
+    assert status == 0, error
+    meta = json.loads((tmp_path / "d/meta.json").read_text())
+    file = (tmp_path / f"d/{meta['tokenizer']}.json").read_text()
+    ours = get_tokenizer(meta["tokenizer"], file)
+    assert ours.end_of_text == end and name_of(file) == meta["tokenizer"]
+    opened = tokenizers.Tokenizer.from_str(file)
+    documents_of(tmp_path / "d", opened.token_to_id(end))
+
+
+def test_what_the_config_says_is_told_or_refused(tmp_path, run_data):
+    """add_bos_token without a beginning; an added token that transformers would find in a text."""
+    made(tmp_path / "tokenizer.json", "Llama 3")
+    flags = [*write_documents(tmp_path / "a.jsonl"), tmp_path / "tokenizer.json"]
+    describe(tmp_path, tokenizer_config=dict(add_bos_token=True, eos_token="<none>"))
+    status, _, error = run_data(*flags, "--out", tmp_path / "d")
+    assert status == 0 and "puts nothing before a text, although" in error
+    assert "has no token '<none>'" in error
+    describe(tmp_path, tokenizer_config=dict(added_tokens_decoder={"400": dict(content="york")}))
+    status, _, error = run_data(*flags, "--out", tmp_path / "e")
+    assert status == 2 and error.count("\n") == 1 and "adds the token 'york'" in error
+
+
+def test_a_folder_is_read_if_it_holds_a_tokenizer(tmp_path, run_data):
+    """A tokenizer.json with a byte-order mark, or one .tiktoken; else what it holds is named."""
+    made(tmp_path / "tokenizer.json", "Llama 3")
+    name = name_of(read_file(tmp_path / "tokenizer.json"))
+    for folder in ("json", "own", "none", "two"):
+        (tmp_path / folder).mkdir()
+    marked = "\ufeff" + (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "json/tokenizer.json").write_text(marked)
+    own = write_tokens([bytes([i]) for i in range(256)] + [b"th"])
+    (tmp_path / "own/mine.tiktoken").write_text("".join(reversed(own.splitlines(True))))
+    (tmp_path / "none/model.safetensors").write_text("")
+    for number in "12":
+        (tmp_path / f"two/{number}.tiktoken").write_text(own)
+    flags = write_documents(tmp_path / "a.jsonl")
+    for folder, expected in (("json", name), ("own", name_of(own))):
+        status, _, error = run_data(*flags, tmp_path / folder, "--out", tmp_path / f"d{folder}")
+        assert status == 0, error
+        meta = json.loads((tmp_path / f"d{folder}/meta.json").read_text())
+        assert meta["tokenizer"] == expected
+    for folder, message in (("none", "but model.safetensors"), ("two", "holds 2 tokenizers")):
+        status, _, error = run_data(*flags, tmp_path / folder, "--out", tmp_path / "e")
+        assert status == 2 and error.count("\n") == 1 and message in error, error

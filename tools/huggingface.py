@@ -29,6 +29,7 @@ from corpus.bpe import find_merges
 from corpus.chat_templates import entries_of, find_template, get_template, read_ends
 from corpus.formats import EOT
 from corpus.json_tokenizers import characters_of_bytes
+from corpus.model_folders import notes
 from corpus.tokenizers import (file_name, get_tokenizer, name_of, read_file, read_own,
                                read_ranks)
 from model import GPTConfig
@@ -234,7 +235,10 @@ def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
     if not path.exists() or is_known and not name.startswith("json-"):
         return name, None
     try:
-        return name_of(read_file(path)), path
+        name = name_of(read_file(path))
+        for line in notes(path):
+            print(f"tools.huggingface: note: {line}", file=sys.stderr)
+        return name, path
     except ValueError as error:
         print(f"tools.huggingface: note: {error}", file=sys.stderr)
         return name, None
@@ -320,7 +324,10 @@ def write_tokenizer(name: str, cfg: GPTConfig, folder: Path, own: str | None,
     elif own is not None and name.startswith("json-"):
         (folder / "tokenizer.json").write_text(own, encoding="utf-8")
         config = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=cfg.seq_len,
-                      eos_token=getattr(encoding, "end_of_text", EOT)) | chat
+                      eos_token=getattr(encoding, "end_of_text", EOT))
+        if len(encoding.prefix) == 1:
+            config["bos_token"] = encoding.tokenizer.id_to_token(encoding.prefix[0])
+        config |= chat
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         return
     elif own is not None:

@@ -1,0 +1,123 @@
+"""What the other files of a model's folder say of its tokenizer.json.
+
+    tokenizer_config.json, special_tokens_map.json      the token that ends a text, eos_token
+    config.json                                         its number, eos_token_id
+    tokenizer_config.json                               added tokens, add_bos_token, add_eos_token
+
+The end of a text must go with the tokenizer's file, which is all that shards and checkpoints have:
+its added token is marked there. The package `tokenizers` ignores the mark.
+"""
+import json
+from pathlib import Path
+
+from corpus.json_tokenizers import END_OF_TEXT, MARKED, MARKS, open_json
+
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")       # what decides where a token is found
+
+
+def read_object(path: Path) -> dict:
+    """The object in a file of JSON, or an empty one without the file. Raises ValueError."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is refused: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is refused: it is no object, but {type(content).__name__}")
+    return content
+
+
+def content_of(token) -> str | None:
+    """Of a token that is a text, or an object with its content."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def with_end_of_text(file: str, folder: Path) -> str:
+    """The content of this folder's tokenizer.json, in which the token that ends a text is marked if
+    the other files name another than json_tokenizers.py would take. Raises ValueError if
+    tokenizer_config.json has other added tokens."""
+    try:
+        content = json.loads(file)
+        added = content.setdefault("added_tokens", [])
+        ids = dict(content["model"]["vocab"]) | {token["content"]: token["id"] for token in added}
+    except (ValueError, KeyError, TypeError):
+        return file                     # JsonTokenizer says what is wrong
+    config = read_object(folder / "tokenizer_config.json")
+    check_added(added, config)
+    end = end_of(folder, config, added)
+    listed = [token for token in END_OF_TEXT if token in ids]
+    # An answer's end is that of a text only where there is no other.
+    ends_answers = end in MARKS or has_template(folder, config)
+    if (end not in ids or end in listed[:1] or (listed and ends_answers)
+            or any(token.get(MARKED) for token in added)):
+        return file
+    for token in added:
+        if token["content"] == end:
+            token[MARKED] = True
+            break
+    else:
+        added.append(dict(id=ids[end], content=end, **dict.fromkeys(FLAGS, False), special=True,
+                          **{MARKED: True}))
+    return json.dumps(content, ensure_ascii=False)
+
+
+def end_of(folder: Path, config: dict, added: list[dict]) -> str | None:
+    """The token that the files of a model's folder call the end, if they name one. config.json's
+    may be a default of its class: it must be the number of a special token."""
+    for one in (config, read_object(folder / "special_tokens_map.json")):
+        end = content_of(one.get("eos_token"))
+        if end is not None:
+            return end
+    number = read_object(folder / "config.json").get("eos_token_id")
+    named = [token["content"] for token in added
+             if token.get("special") and token["id"] == number]
+    return named[0] if named else None
+
+
+def has_template(folder: Path, config: dict) -> bool:
+    """Whether a model writes conversations."""
+    return bool(config.get("chat_template")) or (folder / "chat_template.jinja").exists()
+
+
+def check_added(added: list[dict], config: dict) -> None:
+    """Raise ValueError if transformers would find another added token in a text. Special tokens are
+    not looked for."""
+    own = {token["content"]: token for token in added}
+    theirs = config.get("added_tokens_decoder") or {}
+    for token in theirs.values():
+        held = own.get(token["content"])
+        if token.get("special") or (held is not None and held.get("special")):
+            continue
+        if held is None or any(bool(held.get(key)) != bool(token.get(key)) for key in FLAGS):
+            raise ValueError(f"tokenizer_config.json adds the token {token['content']!r} in another "
+                             f"way: save both files again by transformers' AutoTokenizer."
+                             f"from_pretrained(DIR).save_pretrained(NEW)")
+
+
+def notes(path: Path) -> list[str]:
+    """What a user should know of a tokenizer's file that is read."""
+    if path.name != "tokenizer.json":
+        return []
+    config = read_object(path.parent / "tokenizer_config.json")
+    file = with_end_of_text(path.read_text(encoding="utf-8-sig"), path.parent)
+    encoding = open_json(file)
+    ids = encoding.tokenizer.get_vocab()
+    lines = []
+    end = end_of(path.parent, config, encoding.content.get("added_tokens", []))
+    if end is not None and end not in ids:
+        lines.append(f"{path} has no token {end!r}, which the files beside it call the end: "
+                     f"{encoding.end_of_text} separates documents")
+    elif end is not None and end != encoding.end_of_text:
+        lines.append(f"{path}: {encoding.end_of_text} separates documents, and not {end}, which "
+                     f"the files beside it call the end: it ends an answer")
+    elif end is not None and any(token in ids and token != end for token in END_OF_TEXT):
+        lines.append(f"{path}: {encoding.end_of_text} separates documents, as the files beside it "
+                     f"say")
+    for key, tokens, where in (("add_bos_token", encoding.prefix, "before"),
+                               ("add_eos_token", encoding.suffix, "behind")):
+        if key in config and bool(config[key]) != bool(tokens):
+            does = "puts a token" if tokens else "puts nothing"
+            lines.append(f"{path} {does} {where} a text, although tokenizer_config.json has {key} "
+                         f"{json.dumps(config[key])}: the first decides, as in transformers 5")
+    return lines
