@@ -55,6 +55,9 @@ def ends_without_spaces(raw: np.ndarray) -> np.ndarray:
     """Where words end for a character of a script without spaces, in bytes of UTF-8: before it and
     behind it, where no space follows."""
     leads = np.flatnonzero(raw[:-3] >= 0xE0)            # of characters of three or four bytes
+    leads = leads[(raw[leads] != 0xE2) | (raw[leads + 1] >= 0xBA)]      # no quotes and dashes
+    if len(leads) == 0:
+        return leads
     lengths = np.where(raw[leads] >= 0xF0, 4, 3)
     bits = [raw[leads + i].astype(np.int64) & 0x3F for i in range(4)]
     codes = (bits[0] & 0xF) << 12 | bits[1] << 6 | bits[2]
@@ -92,10 +95,13 @@ class MinHash:
         sums = np.zeros(len(raw) + 1, np.uint64)
         np.cumsum(raw * self.powers[:len(raw)], out=sums[1:])
         ends = np.flatnonzero(raw == ord(" ")) + 1
-        ends = np.union1d(ends, ends_without_spaces(raw)) if raw.max(initial=0) >= 0xE0 else ends
+        if not words.isascii():
+            more = ends_without_spaces(raw)
+            if len(more) > 0:
+                ends = np.union1d(ends, more)
         if len(ends) == 0:                  # one word, longer than is compared
             ends = np.array([len(raw)])
-        if np.diff(ends, prepend=0).max() > LONGEST_WORD:
+        if max(ends[0], (ends[1:] - ends[:-1]).max(initial=0)) > LONGEST_WORD:
             ends = cut_long_words(raw, ends)
         starts = np.r_[0, ends[:-1]]
         n = max(len(ends) - WORDS + 1, 1)
