@@ -18,8 +18,9 @@ from pathlib import Path
 from corpus.compressed import BLOCK
 from corpus.console import named
 from corpus.file_kinds import LFS_POINTER, START, kind_of, why_not_text
-from corpus.messages import messages_of_line, read_table
-from corpus.records import NotText, open_text, read_lines, read_texts, text_of_line
+from corpus.messages import messages_of, read_table
+from corpus.records import NotText, open_text, read_records, read_texts, text_of_record
+from corpus.unread_fields import UnreadFields
 
 EOT = "<|endoftext|>"
 MOST_HELD = 1 << 16         # white space that is held back until more text comes
@@ -27,25 +28,34 @@ MOST_HELD = 1 << 16         # white space that is held back until more text come
 EOT_LINE = re.compile(r"\n[^\S\n]*<\|endoftext\|>[^\S\n]*(?=\n)")
 
 
-def read_documents(path: Path, field: str | None = "text"):
+def read_documents(path: Path, field: str | None = "text", unread: UnreadFields | None = None):
     """Yield every document of a file, as an iterable of strings: joined, they are its text. A
     NotText among them says why the rest cannot be read. Raises ValueError if no document can.
-    Without a field: every conversation, as a list of conversations.Message."""
+    Without a field: every conversation, as a list of messages.Message. `unread` counts the fields
+    that are not read."""
+    if unread is None:
+        unread = UnreadFields()
     kind = kind_of(path.name)
     with named(path):
         if field is None and kind == ".txt":
             raise ValueError(f"{path}: conversations are lines of JSON or rows of Parquet: prepare "
                              f"text by itself, in another --out")
         if kind == ".parquet":
-            yield from read_table(path) if field is None else read_texts(path, field)
+            if field is None:
+                yield from read_table(path, unread)
+            else:
+                yield from read_texts(path, field, unread)
+            return
+        if kind in (".jsonl", ".json"):
+            parse = partial(messages_of, unread=unread)
+            if field is not None:
+                parse = partial(text_of_record, field=field, unread=unread)
+            yield from read_records(path, parse)
             return
         file, encoding = open_text(path)
         with file:
             if kind == ".eot":
                 yield from read_stories(path, file)
-            elif kind in (".jsonl", ".json"):
-                parse = messages_of_line if field is None else partial(text_of_line, field=field)
-                yield from read_lines(path, file, encoding, parse)
             else:
                 numbered = cut_at_eot(read_blocks(path, file, encoding))
                 for _, pieces in groupby(numbered, key=lambda piece: piece[0]):

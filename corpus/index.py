@@ -16,10 +16,11 @@ import numpy as np
 from corpus.console import note, progress
 from corpus.file_changes import change_of
 from corpus.formats import EOT, read_documents
-from corpus.messages import Answer, texts_of
+from corpus.messages import Answer, SystemText, texts_of
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
 from corpus.records import NotText
 from corpus.split import choose_split
+from corpus.unread_fields import UnreadFields
 
 MOST_NOT_TEXT = 1000        # one document in so many may be left out
 
@@ -82,12 +83,14 @@ def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None
     table = bytearray()
     unreadable = []
     marks = 0                               # <|endoftext|> as ordinary text
-    for blocks in read_texts(files, field):
+    unread = UnreadFields()
+    for blocks in read_texts(files, field, unread):
         digest = hashlib.blake2b(digest_size=16, salt=salt)
         before_answer = b""
         size = 0
         has_text = False
-        beginning = []
+        beginning = []              # what is compared: without a system message
+        compared = 0
         for text in blocks:
             if isinstance(text, NotText):
                 unreadable.append(text)
@@ -98,8 +101,9 @@ def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None
                 before_answer = digest.digest()[:8]
             raw = text.encode()
             digest.update(raw)
-            if keys is not None and size < MOST_BYTES:
+            if keys is not None and compared < MOST_BYTES and not isinstance(text, SystemText):
                 beginning.append(text)
+                compared += len(raw)
             size += len(raw)
             has_text = has_text or not text.isspace()
             if "|" in text:             # is found 40 times faster
@@ -107,20 +111,25 @@ def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None
             count_bytes(len(raw))
         table += (before_answer + digest.digest())[:16]
         table += (size if has_text else 0).to_bytes(8, "little")
-        if keys is not None:
+        if keys is not None and field is not None:
             keys.add("".join(beginning))
+        elif keys is not None:
+            prompt = "".join(text for text in beginning if not isinstance(text, Answer))
+            keys.add_conversation("".join(beginning), prompt)
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
     check_unreadable(unreadable, len(table), at_end=True)
+    unread.tell()
     if marks > 0 and field is not None:
         note(f"{EOT} stands {marks:,} times within a line or a field, where it is ordinary text: "
              f"in a .txt, a line of its own ends a document")
     return table, unreadable
 
 
-def read_texts(files, field: str | None):
-    """Yield every document, as an iterable of strings."""
+def read_texts(files, field: str | None, unread: UnreadFields | None = None):
+    """Yield every document, as an iterable of strings. `unread` counts the fields that are not
+    read."""
     for path in files:
-        for document in read_documents(path, field):
+        for document in read_documents(path, field, unread):
             yield document if field is not None else texts_of(document)
 
 

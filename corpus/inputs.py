@@ -11,7 +11,7 @@ from pathlib import Path
 from corpus.compressed import check_package
 from corpus.console import note
 from corpus.file_kinds import READ, READ_KINDS, advice_for, kind_of
-from corpus.records import first_record, is_conversation, is_document
+from corpus.records import both_of, first_record, is_conversation, is_document
 
 
 def find_files(paths, field="text") -> list[Path]:
@@ -80,7 +80,7 @@ def why_skipped(entry: os.DirEntry, field: str) -> str | None:
         return special_kind(mode) or kind or "without a suffix"
     if not os.access(entry.path, os.R_OK):
         return "unreadable"
-    if kind == ".json" and not is_document(first_record(Path(entry.path)), field):
+    if kind == ".json" and not is_document(Path(entry.path), field):
         return f'.json without lines of {{"{field}": ...}}'
     return None
 
@@ -138,6 +138,7 @@ def hold_conversations(files: list[Path]) -> bool:
     some hold text."""
     texts = []
     conversations = []
+    both = None
     for path in files:
         if kind_of(path.name) == ".txt":
             texts.append(path)
@@ -150,6 +151,10 @@ def hold_conversations(files: list[Path]) -> bool:
             conversations.append(path)
         elif "text" in record:
             texts.append(path)
+            if both is None and both_of(record) is not None:
+                both = f"{path} {both_of(record)}"
+    if both is not None:
+        note(both)
     if texts and conversations:
         raise ValueError(f"{conversations[0]} holds conversations, {texts[0]} holds text: prepare "
                          f"each by itself, in another --out")

@@ -4,137 +4,154 @@ them.
     {"prompt": "2 + 2?", "completion": "4"}     is short for
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 
-The same as ShareGPT writes it: {"conversations": [{"from": "human", "value": "2 + 2?"}, ...]}.
+The same as ShareGPT writes it: {"conversations": [{"from": "human", "value": "2 + 2?"}, ...]}, and
+as Alpaca does: {"instruction": "Add.", "input": "2 + 2", "output": "4"}. A record may also be the
+list of messages itself.
 """
-import json
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Iterator
 
-from corpus.records import LISTS, NotText, kind_of_value, read_rows
+from corpus.message_fields import (ASSISTANT, Message, check_text, is_empty, parse_message, pick,
+                                   unread_of)
+from corpus.records import (ALPACA, FORMS, LISTS, PAIR, NotText, Refused, fields_of, filter_of,
+                            form_of, kind_of_value, mend_of, read_rows)
+from corpus.unread_fields import UnreadFields
 
-ROLES = ("system", "user", "assistant")
-ASSISTANT = "assistant"
-SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT}
-UNWRITTEN = ("tools", "functions")              # in a record
-BESIDES = ("system", *UNWRITTEN)                # what a record may have beside its messages
-
-
-class Message(NamedTuple):
-    role: str
-    content: str | None         # None: an answer that is to be written
-    is_learnt: bool = True      # of an answer
-    reasoning: str | None = None        # of an answer: what a model thinks before it
+SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction")
+UNWRITTEN = ("tools", "functions", "available_tools", "tool_schemas", "tool_definitions",
+             "documents", "chat_template_kwargs", "images", "image", "videos", "video", "audios",
+             "audio", "loss_mask")
+KTO_FIELDS = ("label", "kto_tag")               # false: a completion that nobody wants
+INPUT, HISTORY, INSTRUCTION = "input", "history", "instruction"         # Alpaca's
+READ = {*SYSTEM_FIELDS, *UNWRITTEN, *KTO_FIELDS, INPUT, HISTORY}
 
 
 class Answer(str):
-    """The content of an answer, among the texts of a conversation."""
+    """An answer that is learnt, with its reasoning, among the texts of a conversation."""
 
 
-def messages_of_line(line: bytes) -> list[Message]:
-    """The messages of a line of JSON. Raises ValueError as `messages_of`."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f" is not JSON: {error}") from None
-    return messages_of(record)
+class SystemText(str):
+    """The content of a system message among the texts of a conversation."""
 
 
-def read_table(path: Path):
+def read_table(path: Path, unread: UnreadFields):
     """Yield the conversations of a Parquet file, or a NotText for each row that holds none."""
+    others = []
+
     def choose(kinds):
-        for columns in (*([name] for name in LISTS), ["prompt", "completion"]):
-            if set(columns) <= set(kinds):
-                return columns + [name for name in BESIDES if name in kinds]
-        raise ValueError(f'{path} has neither a column "messages" nor "prompt" and "completion": '
-                         f'prepare text by itself')
+        if form_of(kinds) is None:
+            mend = mend_of(path, kinds) or "prepare text by itself"
+            raise ValueError(f'{path} has neither a column "messages" nor "prompt" and '
+                             f'"completion": {mend}')
+        names = {*READ, *(name for form in FORMS for name in form)}
+        others.extend(name for name in kinds if name not in names)
+        return [name for name in kinds if name in names]
 
     for number, row in read_rows(path, choose):
         try:
-            messages = messages_of({name: value.as_py() for name, value in row.items()})
+            record = {name: value.as_py() for name, value in row.items()}
+            messages = messages_of(record, unread, others)
         except UnicodeDecodeError as error:
             messages = [NotText(f"{path} row {number} is not UTF-8 ({error.reason})")]
-        except ValueError as error:
-            messages = [NotText(f"{path} row {number}{error}")]
+        except Refused as error:
+            messages = [NotText(f"{path} row {number}{error.with_command(path)}")]
         yield messages
 
 
-def messages_of(record) -> list[Message]:
-    """The messages of a record. Raises ValueError, whose message continues "FILE line N"."""
-    if not isinstance(record, dict):
-        raise ValueError(f" is {kind_of_value(record)}, not an object")
-    name = next((name for name in LISTS if name in record), None)
-    if name is not None:
-        messages = record[name]
-        if not isinstance(messages, list):
-            raise ValueError(f': "{name}" is {kind_of_value(messages)}, not an array')
-    elif {"prompt", "completion"} <= record.keys():
-        messages = messages_of_pair(record["prompt"], record["completion"])
-    else:
+def messages_of(record, unread: UnreadFields, others=()) -> list[Message]:
+    """The messages of a record. `unread` counts its fields that are not read, with `others`. Raises
+    Refused."""
+    if not isinstance(record, dict) and not fields_of(record):
+        raise Refused(f" is {kind_of_value(record)}, not an object")
+    record = fields_of(record)
+    form = form_of(name for name, value in record.items() if value is not None) or form_of(record)
+    if form is None:
         found = ", ".join(f'"{name}"' for name in list(record)[:5]) or "no field"
-        raise ValueError(f' has neither "messages" nor "prompt" and "completion", but {found}')
-    messages = [parse_message(message) for message in messages]
-    for key in UNWRITTEN:
-        if record.get(key) and record[key] != "[]":         # LLaMA-Factory's files write "[]"
-            raise ValueError(f' has "{key}", which no template here writes')
-    if record.get("system"):
-        if any(message.role == "system" for message in messages):
-            raise ValueError(' has a field "system" and a message of system: one of them is enough')
-        messages.insert(0, parse_message(dict(role="system", content=record["system"])))
-    if all(message.role != ASSISTANT for message in messages):
-        raise ValueError(f" has no answer: no message has the role {ASSISTANT}")
+        raise Refused(f' has neither "messages" nor "prompt" and "completion", but {found}',
+                      filter_of(record))
+    check_others(record)
+    if form == PAIR:
+        given = messages_of_pair(record["prompt"], record["completion"])
+    elif form == ALPACA:
+        given = messages_of_alpaca(record)
+    else:
+        given = record[form[0]]
+        if not isinstance(given, list):
+            raise Refused(f': "{form[0]}" is {kind_of_value(given)}, not an array')
+        given = [(message, True) for message in given]
+    messages = [parse_message(message, is_learnt) for message, is_learnt in given]
+    add_system(messages, record, form)
+    answers = [message for message in messages if message.role == ASSISTANT]
+    if not answers:
+        raise Refused(f" has no answer: no message has the role {ASSISTANT}")
+    if not any(answer.is_learnt for answer in answers):
+        raise Refused(" has no answer that is learnt")
+    unread.add(unread_names(record, form, given).union(others))
     return messages
 
 
+def check_others(record: dict) -> None:
+    """Raise Refused if a field beside the messages changes what they say, or are for."""
+    for name in UNWRITTEN:
+        if not is_empty(record.get(name)):
+            raise Refused(f' has "{name}", which no template here writes')
+    for name in KTO_FIELDS:
+        if record.get(name) is False:
+            raise Refused(f': "{name}" is false, so nobody wants this completion: leave such '
+                          f'records out', f"select(.{name} != false)")
+
+
 def messages_of_pair(prompt, completion) -> list:
-    """The messages of a prompt and its completion: two texts, or two lists of messages."""
-    if isinstance(prompt, list):
-        if any(parse_message(one).role == ASSISTANT for one in prompt):
-            raise ValueError(': the "prompt" has an answer, and every answer is learnt: write '
-                             '"messages" if this one may be')
-    else:
+    """(message, whether an answer is learnt) of a prompt and its completion: two texts, or two
+    lists of messages. The answers of a prompt are not learnt, as in TRL."""
+    if not isinstance(prompt, list):
         prompt = [dict(role="user", content=prompt)]
     if not isinstance(completion, list):
         completion = [dict(role=ASSISTANT, content=completion)]
-    return prompt + completion
+    return [(message, False) for message in prompt] + [(message, True) for message in completion]
 
 
-def parse_message(message) -> Message:
-    if not isinstance(message, dict):
-        raise ValueError(f": a message is {kind_of_value(message)}, not an object")
-    role = message.get("role", message.get("from"))
-    if isinstance(role, str):
-        role = SHAREGPT_ROLES.get(role, role)
-    content = join_parts(message.get("content", message.get("value")))
-    for key in ("tool_calls", "function_call"):
-        if message.get(key):
-            raise ValueError(f': a message has "{key}", which no template here writes')
-    if message.get("weight") == 0:
-        raise ValueError(': a message has "weight" 0, but every answer is learnt')
-    if role not in ROLES:
-        raise ValueError(f": the role {json.dumps(role, default=str)} is none of "
-                         f"{', '.join(ROLES)}")
-    if not isinstance(content, str):
-        raise ValueError(f': the "content" of a message of {role} is {kind_of_value(content)}, '
-                         f'not a string')
-    try:
-        content.encode()
-    except UnicodeEncodeError:
-        raise ValueError(": half a surrogate pair is no character") from None
-    return Message(role, content)
+def messages_of_alpaca(record: dict) -> list:
+    """As `messages_of_pair`. LLaMA-Factory's "history" holds earlier questions and answers."""
+    pairs = record.get(HISTORY) or []
+    if not (isinstance(pairs, list)
+            and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
+        raise Refused(f': "{HISTORY}" is no array of pairs, each a question and its answer')
+    prompt = record[INSTRUCTION]
+    if not is_empty(record.get(INPUT)):
+        for name in (INSTRUCTION, INPUT):
+            check_text(record[name], f'"{name}"')
+        prompt = f"{prompt}\n\n{record[INPUT]}"
+    return [message for pair in [*pairs, [prompt, record["output"]]]
+            for message in messages_of_pair(*pair)]
 
 
-def join_parts(content):
-    """A content in OpenAI's parts, [{"type": "text", "text": "2 + 2?"}, ...], as one text."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else kind_of_value(part)
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f": a content has a part that is {json.dumps(kind, default=str)}, "
-                             f"where only text is supported")
-        texts.append(part["text"])
-    return "".join(texts)
+def add_system(messages: list[Message], record: dict, form) -> None:
+    """Insert the system message that a field of the record holds, if one does."""
+    names = [name for name in SYSTEM_FIELDS if not is_empty(record.get(name))]
+    if form[0] in LISTS and not is_empty(record.get(INSTRUCTION)):
+        contents = {message.content.strip() for message in messages}
+        if str(record[INSTRUCTION]).strip() not in contents:    # as Magpie repeats the question
+            names.append(INSTRUCTION)
+    if not names:
+        return
+    system = parse_message(dict(role="system", content=pick(record, names)))
+    held = [message for message in messages if message.role == "system"]
+    if held and held != [system]:
+        raise Refused(f' has a field "{names[0]}" and a message of system: one of them is enough')
+    if not held:
+        messages.insert(0, system)
+
+
+def unread_names(record: dict, form, given) -> set[str]:
+    """The names of the fields of a record, and of its messages, that are not read."""
+    read = {*form, *SYSTEM_FIELDS, *UNWRITTEN}
+    if form == ALPACA:
+        read |= {INPUT, HISTORY}
+    elif form[0] in LISTS:
+        read.add(INSTRUCTION)
+    names = {name for name, value in record.items() if name not in read and not is_empty(value)}
+    return names | unread_of([message for message, _ in given], form[0])
 
 
 def texts_of(messages) -> Iterator[str]:
@@ -143,5 +160,16 @@ def texts_of(messages) -> Iterator[str]:
         if isinstance(message, NotText):
             yield message
             return
+        text = message.content
+        if message.reasoning is not None:
+            text = f"<think>\n{message.reasoning}\n</think>\n\n{text}"
+        if not message.is_learnt:
+            yield f"\n\n{message.role}, not learnt:\n"
+            yield text
+            continue
         yield f"\n\n{message.role}:\n"
-        yield Answer(message.content) if message.role == ASSISTANT else message.content
+        if message.role == ASSISTANT:
+            text = Answer(text)
+        elif message.role == "system":
+            text = SystemText(text)
+        yield text

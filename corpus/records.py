@@ -1,23 +1,47 @@
-"""The documents that are fields of records: lines of JSON, rows of Parquet."""
+"""The documents that are fields of records: lines of JSON, rows of Parquet. json_values.py reads
+JSON that is not by lines."""
 import codecs
 import io
 import json
-import re
+import shlex
 from pathlib import Path
 
 from corpus.compressed import not_whole, open_bytes
-from corpus.file_kinds import kind_of_start, pipe, why_not_text
+from corpus.file_kinds import START, kind_of_start, pipe, why_not_text
+from corpus.json_values import Start, Values
+from corpus.unread_fields import UnreadFields
 
 ROWS_AT_ONCE = 256
 MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le",    # before UTF-16's, which
          codecs.BOM_UTF32_BE: "utf-32-be", codecs.BOM_UTF16_LE: "utf-16-le",    # begins as this
          codecs.BOM_UTF16_BE: "utf-16-be"}
 STRINGS = ("string", "large_string", "dictionary<values=string")        # Arrow's names
-LISTS = ("messages", "conversations")       # fields of a conversation; the second is ShareGPT's
+LISTS = ("messages", "conversations", "conversation")     # fields of a conversation
+PAIR, ALPACA = ("prompt", "completion"), ("instruction", "output")
+FORMS = (*((name,) for name in LISTS), PAIR, ALPACA)
+# Names of other pairs, which are not guessed: a message gives the command that renames them.
+PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input", "user", "human")
+COMPLETIONS = ("completion", "response", "answer", "output", "solution", "target", "chosen",
+               "assistant", "gpt", "bot")
+CONTEXTS = ("context", "input")
 
 
 class NotText(ValueError):
     """Stands in place of a text that cannot be read, and says where and why."""
+
+
+class Refused(ValueError):
+    """What is wrong with a record: its text continues "FILE line N". `filter` is the filter of jq
+    that makes records of the file which can be read."""
+
+    def __init__(self, text: str, filter: str | None = None):
+        super().__init__(text)
+        self.filter = filter
+
+    def with_command(self, path: Path) -> str:
+        if self.filter is None:
+            return str(self)
+        return f"{self}: {command_of(path, self.filter)}"
 
 
 def open_text(path: Path):
@@ -31,33 +55,73 @@ def open_text(path: Path):
     return file, "utf-8"
 
 
-def read_lines(path: Path, file, encoding: str, parse):
-    """Yield the documents of a file of JSON by lines. parse(line) returns one; a ValueError says
-    what is wrong with the line."""
+def read_records(path: Path, parse):
+    """Yield the documents of a file of JSON. parse(record) returns one; a Refused says what is
+    wrong with the record."""
+    file, encoding = open_text(path)
+    with file:
+        check_start(path, file, encoding)
+        if start_of(path).is_by_lines:
+            records = read_lines(path, file, encoding)
+        else:
+            records = read_values(path, file, encoding)
+        for place, record in records:
+            try:
+                if isinstance(record, Refused):
+                    raise record
+                document = parse(record)
+            except Refused as error:
+                document = [NotText(f"{path} {place}{error.with_command(path)}")]
+            yield document
+
+
+def read_lines(path: Path, file, encoding: str):
+    """Yield (place, record) of each line; a Refused in place of a record that is not JSON."""
     try:
-        is_first = True
         for number, line in enumerate(lines_of(file, encoding), 1):
             if not line.strip():
                 continue
-            if is_first:
-                check_first_line(path, line.strip())
-                is_first = False
             try:
-                document = parse(line)
-            except ValueError as error:
-                document = [NotText(f"{path} line {number}{error}")]
-            yield document
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                record = Refused(f" is not JSON: {error}")
+                if b"\0" in line and encoding == "utf-8":
+                    record = Refused(f" is not JSON: it has {line.count(0):,} NUL bytes, as a file "
+                                     f"has that was not written to its end: "
+                                     f"{pipe(path, 'tr -d ' + shlex.quote(chr(92) + '0'))} > NEW"
+                                     f".jsonl leaves them out")
+            yield f"line {number}", record
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not {encoding.upper()} text ({error.reason}): it may be cut "
                          f"off: copy it again") from None
 
 
-def text_of_line(line: bytes, field: str) -> list[str]:
+def read_values(path: Path, file, encoding: str):
+    """Yield (place, record) of each JSON value, whatever stands between them."""
+    with io.TextIOWrapper(file, encoding, newline="") as wrapped:
+        values = Values(wrapped.read)
+        number = 0
+        try:
+            for record in values.records():
+                number += 1
+                yield f"record {number}", record
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not {encoding.upper()} text ({error.reason}): it may be "
+                             f"cut off: copy it again") from None
+        except ValueError as error:
+            raise ValueError(f"{path} record {number + 1} is not JSON: {error}: correct the file, "
+                             f"or copy it again if it is cut off") from None
+
+
+def text_of_record(record, field: str, unread: UnreadFields) -> list[str]:
+    """The text in this field. `unread` counts the others. Raises Refused."""
     try:
-        text = json.loads(line)[field].removeprefix("\ufeff")
+        text = record[field].removeprefix("\ufeff")
         text.encode()               # refuses half a surrogate pair
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(why_no_text(line, field)) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise why_no_text(record, field) from None
+    if len(record) > 1:
+        unread.add([name for name, value in record.items() if name != field and value is not None])
     return [text]
 
 
@@ -71,6 +135,13 @@ def lines_of(file, encoding: str):
             yield line.encode()
 
 
+def start_of(path: Path) -> Start:
+    """How a file of JSON begins."""
+    file, encoding = open_text(path)
+    with file, io.TextIOWrapper(file, encoding, errors="replace", newline="") as wrapped:
+        return Values(wrapped.read).start()
+
+
 def first_record(path: Path) -> dict:
     """The fields of a file's first record, of Parquet the types of its columns. Empty if the file
     has none."""
@@ -78,53 +149,59 @@ def first_record(path: Path) -> dict:
         from pyarrow import parquet
         schema = parquet.read_schema(path)
         return dict(zip(schema.names, schema.types))
-    file, encoding = open_text(path)
-    try:
-        with file:
-            line = next((line for line in lines_of(file, encoding) if line.strip()), b"")
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
+    return fields_of(start_of(path).record)
+
+
+def fields_of(record) -> dict:
+    """The fields of a record. A list is the messages of a conversation."""
+    if isinstance(record, list) and record and isinstance(record[0], dict):
+        return {LISTS[0]: record}
     return record if isinstance(record, dict) else {}
+
+
+def form_of(names) -> tuple | None:
+    """The names of those fields that hold a conversation; None if none do."""
+    names = set(names)
+    return next((form for form in FORMS if names.issuperset(form)), None)
 
 
 def is_conversation(record: dict) -> bool:
     """Whether records with such fields are conversations (messages.py)."""
-    names = set(record)
-    has_messages = names & set(LISTS) or {"prompt", "completion"} <= names
-    return bool(has_messages) and "text" not in names
+    return form_of(record) is not None and "text" not in record
 
 
-def is_document(record: dict, field: str) -> bool:
-    """Whether a .json whose first record is this one holds texts or conversations. Otherwise it
-    holds the settings of some program."""
-    if field in record:
+def both_of(record: dict) -> str | None:
+    """What to tell of records with a text and a conversation; None if these have one of them."""
+    form = form_of(record)
+    if form is None or "text" not in record:
+        return None
+    names = " and ".join(f'"{name}"' for name in form)
+    return (f'has "text", which is read, and {names}: --template chatml, or plain, reads these as '
+            f'conversations; --text-field text reads the text without this note')
+
+
+def is_document(path: Path, field: str) -> bool:
+    """Whether a .json of a folder holds texts or conversations. Otherwise it holds the settings of
+    some program, as one object over several lines does that is no conversation."""
+    try:
+        start = start_of(path)
+    except ValueError:              # it is damaged: whoever reads the file says so
+        return True
+    record = fields_of(start.record)
+    if field in record and not start.is_alone:
         return record[field] is None or isinstance(record[field], str)
     return is_conversation(record) and all(isinstance(record.get(name, []), list)
                                            for name in LISTS)
 
 
-def check_first_line(path: Path, line: bytes) -> None:
-    """Raise ValueError if a .jsonl file is something else."""
-    is_json = line.startswith((b"{", b"["))
-    if line.count(0) > len(line) // 50 or (not is_json and kind_of_start(line) is not None):
-        raise ValueError(f"{path} has no lines of JSON: {why_not_text(path, line, line)}")
-    if line.startswith(b"["):
-        of_messages = re.match(rb'\[\s*(\[?)\s*\{\s*"(role|content|from|value)"', line)
-        each = "'.[]'"
-        if of_messages:
-            each = "'.[] | {messages: .}'" if of_messages[1] else "'{messages: .}'"
-        raise ValueError(f"{path} is a JSON array, not an object on each line: "
-                         f"{pipe(path, f'jq -c {each}')} > NEW.jsonl makes a .jsonl of it")
-    try:
-        json.loads(line)
-    except json.JSONDecodeError as error:
-        if line.startswith(b"{") and error.pos >= len(line.decode(errors="replace")):
-            raise ValueError(f"{path} line 1 ends within a JSON object, and each line must hold a "
-                             f"whole one: {pipe(path, 'jq -c .')} > NEW.jsonl makes a .jsonl of "
-                             f"it, unless it is cut off") from None
-    except (ValueError, RecursionError):
-        pass                    # why_no_text says it
+def check_start(path: Path, file, encoding: str) -> None:
+    """Raise ValueError if a file that is named so is no JSON."""
+    start = file.peek(START)[:START]
+    if encoding != "utf-8" or not start.strip():
+        return
+    is_json = start.lstrip().startswith((b"{", b"["))
+    if 0 < len(start) // 50 < start.count(0) or (not is_json and kind_of_start(start) is not None):
+        raise ValueError(f"{path} has no lines of JSON: {why_not_text(path, start, start)}")
 
 
 def kind_of_value(value) -> str:
@@ -133,32 +210,64 @@ def kind_of_value(value) -> str:
     return names.get(type(value), type(value).__name__)         # Parquet has others, such as bytes
 
 
-def why_no_text(line: bytes, field: str) -> str:
-    """What is wrong with a line of JSON, after its place."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return f' is not JSON with a string "{field}": {error}'
-    if not isinstance(value, dict):
-        return f' is {kind_of_value(value)}, not an object with a string "{field}"'
-    if field not in value:
-        texts = [name for name, one in value.items() if isinstance(one, str)]
-        return f" has no field {other_fields(field, value, texts)}"
-    if not isinstance(value[field], str):
-        return f': "{field}" is {kind_of_value(value[field])}, not a string'
-    return f': "{field}" has half a surrogate pair, which is no character: correct the line'
+def why_no_text(record, field: str) -> Refused:
+    """What is wrong with a record that has no text in this field."""
+    if not isinstance(record, dict):
+        return Refused(f' is {kind_of_value(record)}, not an object with a string "{field}"')
+    if field not in record:
+        texts = [name for name, one in record.items() if isinstance(one, str)]
+        return Refused(f" has no field {other_fields(field, record, texts)}", filter_of(record))
+    if not isinstance(record[field], str):
+        return Refused(f': "{field}" is {kind_of_value(record[field])}, not a string')
+    return Refused(f': "{field}" has half a surrogate pair, which is no character: correct the '
+                   f'line')
 
 
-# Those of Alpaca, ShareGPT and preference data.
-CONVERSATION_FIELDS = {"instruction", "prompt", "response", "chosen", "question", "answer", *LISTS}
+def filter_of(record: dict) -> str | None:
+    """The filter of jq that makes conversations of records with such fields, or takes the records
+    out of an object that holds all of them; None if these do not tell."""
+    prompt = next((name for name in PROMPTS if name in record), None)
+    completion = next((name for name in COMPLETIONS if name in record), None)
+    lists = [name for name, value in record.items()
+             if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if completion == "chosen" and isinstance(record["chosen"], list):
+        return "{messages: .chosen}"            # of preference data
+    if prompt is not None and completion is not None:
+        context = next((name for name in CONTEXTS if name in record and name != prompt), None)
+        value = f".{prompt}"
+        if context is not None:
+            value = f'([.{prompt}, .{context} | select(. != null and . != "")] | join("\\n\\n"))'
+        return f"{{prompt: {value}, completion: .{completion}}}"
+    if len(lists) == 1:
+        return f".{json.dumps(lists[0])}[]"
+    return None
+
+
+def command_of(path: Path, filter: str) -> str:
+    """The command that writes a .jsonl of what this filter of jq makes of a file's records."""
+    quoted = shlex.quote(filter)
+    if path.suffix.lower() == ".parquet":
+        read = f"pandas.read_parquet({str(path)!r}).to_json({'/dev/stdout'!r}, "
+        code = f"import pandas; {read}orient='records', lines=True)"
+        return f"python -c {shlex.quote(code)} | jq -c {quoted} > NEW.jsonl"
+    if not start_of(path).is_array:
+        return f"{pipe(path, f'jq -c {quoted}')} > NEW.jsonl"
+    quoted = shlex.quote(f".[] | {filter}")
+    return f"{pipe(path, f'jq -c {quoted}')} > NEW.jsonl"
+
+
+def mend_of(path: Path, names) -> str | None:
+    """The command that makes conversations of a Parquet file with columns of these names."""
+    filter = filter_of(dict.fromkeys(names))
+    return command_of(path, filter) if filter is not None else None
 
 
 def other_fields(field: str, names, texts) -> str:
     """"text", but what there is instead, and what to do. `texts`: those that hold strings."""
     found = ", ".join(f'"{name}"' for name in list(names)[:5]) or "no field"
-    if CONVERSATION_FIELDS & set(names):
-        return (f'"{field}", but {found}: for conversations rename the fields to "prompt" and '
-                f'"completion", or to "messages" (docs/conversations.md)')
+    if form_of(names) is not None or (filter_of(names) or "").startswith("{"):
+        return (f'"{field}", but {found}: for conversations name the fields "prompt" and '
+                f'"completion", or "messages" (docs/conversations.md)')
     if not texts:
         return f'"{field}", but {found}, and none is a string, as the text must be'
     return f'"{field}", but {found}: give the name of the one with the text to --text-field'
@@ -187,12 +296,18 @@ def read_rows(path: Path, choose):
         raise not_whole(path, error) from None
 
 
-def read_texts(path: Path, field: str):
-    """Yield the documents of a Parquet file, which are the texts of a column."""
+def read_texts(path: Path, field: str, unread: UnreadFields):
+    """Yield the documents of a Parquet file, which are the texts of a column. `unread` counts the
+    others."""
+    others = []
+
     def choose(kinds):
         if field not in kinds:
             texts = [name for name, kind in kinds.items() if kind.startswith(STRINGS)]
-            raise ValueError(f"{path} has no column {other_fields(field, kinds, texts)}")
+            problem = Refused(f" has no column {other_fields(field, dict.fromkeys(kinds), texts)}",
+                              filter_of(dict.fromkeys(kinds)))
+            raise ValueError(f"{path}{problem.with_command(path)}")
+        others.extend(name for name in kinds if name != field)
         if not kinds[field].startswith(STRINGS):
             raise ValueError(f"{path}: the column \"{field}\" holds {kinds[field]}, not strings: "
                              f"give another to --text-field")
@@ -200,6 +315,7 @@ def read_texts(path: Path, field: str):
 
     for number, row in read_rows(path, choose):
         yield [text_of_row(row[field], path, number, field)]
+        unread.add(others)
 
 
 def text_of_row(row, path: Path, number: int, field: str) -> str | NotText:

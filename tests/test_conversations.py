@@ -23,7 +23,7 @@ import data
 import model
 import sample
 import train
-from corpus import conversations, formats, inputs, windows
+from corpus import conversations, formats, inputs, json_values, windows
 from corpus.conversations import Template
 from corpus.messages import Message
 from corpus.prepare import prepare
@@ -344,6 +344,9 @@ def test_every_kind_of_file_gives_the_same_shards(tmp_path, run_data, name, make
 
 
 GOOD = pair("a", "b")
+TURNS = [dict(role="user", content="a b"), dict(role="assistant", content="c")]
+SHAREGPT = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
+SYSTEM = dict(role="system", content="s")
 
 
 @pytest.mark.parametrize("records, words", [
@@ -360,9 +363,28 @@ GOOD = pair("a", "b")
     ([GOOD, dict(messages=[dict(role="assistant", content="", tool_calls=[dict(id=1)])])],
      'line 2: a message has "tool_calls", which no template here writes'),
     ([GOOD, dict(messages=[dict(role="assistant", content="x", weight=0)])],
-     'line 2: a message has "weight" 0, but every answer is learnt'),
-    ([dict(instruction="x", output="y")], 'for conversations rename the fields to "prompt" and "c'),
-    ([dict(question="x", answer="y")], 'for conversations rename the fields to "prompt" and'),
+     "line 2 has no answer that is learnt"),
+    ([GOOD, dict(messages=[dict(role="assistant", content="x", weight=0.5)])],
+     'line 2: a message has "weight" 0.5: an answer is learnt or not'),
+    ([GOOD, dict(messages=[dict(role="assistant", content="x", train="false")])],
+     'line 2: a message has "train" "false": an answer is learnt or not'),
+    ([GOOD, dict(messages=[dict(role="assistant", content="x", train=True, loss=False)])],
+     '"train" true and "loss" false, which contradict each other'),
+    ([GOOD, dict(messages=[dict(role="user", content="x", train=True), TURNS[1]])],
+     'a message of user has "train" true, but only answers are learnt'),
+    ([GOOD, dict(messages=[dict(role="user", content="x", thinking="y"), TURNS[1]])],
+     'a message of user has "thinking", which only an answer may have'),
+    ([GOOD, dict(messages=[dict(role="assistant", content="x", thinking=5)])],
+     'the "thinking" of a message of assistant is a number, not a string'),
+    ([GOOD, dict(messages=[dict(role="tool", content="x"), *TURNS])],
+     'the role "tool" is of tools'),
+    ([GOOD, dict(messages=TURNS, documents=["x"])], 'line 2 has "documents", which no template'),
+    ([GOOD, dict(messages=TURNS, system="a", system_prompt="b")],
+     '"system" and "system_prompt" stand in one place and differ'),
+    ([GOOD, pair("a", "b") | dict(label=False)], '"label" is false, so nobody wants this compl'),
+    ([dict(question="x", answer="y")], "jq -c '{prompt: .question, completion: .answer}' "),
+    ([[dict(question="x", answer="y")]], "jq -c '.[] | {prompt: .question, completion: .answer}' "),
+    ([GOOD, dict(prompt="a", chosen="b", rejected="c")], "{prompt: .prompt, completion: .chosen}"),
     ([GOOD, messages(("user", [dict(type="image_url")]), ("assistant", "a"))],
      'line 2: a content has a part that is "image_url", where only text is supported'),
     ([GOOD, messages(("user", ["x"]), ("assistant", "a"))],
@@ -373,13 +395,6 @@ GOOD = pair("a", "b")
      'line 2 has "tools", which no template here writes'),
     ([GOOD, messages(("system", "a"), ("assistant", "b")) | dict(system="c")],
      'line 2 has a field "system" and a message of system'),
-    ([GOOD, pair([dict(role="assistant", content="a")], "b")],
-     'line 2: the "prompt" has an answer, and every answer is learnt'),
-    ([GOOD, dict(prompt=[{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}],
-                 completion="z")], 'line 2: the "prompt" has an answer'),
-    ([[dict(role="user", content="a")]], "is a JSON array, not an object on each line: jq -c "
-     "'{messages: .}' "),
-    ([[[dict(role="user", content="a")]]], "jq -c '.[] | {messages: .}' "),
     ([GOOD, GOOD], "fewer than two different conversations")])
 def test_what_is_no_conversation_is_refused_with_its_place(tmp_path, run_data, records, words):
     status, out, error = run_data("--input", write(tmp_path / "c.jsonl", records), "--out",
@@ -388,9 +403,6 @@ def test_what_is_no_conversation_is_refused_with_its_place(tmp_path, run_data, r
     assert not list(tmp_path.glob("d/*"))
 
 
-TURNS = [dict(role="user", content="a b"), dict(role="assistant", content="c")]
-SHAREGPT = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
-SYSTEM = dict(role="system", content="s")
 
 
 @pytest.mark.parametrize("record, same_as", [
@@ -403,7 +415,25 @@ SYSTEM = dict(role="system", content="s")
     (dict(messages=TURNS, tools="[]"), TURNS),
     (dict(messages=TURNS, system="s"), [SYSTEM, *TURNS]),
     (dict(messages=TURNS, system=""), TURNS),
-    (dict(prompt="a b", completion="c", system="s"), [SYSTEM, *TURNS])])
+    (dict(prompt="a b", completion="c", system="s"), [SYSTEM, *TURNS]),
+    (dict(messages=TURNS, system_prompt="s"), [SYSTEM, *TURNS]),
+    (dict(messages=TURNS, instruction="s"), [SYSTEM, *TURNS]),
+    (dict(messages=TURNS, instruction="a b"), TURNS),           # Magpie repeats the question
+    (dict(messages=[SYSTEM, *TURNS], system_message="s"), [SYSTEM, *TURNS]),
+    (dict(messages=[dict(role="developer", content="s"), *TURNS]), [SYSTEM, *TURNS]),
+    (dict(conversation=[{"from": "human", "value": "a b"}, {"from": "bing", "value": "c"}]), TURNS),
+    (dict(messages=[dict(role="user", content="a b"), {"from": "chatgpt", "value": "c"}]), TURNS),
+    (dict(instruction="a", input="", output="c"), [dict(role="user", content="a"), TURNS[1]]),
+    (dict(instruction="a", input="b", output="c", system="s"),
+     [SYSTEM, dict(role="user", content="a\n\nb"), TURNS[1]]),
+    (dict(instruction="q", input="", output="c", history=[["a b", "c"]]),
+     [*TURNS, dict(role="user", content="q"), TURNS[1]]),
+    (dict(prompt=TURNS, completion="d"),
+     [TURNS[0], TURNS[1] | dict(is_learnt=False), dict(role="assistant", content="d")]),
+    (dict(messages=[TURNS[0], TURNS[1] | dict(weight=1, thinking="t")]),
+     [TURNS[0], TURNS[1] | dict(reasoning="t")]),
+    *((dict(messages=[*TURNS, TURNS[1] | said]), [*TURNS, TURNS[1] | dict(is_learnt=False)])
+      for said in (dict(weight=0), dict(train=False), dict(loss=False), dict(mask=True)))])
 def test_other_forms_of_a_conversation_are_the_same_conversation(tmp_path, record, same_as):
     """OpenAI's parts of a content, TRL's lists of messages, ShareGPT's names, and a system message
     beside the others: in a line of JSON and in a row of Parquet."""
@@ -433,6 +463,74 @@ def test_a_template_makes_conversations_of_records_that_have_text_too(tmp_path, 
     assert run_data("--input", tmp_path / name, "--template", "plain", "--out", tmp_path / "d",
                     "--tokenizer", "bytes")[0] == 0
     assert list((tmp_path / "d").glob("*.learn"))
+
+
+@pytest.mark.parametrize("fields", [dict(train=False), dict(loss=False), dict(weight=0)])
+def test_answers_that_are_not_to_be_learnt_are_read_and_have_no_loss(tmp_path, run_data, fields):
+    """Every second answer, of 8 bytes and the token that ends it."""
+    records = [messages(("user", f"q {i:3}"), ("assistant", f"one  {i:3}"), ("user", "more"),
+                        ("assistant", f"two  {i:3}")) for i in range(60)]
+    for record in records:
+        record["messages"][1] |= fields
+    assert run_data("--input", write(tmp_path / "c.jsonl", records), "--out", tmp_path / "d",
+                    "--tokenizer", "bytes", "--near-duplicates", "ignore")[0] == 0
+    meta = json.loads((tmp_path / "d/meta.json").read_text())
+    assert sum(meta["learnt"].values()) == 60 * 9
+
+
+ARRAY = [dict(instruction=f"add {i}", input="", output=f"{i}") for i in range(30)]
+
+
+@pytest.mark.parametrize("content", [
+    json.dumps(ARRAY), json.dumps(ARRAY, indent=2), "".join(map(json.dumps, ARRAY)),
+    "\r".join(map(json.dumps, ARRAY)), "\n".join(json.dumps(one, indent=1) for one in ARRAY),
+    ",\n".join(map(json.dumps, ARRAY)), "\ufeff" + "\n\ufeff".join(map(json.dumps, ARRAY)),
+    json.dumps([[dict(role="user", content=one["instruction"]),
+                 dict(role="assistant", content=one["output"])] for one in ARRAY]),
+    "\n".join(json.dumps([{"from": "human", "value": one["instruction"]},
+                          {"from": "gpt", "value": one["output"]}]) for one in ARRAY)])
+@pytest.mark.parametrize("block", [7, 1 << 18])
+def test_json_that_is_not_by_lines_gives_the_same_conversations(tmp_path, monkeypatch, content,
+                                                               block):
+    """An array, several lines a record, none, CR alone, commas, marks of byte order; wherever
+    blocks end."""
+    monkeypatch.setattr(json_values, "BLOCK", block)
+    (tmp_path / "a.json").write_text(content, "utf-8", newline="")
+    assert inputs.hold_conversations([tmp_path / "a.json"])
+    assert list(formats.read_documents(tmp_path / "a.json", None)) == [
+        [Message("user", one["instruction"]), Message("assistant", one["output"])] for one in ARRAY]
+
+
+def test_what_is_not_read_is_told_once(tmp_path, run_data):
+    """Fields of records and of messages; a text beside messages, with the flags that choose."""
+    records = [messages(("user", f"{i}"), ("assistant", "a")) | dict(source="s") for i in range(30)]
+    records[3]["messages"][0]["name"] = "Ann"
+    flags = "--tokenizer", "bytes", "--near-duplicates", "ignore", "--out"
+    file = write(tmp_path / "c.jsonl", records)
+    status, _, error = run_data("--input", file, *flags, tmp_path / "d")
+    assert (status, error) == (
+        0, "note: 30 records have fields that are not read: source, messages.name\n")
+    parquet(tmp_path / "c.parquet", records)
+    assert run_data("--input", tmp_path / "c.parquet", *flags, tmp_path / "e")[2] == error
+    file = write(tmp_path / "t.jsonl", [dict(text=f"t {i}") | records[i] for i in range(30)])
+    status, _, error = run_data("--input", file, *flags, tmp_path / "f")
+    assert status == 0 and error.count("\n") == 2
+    assert f'note: {file} has "text", which is read, and "messages": --template chatml' in error
+
+
+def test_conversations_behind_one_long_instruction_are_not_alike(tmp_path, run_data):
+    """As a system message, or at the beginning of the prompt. Those that are alike are found."""
+    draw = random.Random(0)
+    shared = " ".join(f"w{draw.randrange(9999)}" for _ in range(400))
+    questions = [" ".join(f"q{draw.randrange(9999)}" for _ in range(30)) for _ in range(200)]
+    questions += [question.replace(" ", " new ", 1) for question in questions[:20]]
+    for name, record in (("system", lambda text: pair(text, "yes") | dict(system=shared)),
+                         ("prompt", lambda text: pair(f"{shared} {text}", "yes"))):
+        file = write(tmp_path / f"{name}.jsonl", map(record, questions))
+        _, out, _ = run_data("--input", file, "--out", tmp_path / name, "--tokenizer", "bytes",
+                             "--near-duplicates", "drop")
+        dropped = int(re.search(r"(\d+) near-duplicates dropped", out)[1])
+        assert 15 <= dropped <= 20
 
 
 def test_text_and_conversations_are_not_mixed_in_one_job(tmp_path, run_data):

@@ -1,0 +1,153 @@
+"""One message of a conversation: what its fields say, in the formats that people have.
+
+    role, content                   OpenAI, Mistral, TRL
+    from, value                     ShareGPT
+    reasoning_content, thinking     what a model thinks before its answer
+    weight, train, loss             OpenAI and Mistral, Axolotl, ms-swift: whether it is learnt
+
+A field that would change what is learnt and cannot be honoured is refused. Other fields are named
+to the user (unread_fields.py).
+"""
+import json
+from typing import NamedTuple
+
+from corpus.records import Refused, kind_of_value
+
+ASSISTANT = "assistant"
+ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
+         "prompter": "user", ASSISTANT: ASSISTANT, "gpt": ASSISTANT, "chatgpt": ASSISTANT,
+         "bing": ASSISTANT, "bard": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
+TOOL_ROLES = ("tool", "function", "ipython", "observation", "function_call", "tool_call",
+              "tool_response", "function_response")
+ROLE_FIELDS = ("role", "from")
+CONTENT_FIELDS = ("content", "value")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thoughts")
+LEARNT_FIELDS = ("weight", "loss_weight", "train", "training", "trainable", "loss", "loss_mask",
+                 "loss_scale")
+NOT_LEARNT_FIELDS = ("mask", "masked")
+UNWRITTEN = ("tool_calls", "function_call", "tools", "functions", "documents", "images", "image",
+             "videos", "video", "audios", "audio", "train_detail", "training_detail")
+READ = {*ROLE_FIELDS, *CONTENT_FIELDS, *REASONING_FIELDS, *LEARNT_FIELDS, *NOT_LEARNT_FIELDS,
+        *UNWRITTEN}
+
+
+class Message(NamedTuple):
+    role: str
+    content: str | None         # None: an answer that is to be written
+    is_learnt: bool = True      # of an answer
+    reasoning: str | None = None        # of an answer: what a model thinks before it
+
+
+def parse_message(message, is_learnt=True) -> Message:
+    """The message that these fields are. `is_learnt`: whether an answer is that does not say it.
+    Raises Refused."""
+    if not isinstance(message, dict):
+        raise Refused(f": a message is {kind_of_value(message)}, not an object")
+    role = role_of(message)
+    for key in UNWRITTEN:
+        if not is_empty(message.get(key)):
+            raise Refused(f': a message has "{key}", which no template here writes')
+    content = join_parts(pick(message, CONTENT_FIELDS))
+    check_text(content, f'the "content" of a message of {role}')
+    said = says_learnt(message, role)
+    if said is not None:
+        is_learnt = said
+    return Message(role, content, is_learnt or role != ASSISTANT, reasoning_of(message, role))
+
+
+def unread_of(messages: list[dict], name: str) -> set[str]:
+    """The fields of messages that are not read, as "messages.name"."""
+    return {f"{name}.{key}" for message in messages for key, value in message.items()
+            if key not in READ and not is_empty(value)}
+
+
+def role_of(message: dict) -> str:
+    given = {name: message[name] for name in ROLE_FIELDS if message.get(name) is not None}
+    roles = []
+    for name, role in given.items():
+        lower = role.lower() if isinstance(role, str) else ""
+        if lower in TOOL_ROLES:
+            raise Refused(f': the role "{role}" is of tools, which no template here writes: leave '
+                          f'such records out', f'select(any(.. | objects; .{name} == '
+                          f'{json.dumps(role)}) | not)')
+        roles.append(ROLES.get(lower))
+    if not roles or None in roles:
+        shown = json.dumps(next(iter(given.values()), None), default=str)
+        raise Refused(f": the role {shown} is none of system, user, {ASSISTANT}")
+    if len(set(roles)) > 1:
+        raise Refused(': a message has "role" and "from", which differ: leave one out')
+    return roles[0]
+
+
+def pick(fields: dict, names):
+    """The value of the one of these fields that is given; None if none is. Raises Refused if
+    several are, and differ."""
+    given = {name: fields[name] for name in names if fields.get(name) is not None}
+    values = list(given.values())
+    if any(value != values[0] for value in values[1:]):
+        shown = " and ".join(f'"{name}"' for name in given)
+        raise Refused(f": {shown} stand in one place and differ: leave one out")
+    return values[0] if values else None
+
+
+def reasoning_of(message: dict, role: str) -> str | None:
+    names = [name for name in REASONING_FIELDS if not is_empty(message.get(name))]
+    if not names:
+        return None
+    if role != ASSISTANT:
+        raise Refused(f': a message of {role} has "{names[0]}", which only an answer may have')
+    reasoning = join_parts(pick(message, names))
+    check_text(reasoning, f'the "{names[0]}" of a message of {role}')
+    return reasoning
+
+
+def says_learnt(message: dict, role: str) -> bool | None:
+    """Whether the fields of a message say that it is learnt; None if they say nothing."""
+    said = {}
+    for name in (*LEARNT_FIELDS, *NOT_LEARNT_FIELDS):
+        value = message.get(name)
+        if value is None:
+            continue
+        if value not in (0, 1):
+            raise Refused(f': a message has "{name}" {json.dumps(value, default=str)}: an answer '
+                          f'is learnt or not, so write true or false')
+        if name in NOT_LEARNT_FIELDS and not isinstance(value, bool):
+            raise Refused(f': a message has "{name}" {value}, of which it is not known whether 1 '
+                          f'is learnt: write "train": true or false')
+        if role != ASSISTANT and name not in NOT_LEARNT_FIELDS and value is True:
+            raise Refused(f': a message of {role} has "{name}" true, but only answers are learnt')
+        said[name] = bool(value) != (name in NOT_LEARNT_FIELDS)
+    if len(set(said.values())) > 1:
+        shown = " and ".join(f'"{name}" {json.dumps(message[name])}' for name in said)
+        raise Refused(f": a message has {shown}, which contradict each other: leave one out")
+    return next(iter(said.values()), None)
+
+
+def join_parts(content):
+    """A content in OpenAI's parts, [{"type": "text", "text": "2 + 2?"}, ...], as one text."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else kind_of_value(part)
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise Refused(f": a content has a part that is {json.dumps(kind, default=str)}, "
+                          f"where only text is supported")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def check_text(text, what: str) -> None:
+    """Raise Refused if `text`, which is called `what`, is no text."""
+    if not isinstance(text, str):
+        raise Refused(f": {what} is {kind_of_value(text)}, not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Refused(": half a surrogate pair is no character") from None
+
+
+def is_empty(value) -> bool:
+    """Whether a field says nothing. LLaMA-Factory writes no tools as "[]"."""
+    return value is None or value is False or value in ("", "[]", "{}") or value in ([], {})
+
