@@ -114,8 +114,8 @@ def change_of_test(found: Evaluated) -> list[str]:
     reason = "read other text or tokens (--data, --eval-tokens)"
     if any(each.data is None for each in found.others):
         reason = "do not say what they read (an older version wrote them)"
-    return [f"{found.run.name}: evaluations up to step {found.others[-1].last['step']} {reason}: they "
-            f"are left out of its best"]
+    return [f"{found.run.name}: evaluations up to step {found.others[-1].last['step']} {reason}: "
+            f"they are left out of its best"]
 
 
 # ---- Several runs ---------------------------------------------------------------------------
