@@ -65,7 +65,7 @@ def drawn(run: Run, name: str, unit: str) -> np.ndarray:
     if unit == NATS:
         return losses
     bytes_per_token = [math.nan if data is None else data["bytes_per_token"] for data in run.data]
-    return losses / math.log(2) / np.array(bytes_per_token)[run.steps["data"]]
+    return losses / math.log(2) / np.array(bytes_per_token, float)[run.steps["data"]]
 
 
 def mean_losses(runs: list[tuple[str, Run]], column) -> dict[tuple[str, int], float]:
