@@ -177,7 +177,8 @@ class Metrics:
             self.path = out / "metrics.jsonl"
             with open(self.path, "a+b") as file:
                 file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)         # a line torn by a crash
+                whole = sum(len(line) for line in file if line.endswith(b"\n"))
+                file.truncate(whole)                                # a line torn by a crash
 
     def write(self, **row) -> None:
         if self.path is None:

@@ -4,12 +4,14 @@
 """
 import json
 import math
+import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from tests.harness import README, readme_commands, run_main
-from tools import compare
+from tools import comparable_losses, compare, loss_picture, metrics
 
 
 @pytest.fixture
@@ -235,3 +237,101 @@ def test_compare_draws_a_chart_for_a_readme(run_compare, tmp_path, monkeypatch):
     write_lines(Path("c"), [(0.1, 1, dict(loss=1)), (0.2, 2, dict(loss=1))])
     assert run_compare("--mermaid", "c") == (
         2, "", "tools.compare: c has too few steps for a chart of 32 points\n")
+
+
+# ---------------------------------------------------------------------------------------------
+# Long runs
+# ---------------------------------------------------------------------------------------------
+
+def test_memory_does_not_grow_with_the_steps(tmp_path, monkeypatch):
+    """Beyond LIMIT steps every second one is kept for the chart, then every fourth. What the table
+    prints is exact, and that of rows that a resume in the middle of these made void is left out."""
+    peaks = []
+    for limit, steps in ((2 ** 20, 20_000), (4096, 10_000), (4096, 20_000)):
+        monkeypatch.setattr(metrics, "LIMIT", limit)
+        monkeypatch.setattr(metrics, "BLOCK", 2 ** 16)
+        out = tmp_path / f"{limit} {steps}"
+        lines = [(s, s, dict(loss=5.0, val_loss=4.0)) for s in range(1, 5001)]
+        lines += [(5001, 5001, dict(loss=5.0, val_loss=1.0)), (5001, 4003, dict(event="resume"))]
+        lines += [(s, s, dict(loss=5.0, val_loss=4 - (s == 8191))) for s in range(4004, steps + 1)]
+        write_lines(out, lines)
+        tracemalloc.start()
+        run = metrics.read_metrics(out)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert run.steps["step"].tolist() == [*range(run.steps.stride, steps + 1, run.steps.stride)]
+        best = comparable_losses.evaluated(run).best
+        assert (run.last["step"], run.max_lr, best["step"]) == (steps, 0.1 - 0.01, 8191)
+    assert run.steps.stride == 8 and peaks[2] < peaks[0] / 2, peaks
+    assert peaks[2] < 1.1 * peaks[1] < 2 ** 20, peaks
+
+
+@pytest.mark.parametrize("block", [1, 7, 2 ** 20])
+@pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"a\nbc\n\nd", b"\n" * 9])
+def test_lines_are_read_backwards(tmp_path, monkeypatch, block, content):
+    monkeypatch.setattr(metrics, "BLOCK", block)
+    (tmp_path / "a").write_bytes(content)
+    assert [*metrics.lines_backwards(tmp_path / "a")] == content.split(b"\n")[::-1]
+
+
+# ---------------------------------------------------------------------------------------------
+# The picture
+# ---------------------------------------------------------------------------------------------
+
+def test_a_picture_has_means_of_the_losses_and_validation_points(tmp_path, monkeypatch):
+    """Of 1/50 of the longest run's tokens; a shorter run's line ends where it does. What has no
+    loss is left out."""
+    monkeypatch.chdir(tmp_path)
+    write_lines(Path("a"), [(s, s, dict(loss=s)) for s in range(1, 201)])
+    losses = [2.0, 4.0, None, math.nan, 0, 3.0]
+    write_lines(Path("b"), [(s, s, dict(loss=loss)) for s, loss in enumerate(losses, 1)]
+                + [(7, 7, dict(loss=5.0, val_loss=4.5))])
+    runs = compare.read_runs(["a", "b"])
+    a, b = loss_picture.curves(runs, "loss")
+    assert a == ([400 * k + 200 for k in range(50)], [4 * k + 2.5 for k in range(50)])
+    assert b == ([200, 600], [3.0, 4.0])
+    assert loss_picture.curves(runs, "val_loss") == [([], []), ([600], [4.5])]
+
+
+def test_a_picture_says_how_far_layouts_differ(tmp_path, monkeypatch):
+    """Only runs that should have the same losses have a strip, over the steps that they share."""
+    monkeypatch.chdir(tmp_path)
+    for name, losses, config in [
+            ("a", [4.0, 2.0, None, 1.0], dict(tp=1)),
+            ("b", [4.0, 2.0, 3.0, 1.001, 0.5], dict(tp=2)),
+            ("c", [4.0, 2.0], dict(lr=0.1)), ("d", [None, None, 1.0], dict(tp=1))]:
+        write_lines(Path(name), [(0, 0, dict(event="start", config=config))]
+                    + [(s, s, dict(loss=loss)) for s, loss in enumerate(losses, 1)])
+    a, b, c, d = compare.read_runs(["a", "b", "c", "d"])
+    [strip] = loss_picture.strips([a, b])
+    assert strip.words == "without --exact: at most 1.0e-03" and strip.members == [0, 1]
+    assert strip.curves[0].losses == [0, 0, pytest.approx(1e-3)]
+    assert strip.curves[0].tokens == [95, 195, 395]
+    assert loss_picture.strips([a, c]) == loss_picture.strips([a, d]) == []
+    assert loss_picture.strips([a]) == []
+    assert loss_picture.layouts([a, b]) == ["1 process", "tp 2"]
+    assert loss_picture.layouts([a, d]) == []
+
+
+def test_a_picture_names_the_best_run_first_and_the_flags_that_differ(run_compare, tmp_path,
+                                                                      monkeypatch):
+    """Below the axes: the legend. More than 28 runs: a line says so."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    for i in range(30):
+        write_lines(Path(f"<{i}>"), [
+            (0, 0, dict(event="start", config=dict(out=f"<{i}>", lr=i / 8, seed=1))),
+            (1, 1, dict(loss=8, val_loss=50 - i)), (2, 2, dict(loss=5))])
+    status, text, error = run_compare("--svg", "a.svg", *[f"<{i}>" for i in range(30)])
+    assert (status, error) == (0, "") and text.endswith(
+        "\nnote     a.svg has the first 28 of 30 runs\nwrote a.svg\n")
+    picture = Path("a.svg").read_text()
+    places = {words: float(y) for y, words in re.findall(
+        r'y="([\d.]+)"[^>]*>([^<]*)</text>', picture)}
+    legend = [f"&lt;{i}&gt;, lr {i / 8}" for i in range(29, 1, -1)]
+    assert [words for words in places if "lr" in words] == legend
+    assert places[legend[-1]] > places[legend[0]] > places["tokens read"]
+    monkeypatch.setattr(loss_picture, "find_spec", lambda name: None)
+    status, _, error = run_compare("--svg", "a.svg", "<1>", "<2>")
+    assert status == 2 and error == (
+        "tools.compare: --svg needs a package that is missing: pip install matplotlib\n")

@@ -24,7 +24,7 @@ from runtime import sample_flags
 from runtime.options import Config
 from runtime.other_names import IN_PROJECTS, OTHER_NAMES, PROJECTS
 from tests.harness import ROOT, TINY, launch, run_main
-from tools import docs, svg
+from tools import docs, loss_picture
 
 GENERATED_PAGES = ("docs/flags.md", "docs/claims.md")
 # Words of a cell, words of a paragraph.
@@ -370,42 +370,26 @@ def test_a_picture_of_schedules_has_a_bar_for_each_op(monkeypatch, capsys, tmp_p
         assert status == 2 and error.count("\n") == 1, wrong
 
 
-def polylines(picture):
-    return re.findall(r'<polyline class="line" points="([^"]*)"', picture)
-
-
 def test_exact_runs_in_two_layouts_are_one_line_of_the_picture(shards, tmp_path, capsys):
-    """The same string; their difference is none, and lies on the line for zero."""
+    """The same losses; their difference is none, and lies on the line for zero."""
+    pytest.importorskip("matplotlib")
     flags = ["--data", shards, *TINY, "--exact", "--micro-batch", 1, "--eval-every", 0]
     outs = [tmp_path / "one", tmp_path / "two"]
     ranks = [*launch(1, *flags, "--out", outs[0]), *launch(2, *flags, "--tp", 2, "--out", outs[1])]
     assert [rank.finish()[0] for rank in ranks] == [0, 0, 0]
-    status, _, error = run_main(capsys, tools.compare, "--svg", tmp_path / "a.svg", *outs)
-    picture = (tmp_path / "a.svg").read_text()
-    one, two, difference = polylines(picture)
-    assert status == 0 and one == two and len(one.split()) == 4, error
-    assert len({point.split(",")[1] for point in difference.split()}) == 1
-    assert ">difference from 1 process, with --exact: none<" in picture and ">tp 2<" in picture
-
-
-def made_up_run(name, losses, **config):
-    rows = [dict(step=i, tokens=10 * i, loss=loss) for i, loss in enumerate(losses, 1)]
-    return tools.compare.Run(name, rows, [dict(event="start", config=config)], 0.0)
-
-
-def test_a_picture_of_runs_says_how_far_they_differ_and_leaves_out_what_has_no_loss():
-    """Only runs that should have the same losses have a strip."""
-    first = made_up_run("a", [4.0, 2.0, None, 1.0])
-    picture = svg.losses([first, made_up_run("<b>", [4.0, 2.0, 3.0, 1.001, 0.5])])
-    assert ">difference from a, without --exact: at most 1.0e-03<" in picture
-    assert [len(line.split()) for line in polylines(picture)] == [3, 3, 3]
-    assert ">&lt;b&gt;<" in picture
-    assert picture == svg.losses([first, made_up_run("<b>", [4.0, 2.0, 3.0, 1.001, 0.5])])
-    assert len(polylines(svg.losses([first, made_up_run("c", [4.0, 2.0], lr=0.1)]))) == 2
-    assert len(polylines(svg.losses([first]))) == 1
-    assert len(polylines(svg.losses([made_up_run("d", [2.0] * 1000)]))[0].split()) == svg.PARTS
-    with pytest.raises(ValueError, match="no step in common"):
-        svg.losses([first, made_up_run("e", [None, None, 1.0])])
+    file = tmp_path / "a.svg"
+    status, text, error = run_main(capsys, tools.compare, "--svg", file, *outs)
+    assert status == 0 and text.endswith(f"\nwrote {file}\n"), error
+    runs = tools.compare.read_runs(outs)
+    one, two = loss_picture.curves(runs, "loss")
+    [strip] = loss_picture.strips(runs)
+    assert one == two and len(one.losses) == 4 and strip.curves[0].losses == [0.0] * 4
+    picture = file.read_text()
+    assert ">difference from 1 process, exact, with --exact: none<" in picture
+    assert ">tp 2, exact<" in picture and "prefers-color-scheme:dark" in picture
+    assert xml.etree.ElementTree.fromstring(picture) is not None
+    tools.compare.draw(runs, file)
+    assert file.read_text() == picture
 
 
 @pytest.mark.slow

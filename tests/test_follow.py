@@ -288,8 +288,8 @@ def test_train_py_sends_every_step_through_a_process_of_its_own(shards, tmp_path
     assert [event["event"] for event in run.events] == ["start", "end", "resume", "end"]
     seen = ReadByTensorBoard(tmp_path / "o")
     assert [(x.step, x.value) for x in seen.read.Scalars("loss")] == [
-        (row["step"], pytest.approx(row["loss"])) for row in run.rows]
-    assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5, 6]
+        (step, pytest.approx(loss)) for step, loss in zip(run.steps["step"], run.steps["loss"])]
+    assert run.steps["step"].tolist() == [1, 2, 3, 4, 5, 6]
     assert_events_arrived(tmp_path / "o", seen.texts())
 
 

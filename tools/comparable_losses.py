@@ -6,18 +6,13 @@ decides. Between others it is bits per byte, and a line says what differs; a run
 stands apart. A resume may change the test: a run is judged by its evaluations that are the same
 test as its last one.
 
-The `data` of a row is that of the last start or resume before it: what
+The `data` of an evaluation is that of the last start or resume before it: what
 runtime.evaluation.describe_data found, or None, if an older version wrote it.
 """
-import math
 from collections import defaultdict
 from typing import NamedTuple
 
-
-def finite(row: dict, field: str) -> float | None:
-    """This number of a row; None if it is missing, null, inf or NaN."""
-    value = row.get(field)
-    return value if value is not None and math.isfinite(value) else None
+from tools.metrics import Evaluations, Run, finite
 
 
 # ---- What an evaluation reads: three keys to compare, and their words ------------------------
@@ -94,25 +89,22 @@ def have_one_tokenizer(data: list[dict | None]) -> bool:
 
 class Evaluated(NamedTuple):
     """What a run is judged by."""
-    run: NamedTuple         # compare.Run
-    rows: list[dict]        # with a validation loss, those that are the same test as the last one
-    best: dict              # of these
-    others: list[dict]      # of another test
-
-    @property
-    def data(self) -> dict | None:
-        return self.best["data"]
+    run: Run
+    best: dict              # row with the lowest validation loss of those that are the same test as
+    last: dict              # ... the last one
+    data: dict | None       # of the best
+    others: list[Evaluations]       # of another test
 
 
-def evaluated(run) -> Evaluated | None:
+def evaluated(run: Run) -> Evaluated | None:
     """None if the run has no validation loss."""
-    rows = [row for row in run.rows if finite(row, "val_loss") is not None]
-    if not rows:
+    if not run.evaluations:
         return None
-    is_last = [test_key(row["data"]) == test_key(rows[-1]["data"]) for row in rows]
-    same = [row for row, same_test in zip(rows, is_last) if same_test]
-    others = [row for row, same_test in zip(rows, is_last) if not same_test]
-    return Evaluated(run, same, min(same, key=lambda row: row["val_loss"]), others)
+    key = test_key(run.evaluations[-1].data)
+    same = [each for each in run.evaluations if test_key(each.data) == key]
+    others = [each for each in run.evaluations if test_key(each.data) != key]
+    found = min(same, key=lambda each: each.best["val_loss"])
+    return Evaluated(run, found.best, same[-1].last, found.data, others)
 
 
 def change_of_test(found: Evaluated) -> list[str]:
@@ -120,10 +112,10 @@ def change_of_test(found: Evaluated) -> list[str]:
     if not found.others:
         return []
     reason = "read other text or tokens (--data, --eval-tokens)"
-    if any(row["data"] is None for row in found.others):
+    if any(each.data is None for each in found.others):
         reason = "do not say what they read (an older version wrote them)"
-    return [f"{found.run.name}: evaluations up to step {found.others[-1]['step']} {reason}: they "
-            f"are left out of its best"]
+    return [f"{found.run.name}: evaluations up to step {found.others[-1].last['step']} {reason}: "
+            f"they are left out of its best"]
 
 
 # ---- Several runs ---------------------------------------------------------------------------

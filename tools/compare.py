@@ -11,96 +11,28 @@ the runs. Best is the lowest validation loss or, where tokenizer, text or sample
 bits per byte (tools/comparable_losses.py). `hours` is the time from line to line of metrics.jsonl
 within each process; where the clock was set back, none.
 
-A resume or rollback to step k makes the rows beyond k void: `read_metrics` leaves them out.
+A resume or rollback to step k makes the rows beyond k void: they are left out. tools/metrics.py
+reads the file, and says what is drawn of more than a million steps.
 """
 import tools        # first: python tools/compare.py ends in its line
 
 import json
 import math
 import shutil
-import statistics
 import string
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+
+import numpy as np
 
 from runtime.commandline import Parser
-from tools import comparable_losses, svg
-from tools.comparable_losses import evaluated, finite
+from tools import comparable_losses, loss_picture
+from tools.comparable_losses import evaluated
+from tools.metrics import Run, finite, last_valid_step, part_means, read_metrics
 
 NATS, BITS = "nats a token", "bits a byte"      # units of a loss
 PARTS = 32          # points of a line of the chart for a README
-# Seconds before these events were spent between two processes, not in one.
-BETWEEN_PROCESSES = ("start", "resume", "damaged")
-ROW = {"tokens", "loss", "lr", "tokens_per_second"}     # fields that each row of a step has
-
-
-# ---------------------------------------------------------------------------------------------
-# metrics.jsonl
-# ---------------------------------------------------------------------------------------------
-
-
-def parse_line(text: bytes) -> dict | None:
-    """The row of a step, or an event; None if the line is damaged."""
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    if isinstance(line, dict) and {"step", "time"} <= line.keys():
-        return line
-    return None
-
-
-def last_valid_step(line: dict) -> int | None:
-    """Rows of later steps that come before this line in the file are void; None: no row is."""
-    kind = line.get("event")
-    if kind is None:
-        return line["step"] - 1
-    if kind in ("start", "resume"):
-        return line["step"]
-    if kind == "rollback":
-        return line["to"]
-    return None
-
-
-class Run(NamedTuple):
-    name: str               # --out
-    rows: list[dict]        # of the steps that are not void, in their order; `data` is that of the
-                            # start or resume before it
-    events: list[dict]
-    hours: float            # spent in the processes of the run
-
-    @property
-    def config(self) -> dict:
-        """The flags of the run's last start."""
-        configs = [event["config"] for event in self.events if "config" in event]
-        return configs[-1] if configs else {}
-
-
-def read_metrics(out: Path) -> Run:
-    """The run in the directory `out`; without a metrics.jsonl it has no rows. A line that is still
-    being written is left out."""
-    rows, events = [], []
-    seconds, before, data = 0.0, None, None
-    path = out / "metrics.jsonl"
-    content = path.read_bytes() if path.exists() else b""
-    for line in map(parse_line, content.splitlines()):
-        if line is None:
-            continue
-        last_valid = last_valid_step(line)
-        while last_valid is not None and rows and rows[-1]["step"] > last_valid:
-            rows.pop()
-        if "event" in line:
-            events.append(line)
-            if line["event"] in ("start", "resume"):
-                data = line.get("data")
-        elif ROW <= line.keys():
-            rows.append(line | dict(data=data))
-        if before is not None and line.get("event") not in BETWEEN_PROCESSES:
-            seconds += max(0, line["time"] - before)
-        before = line["time"]
-    return Run(str(out), rows, events, seconds / 3600)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -110,7 +42,7 @@ def read_metrics(out: Path) -> Run:
 
 def unit_of(runs: list[Run]) -> str:
     """Of the chart: bits a byte if the tokenizers differ, and the bytes of all tokens are known."""
-    data = [row["data"] for run in runs for row in run.rows]
+    data = [each for run in runs for each in run.known_data()]
     known = [each for each in data if each is not None and each["bytes_per_token"]]
     if len(known) == len(data) and not comparable_losses.have_one_tokenizer(known):
         return BITS
@@ -119,7 +51,7 @@ def unit_of(runs: list[Run]) -> str:
 
 def unit_note(runs: list[Run]) -> list[str]:
     """A line on the chart if the tokenizers are known to differ."""
-    if comparable_losses.have_one_tokenizer([row["data"] for run in runs for row in run.rows]):
+    if comparable_losses.have_one_tokenizer([data for run in runs for data in run.known_data()]):
         return []
     note = f"the chart's unit is {unit_of(runs)}"
     if unit_of(runs) == NATS:
@@ -127,29 +59,31 @@ def unit_note(runs: list[Run]) -> list[str]:
     return [note]
 
 
-def drawn(row: dict, field: str, unit: str) -> float | None:
-    """A loss of a row in the unit of the chart; None if it is not finite."""
-    loss = finite(row, field)
-    if unit == BITS and loss is not None:
-        return loss / math.log(2) / row["data"]["bytes_per_token"]
-    return loss
+def drawn(run: Run, name: str, unit: str) -> np.ndarray:
+    """The losses of the steps in the unit of the chart."""
+    losses = run.steps[name]
+    if unit == NATS:
+        return losses
+    bytes_per_token = [math.nan if data is None else data["bytes_per_token"] for data in run.data]
+    return losses / math.log(2) / np.array(bytes_per_token, float)[run.steps["data"]]
 
 
 def mean_losses(runs: list[tuple[str, Run]], column) -> dict[tuple[str, int], float]:
     """{(character, column of the chart): mean loss there}; the first run's come last, and so
     cover those of the others."""
     unit = unit_of([run for _, run in runs])
-    highest = max(next(loss for row in run.rows if (loss := drawn(row, "loss", unit)) is not None)
-                  for _, run in runs)
-    losses = {}
+    highest = -math.inf             # of the first losses
+    for _, run in runs:
+        losses = drawn(run, "loss", unit)
+        highest = max(highest, losses[~np.isnan(losses)][0])
+    means = {}
     for letter, run in reversed(runs):
-        for character, field in ((letter, "loss"), (letter.upper(), "val_loss")):
-            for row in run.rows:
-                loss = drawn(row, field, unit)
-                if loss is not None:
-                    loss = min(max(loss, 1e-9), highest)            # its logarithm is finite
-                    losses.setdefault((character, column(row)), []).append(loss)
-    return {place: statistics.fmean(values) for place, values in losses.items()}
+        columns = column(run.steps["tokens"])
+        for character, name in ((letter, "loss"), (letter.upper(), "val_loss")):
+            losses = np.clip(drawn(run, name, unit), 1e-9, highest)     # its logarithm is finite
+            for x, mean in zip(*part_means(losses, columns)):
+                means[character, x] = mean
+    return means
 
 
 def mark_line(run: Run, width: int, column) -> str:
@@ -157,18 +91,18 @@ def mark_line(run: Run, width: int, column) -> str:
     cells = [" "] * width
     for event in run.events:
         if event["event"] in ("resume", "rollback"):
-            step = last_valid_step(event)
-            first = next((row for row in run.rows if row["step"] > step), run.rows[-1])
+            place = np.searchsorted(run.steps["step"], last_valid_step(event), side="right")
+            first = run.steps["tokens"][min(place, len(run.steps["tokens"]) - 1)]
             cells[column(first)] = "<" if event["event"] == "rollback" else ">"
     return "".join(cells)
 
 
 def chart(runs: list[tuple[str, Run]], width: int, height: int = 16) -> list[str]:
     """Lines with the losses of runs, each with its letter; the first is drawn over the others."""
-    most_tokens = max(run.rows[-1]["tokens"] for _, run in runs)
+    most_tokens = max(run.last["tokens"] for _, run in runs)
 
-    def column(row):
-        return row["tokens"] * (width - 1) // most_tokens
+    def column(tokens):
+        return tokens * (width - 1) // most_tokens
 
     levels = {place: math.log(loss) for place, loss in mean_losses(runs, column).items()}
     low, high = min(levels.values()), max(levels.values())
@@ -190,18 +124,14 @@ def chart(runs: list[tuple[str, Run]], width: int, height: int = 16) -> list[str
 def mermaid(runs: list[Run]) -> str:
     """The chart as an xychart-beta of Mermaid, which GitHub draws: the mean losses of equal parts
     of the tokens that all runs have read. Raises ValueError if a part has no loss."""
-    part = max(1, min(run.rows[-1]["tokens"] for run in runs) // PARTS)
+    part = max(1, min(run.last["tokens"] for run in runs) // PARTS)
     unit = unit_of(runs)
     curves = []
     for run in runs:
-        parts = [[] for _ in range(PARTS + 1)]          # the last one, beyond them, is not drawn
-        for row in run.rows:
-            loss = drawn(row, "loss", unit)
-            if loss is not None:
-                parts[min((row["tokens"] - 1) // part, PARTS)].append(loss)
-        if not all(parts[:PARTS]):
+        numbers, means = part_means(drawn(run, "loss", unit), (run.steps["tokens"] - 1) // part)
+        if numbers[:PARTS].tolist() != [*range(PARTS)]:
             raise ValueError(f"{run.name} has too few steps for a chart of {PARTS} points")
-        curves.append([round(statistics.fmean(losses), 3) for losses in parts[:PARTS]])
+        curves.append(means[:PARTS].round(3).tolist())
     first, last = part // 2, part // 2 + part * (PARTS - 1)         # the middle of a part
     lines = [f"    line [{', '.join(map(str, curve))}]" for curve in curves]
     return "\n".join(["```mermaid", "xychart-beta",
@@ -251,20 +181,21 @@ def format_run(run: Run, of_best: list[str], flags: list[str]) -> str:
     best, last = None, None
     found = evaluated(run)
     if found is not None:
-        best, last = found.best, found.rows[-1]
+        best, last = found.best, found.last
     minutes = round(run.hours * 60)
     hours = f"{minutes // 60}h{minutes % 60:02d}m"
-    speed = statistics.median(row["tokens_per_second"] for row in run.rows)
+    speed = np.nanmedian(run.steps["tokens_per_second"])
     return (f"{format_evaluation(best, of_best)} {format_evaluation(last, ['val_loss'])} "
-            f"{run.rows[-1]['step']:7} {run.rows[-1]['tokens']:16,} {hours:>8} {speed:11,.0f}  "
-            f"{max(row['lr'] for row in run.rows):.2e}  {describe(run, flags)}")
+            f"{run.last['step']:7} {run.last['tokens']:16,} {hours:>8} {speed:11,.0f}  "
+            f"{run.max_lr:.2e}  {describe(run, flags)}")
 
 
 def table(sections: list[tuple[str, list[Run]]], letters: dict[str, str]) -> list[str]:
     """Lines with the runs of each section, and its heading if it has one."""
     runs = [run for _, section in sections for run in section]
     of_best, column = ["val_loss"], ""
-    if any(finite(row, "bits_per_byte") is not None for run in runs for row in run.rows):
+    if any(finite(each.best, "bits_per_byte") is not None
+           for run in runs for each in run.evaluations):
         of_best.append("bits_per_byte")
         column = " bits/byte"
     lines = [f"   best val{column}  at step  last val  at step   steps           tokens    hours"
@@ -285,7 +216,7 @@ def read_runs(outs: list[str]) -> list[Run]:
     folders = {Path(out).resolve(): out for out in reversed(outs)}          # out, out/ and ./out
     for out in reversed(folders.values()):
         run = read_metrics(Path(out))
-        if any(finite(row, "loss") is not None for row in run.rows):
+        if np.isfinite(run.steps["loss"]).any():
             runs.append(run)
             continue
         problem = f"{out} is not the --out of a run"
@@ -297,6 +228,26 @@ def read_runs(outs: list[str]) -> list[Run]:
     if not runs:
         raise ValueError("nothing to compare: give the --out of runs that have made a step")
     return runs
+
+
+def draw(runs: list[Run], file: Path) -> None:
+    """The picture of the best runs, the best one first; of one command in several layouts in the
+    order given, as they differ by rounding."""
+    if unit_of(runs) == BITS or unit_note(runs):
+        raise ValueError("--svg draws nats a token, in which different tokenizers cannot "
+                         "be compared: give runs of one tokenizer")
+    names = []
+    if loss_picture.strips(runs):
+        names = loss_picture.layouts(runs)
+    else:
+        _, sections = comparable_losses.order(runs)
+        runs = [run for _, section in sections for run in section]
+    flags = differing_flags(runs)
+    names = names or [describe(run, flags) for run in runs]
+    loss_picture.draw(runs[:loss_picture.MOST], names, file)
+    if len(runs) > loss_picture.MOST:
+        print(f"note     {file} has the first {loss_picture.MOST} of {len(runs)} runs")
+    print(f"wrote {file}")
 
 
 def compare(runs: list[Run], as_mermaid=False) -> str:
@@ -327,10 +278,7 @@ def main() -> None:
         runs = read_runs(args.outs)
         print(compare(runs, args.mermaid))
         if args.svg:
-            if unit_of(runs) == BITS or unit_note(runs):
-                raise ValueError("--svg draws nats a token, in which different tokenizers cannot "
-                                 "be compared: give runs of one tokenizer")
-            Path(args.svg).write_text(svg.losses(runs))
+            draw(runs, Path(args.svg))
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 from runtime.commandline import Parser
-from tools.compare import last_valid_step, parse_line
+from tools.metrics import last_valid_step, parse_line
 
 POLL_SECONDS = 1.0
 

@@ -1,0 +1,172 @@
+"""A run as its metrics.jsonl tells it, read in bounded memory.
+
+The file is read backwards: a resume or rollback to step k, and a row of step k + 1, make rows
+beyond k void that come before them in the file. So a row is valid if its step is at most the
+smallest such k met so far, and nothing that was read has to be taken back.
+
+What is printed of a run is kept as it was read. Its losses are drawn: of more than LIMIT steps
+those are kept whose step is a multiple of 2, of 4 ...
+"""
+import json
+import math
+import os
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+LIMIT = 2 ** 20             # steps; 48 bytes each
+BLOCK = 2 ** 20             # bytes read at a time
+# Seconds before these events were spent between two processes, not in one.
+BETWEEN_PROCESSES = ("start", "resume", "damaged")
+ROW = {"tokens", "loss", "lr", "tokens_per_second"}     # fields that each row of a step has
+
+
+def parse_line(text: bytes) -> dict | None:
+    """The row of a step, or an event; None if the line is damaged."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    if isinstance(line, dict) and {"step", "time"} <= line.keys():
+        return line
+    return None
+
+
+def last_valid_step(line: dict) -> int | None:
+    """Rows of later steps that come before this line in the file are void; None: no row is."""
+    kind = line.get("event")
+    if kind is None:
+        return line["step"] - 1
+    if kind in ("start", "resume"):
+        return line["step"]
+    if kind == "rollback":
+        return line["to"]
+    return None
+
+
+def finite(row: dict, name: str) -> float | None:
+    """This number of a row; None if it is missing, null, inf or NaN."""
+    value = row.get(name)
+    return value if value is not None and math.isfinite(value) else None
+
+
+class Steps:
+    """Numbers of at most LIMIT steps, in columns; NaN for one that is not finite. `data` is the
+    step's place in Run.data."""
+
+    def __init__(self):
+        self.stride = 1
+        self.columns = dict(step=array("q"), tokens=array("q"), data=array("q"), loss=array("d"),
+                            val_loss=array("d"), tokens_per_second=array("d"))
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A column; the first step first. They were added last step first."""
+        column = self.columns[name]
+        return np.frombuffer(column, column.typecode)[::-1]
+
+    def add(self, row: dict, data: int) -> None:
+        if row["step"] % self.stride != 0:
+            return
+        for name in ("step", "tokens"):
+            self.columns[name].append(row[name])
+        self.columns["data"].append(data)
+        for name in ("loss", "val_loss", "tokens_per_second"):
+            value = finite(row, name)
+            self.columns[name].append(math.nan if value is None else value)
+        if len(self.columns["step"]) > LIMIT:
+            self.stride *= 2
+            kept = self["step"][::-1] % self.stride == 0
+            for name, column in self.columns.items():
+                kept_values = self[name][::-1][kept]
+                self.columns[name] = array(column.typecode, kept_values.tobytes())
+
+
+class Evaluations(NamedTuple):
+    """Those of one process: they read the same text."""
+    data: dict | None       # what the start or resume says on it
+    best: dict              # rows
+    last: dict
+
+
+@dataclass
+class Run:
+    name: str                                           # --out
+    steps: Steps = field(default_factory=Steps)         # those that are not void
+    last: dict | None = None                            # row of such a step
+    max_lr: float = 0.0
+    evaluations: list[Evaluations] = field(default_factory=list)        # in their order
+    events: list[dict] = field(default_factory=list)
+    data: list[dict | None] = field(default_factory=list)
+    hours: float = 0.0                                  # spent in the processes of the run
+
+    @property
+    def config(self) -> dict:
+        """The flags of the run's last start."""
+        configs = [event["config"] for event in self.events if "config" in event]
+        return configs[-1] if configs else {}
+
+    def known_data(self) -> list[dict | None]:
+        """What the steps read, each once."""
+        return [self.data[place] for place in np.unique(self.steps["data"])]
+
+
+def lines_backwards(path: Path) -> Iterator[bytes]:
+    """The lines of a file, the last one first."""
+    with open(path, "rb") as file:
+        end, first = file.seek(0, os.SEEK_END), b""
+        while end > 0:
+            begin = max(0, end - BLOCK)
+            file.seek(begin)
+            first, *lines = (file.read(end - begin) + first).split(b"\n")
+            yield from reversed(lines)
+            end = begin
+        yield first
+
+
+def read_metrics(out: Path) -> Run:
+    """The run in the directory `out`; without a metrics.jsonl it has no steps. A line that is still
+    being written is left out."""
+    run = Run(str(out))
+    path = out / "metrics.jsonl"
+    best, last = {}, {}             # {place in run.data: row with a validation loss}
+    last_valid, after = math.inf, None
+    for line in map(parse_line, lines_backwards(path) if path.exists() else []):
+        if line is None:
+            continue
+        place = len(run.data)
+        if "event" in line:
+            run.events.append(line)
+            if line["event"] in ("start", "resume"):
+                run.data.append(line.get("data"))
+        elif ROW <= line.keys() and line["step"] <= last_valid:
+            run.steps.add(line, place)
+            if run.last is None:
+                run.last = line
+            run.max_lr = max(run.max_lr, line["lr"])
+            if finite(line, "val_loss") is not None:
+                last.setdefault(place, line)
+                # Of equal ones the first of the run, which is met last.
+                if place not in best or line["val_loss"] <= best[place]["val_loss"]:
+                    best[place] = line
+        if last_valid_step(line) is not None:
+            last_valid = min(last_valid, last_valid_step(line))
+        if after is not None and after.get("event") not in BETWEEN_PROCESSES:
+            run.hours += max(0, after["time"] - line["time"]) / 3600
+        after = line
+    run.data.append(None)           # of steps without a start before them
+    run.events.reverse()
+    run.evaluations = [Evaluations(run.data[place], best[place], last[place])
+                       for place in reversed(best)]
+    return run
+
+
+def part_means(values: np.ndarray, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each value has a part: the parts, in their order, and the mean of each one's values. A NaN
+    does not count."""
+    known = ~np.isnan(values)
+    found, place = np.unique(parts[known], return_inverse=True)
+    return found, np.bincount(place, values[known]) / np.bincount(place)
