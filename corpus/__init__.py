@@ -7,7 +7,8 @@
     compressed  .gz and .zst                   messages    those of a conversation
     conversations       their tokens, and what is learnt
     index       pass 1: hashes and sizes       split       which documents validate
-    encode      pass 2: tokens                 near_duplicates     MinHash of the documents
+    encode      pass 2: tokens                 split_names         splits by the names of files
+    near_duplicates     MinHash of the documents
     tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json
     bpe         trains a tokenizer             shards      the files of a data set
     windows     of tokens, of conversations    downloads   files from the network

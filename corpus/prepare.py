@@ -21,11 +21,12 @@ from corpus.tokenizers import OWN, file_name, get_tokenizer, name_of, read_file
 
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
             field: str | None = "text", near_duplicates="ignore", train_tokens: int | None = None,
-            template: str | None = None) -> dict:
+            template: str | None = None, validation=frozenset()) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. `tokenizer`: the name of one in corpus/tokenizers.py,
     the path of a file of one, or the one of `train_tokens` tokens that is trained on this text.
     Without a `field` the files hold conversations; `template`: None, the one for the tokenizer.
+    `validation`: the files that validate; without them the split is drawn.
     What is there already is not made again. Raises ValueError if a file is not text, if there is
     too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
     run may be training on."""
@@ -36,7 +37,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
     if train_tokens is None:
         encoding = get_tokenizer(tokenizer, vocabulary)
     check_writable(out)
-    index = index_documents(files, seed, field, near_duplicates)
+    index = index_documents(files, seed, field, near_duplicates, validation)
     source = f"{index.digest}, {tokenizer}, {shard_tokens}"
     if field is None:
         if template is None:
@@ -58,6 +59,8 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
                     text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
                     fingerprint=sha256_of(*sorted(folder.iterdir())), source=source,
                     **index.counts)
+        if validation:
+            meta["files"] = dict(train=len(files) - len(validation), val=len(validation))
         if template is not None:
             meta |= dict(template=template, learnt=learnt, bytes_per_token=None)
         if vocabulary is not None:

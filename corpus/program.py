@@ -13,6 +13,7 @@ from corpus.formats import EOT
 from corpus.inputs import find_files, hold_conversations, standard_library
 from corpus.prepare import prepare
 from corpus.shards import DEFAULT_OUT, SPLITS, count_tokens
+from corpus.split_names import follow_names
 from corpus.temporary_folder import signals_stop
 from corpus.tokenizers import DOWNLOADED, MOST_TOKENS, OWN
 from runtime.commandline import Parser
@@ -34,6 +35,9 @@ def make_parser() -> Parser:
                              f"such")
     text.add_argument("--text-field", metavar="NAME",
                       help="field of JSON or column of Parquet with the text (default text)")
+    text.add_argument("--split-names", choices=["follow", "ignore"], default="follow",
+                      help="files named train train, those named validation validate, those named "
+                           "test are left out; or all are used alike (default follow)")
     text.add_argument("--near-duplicates", choices=["keep", "drop", "ignore"], default="keep",
                       help="documents with most words in common: count them, keep the first, or do "
                            "not look for them, which is faster (default keep)")
@@ -133,7 +137,7 @@ def summary(out: Path, meta: dict) -> list[str]:
         lines.append(f"The tokenizer {meta['tokenizer']} has {meta['vocab_size']:,} tokens: "
                      f"{own:.2f} bytes a token of validation text, where GPT-2's has {gpt2:.2f}.")
     share = tokens["val"] / (tokens["train"] + tokens["val"])
-    if "documents" in meta and not 0.01 <= share <= 0.2:
+    if "documents" in meta and "files" not in meta and not 0.01 <= share <= 0.2:
         lines.append(f"note: {share:.2%} of the tokens validate, not about 5%, because the "
                      f"documents differ much in length: another --seed draws others")
     longest = min(tokens.values()) - 1          # window that both splits hold
@@ -150,8 +154,11 @@ def summary(out: Path, meta: dict) -> list[str]:
 def make(args) -> dict:
     """Find or download the text and make the shards. Returns what meta.json says."""
     field = args.text_field or "text"
+    validation = set()
     if args.input:
         files = find_files(args.input, field)
+        if args.split_names == "follow":
+            files, validation = follow_names(files)
         if args.template is not None or (args.text_field is None and hold_conversations(files)):
             field = None
     elif args.dataset == "python":
@@ -162,7 +169,7 @@ def make(args) -> dict:
     else:
         files = [download_text(args.dataset, args.out)]
     return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens, field,
-                   args.near_duplicates, args.train_tokenizer, args.template)
+                   args.near_duplicates, args.train_tokenizer, args.template, validation)
 
 
 def main(argv=None) -> int:

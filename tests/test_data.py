@@ -781,6 +781,124 @@ def test_the_recipe_splits_the_pile_by_its_sources(tmp_path):
         [f"text {i}"] for i in (2, 5, 8, 11)]
 
 
+# ---- Splits by the names of files
+
+def write_splits(names, documents=10):
+    """Files of so many documents each, which say in which file they are."""
+    for name in names:
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        texts = [f"document {i} of {name}\n" for i in range(documents)]
+        raw = f"{formats.EOT}\n".join(texts).encode()
+        if ".json" in path.name:
+            raw = "".join(json.dumps(dict(text=text)) + "\n" for text in texts).encode()
+        path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+
+
+def files_of(split):
+    return {text.split()[3] for text in texts_of("out", split)}
+
+
+@pytest.mark.claim("Files named train, validation and test train, validate and are left out.")
+@pytest.mark.parametrize("train, val, test", [
+    ("in/train.txt", "in/validation.txt", "in/test.txt"),
+    ("in/c4-train.00000-of-01024.json.gz in/c4-train.00001-of-01024.json.gz",
+     "in/c4-validation.00000-of-00008.json.gz", ""),
+    ("in/train-00000-of-00002.jsonl in/train-00001-of-00002.jsonl", "in/dev.jsonl",
+     "in/data_test.jsonl"),
+    ("in/train/part1.txt in/train/more/part2.txt", "in/validation/part1.txt", "in/test/part1.txt"),
+    ("in/train/chunk1/example_train_0.jsonl", "in/validation/chunk1/example_holdout_0.jsonl",
+     "in/test/chunk1/example_holdout_0.jsonl"),
+    ("in/TRAIN.txt in/latest.txt in/contest.txt in/development.txt in/evaluation_report.txt "
+     "in/trainings.txt in/train-test.txt", "in/eval1.txt", "in/held_out.txt in/holdout.txt"),
+    ("in/train.txt", "in/val.txt", "in/heldout.txt"), ("in/training.txt", "in/valid.txt", "")])
+def test_names_of_files_decide_the_split(tmp_path, monkeypatch, run_data, train, val, test):
+    """As a folder, as files, and below a folder that is itself called test."""
+    (tmp_path / "test").mkdir()
+    monkeypatch.chdir(tmp_path / "test")
+    write_splits(f"{train} {val} {test}".split())
+    for given in (["in"], [path for path in Path("in").rglob("*") if path.is_file()],
+                  [Path.cwd() / "in"]):
+        flags = "--near-duplicates", "ignore", "--tokenizer", "bytes", "--out", "out"
+        status, out, error = run_data(*flags, "--input", *given)
+        assert status == 0 and files_of("train") == set(train.split()), error
+        assert files_of("val") == set(val.split())
+        assert f"validation: {len(val.split())} file" in error
+        assert (f"left out: {len(test.split())} file" in error) == bool(test)
+        assert "not about 5%" not in out
+        meta = json.loads(Path("out/meta.json").read_text())
+        assert meta["files"] == dict(train=len(train.split()), val=len(val.split()))
+        shutil.rmtree("out")
+    assert run_data(*flags, "--input", "in", "--split-names", "ignore")[0] == 0
+    assert files_of("train") == set(f"{train} {val} {test}".split())
+    status, _, error = run_data(*flags, "--input", "in")
+    assert status == 2 and "give another --out" in error            # the source has the names
+
+
+@pytest.mark.parametrize("names, told", [
+    ("in/train.txt in/test.txt in/a.txt", "test, which is left out: 1 file (in/test.txt)"),
+    ("in/a.txt in/b.txt in/notes/test.txt", "none is for training"),
+    ("in/a.txt in/val.txt", "none is for training"), ("in/test.txt", ""), ("in/train.txt", ""),
+    ("in/test/a.txt in/test/b.txt", ""), ("in/train.txt in/a.txt", "")])
+def test_where_names_of_files_leave_no_validation_the_split_is_drawn(tmp_path, monkeypatch,
+                                                                     run_data, names, told):
+    monkeypatch.chdir(tmp_path)
+    write_splits(names.split(), 40)
+    status, _, error = run_data("--tokenizer", "bytes", "--out", "out", "--input", "in")
+    assert status == 0 and told in error and bool(told) == ("name" in error)
+    kept = {name for name in names.split() if not (name == "in/test.txt" and "left out" in told)}
+    assert files_of("train") == kept
+    assert 0 < len(texts_of("out", "val")) < 20
+
+
+@pytest.mark.parametrize("near", ["ignore", "keep", "drop"])
+def test_a_document_that_validates_by_its_file_does_not_train(tmp_path, run_data, near):
+    """Equal ones, and with "drop" those with most words in common; counted."""
+    words = random.Random(0).choices([f"w{i}" for i in range(5000)], k=300)
+    texts = [" ".join(words[i:i + 60]) for i in range(0, 240, 60)]
+    (tmp_path / "in").mkdir()
+    write_kind(tmp_path / "in/train.jsonl", [*texts, texts[0], texts[1] + " end", "another"])
+    write_kind(tmp_path / "in/val.jsonl", [texts[0], texts[1], texts[1]])
+    status, out, error = run_data("--input", tmp_path / "in", "--near-duplicates", near,
+                                  "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert status == 0 and "4 duplicates dropped" in out
+    assert "note: 3 documents of files that train stand in files that validate" in error
+    alike = [] if near == "drop" else [texts[1] + " end"]
+    assert texts_of(tmp_path / "out", "train") == [*texts[2:], *alike, "another"]
+    assert texts_of(tmp_path / "out", "val") == texts[:2]
+
+
+def test_a_question_that_validates_by_its_file_does_not_train(tmp_path, run_data):
+    """The same question with another answer; unless all conversations have the same one."""
+    (tmp_path / "in").mkdir()
+    def write_pairs(name, prompts):
+        (tmp_path / "in" / name).write_text("".join(
+            json.dumps(dict(prompt=prompt, completion=f"{name} {i}")) + "\n"
+            for i, prompt in enumerate(prompts)))
+    write_pairs("train.jsonl", ["a", "b", "c", "c"])
+    write_pairs("validation.jsonl", ["b", "d"])
+    flags = "--input", tmp_path / "in", "--tokenizer", "bytes", "--out"
+    status, out, error = run_data(*flags, tmp_path / "d")
+    assert status == 0 and out.startswith("5 conversations, 0 duplicates dropped")
+    assert "note: 1 conversations that train have the text before the last answer of" in error
+    write_pairs("validation.jsonl", ["c", "c"])
+    write_pairs("train.jsonl", ["c"] * 9)
+    status, out, error = run_data(*flags, tmp_path / "same")
+    assert status == 0 and out.startswith("11 conversations, ")
+
+
+def test_a_split_that_holds_nothing_is_refused(tmp_path, run_data):
+    (tmp_path / "in").mkdir()
+    for train, val, words in (("some words", " ", "validation hold no text"),
+                              ("some words", "some words", "train hold no text")):
+        (tmp_path / "in/train.txt").write_text(train)
+        (tmp_path / "in/val.txt").write_text(val)
+        flags = "--tokenizer", "bytes", "--out", tmp_path / "out", "--input", tmp_path / "in"
+        status, _, error = run_data(*flags)
+        assert status == 2 and words in error
+    assert run_data(*flags, "--split-names", "ignore")[0] == 0
+
+
 # ---- Near-duplicates
 
 def random_words(rng, count):
