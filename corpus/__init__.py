@@ -8,10 +8,11 @@
     conversations       their tokens, and what is learnt
     index       pass 1: hashes and sizes       split       which documents validate
     encode      pass 2: tokens                 split_names         splits by the names of files
-    near_duplicates     MinHash of the documents
+    near_duplicates     MinHash of the documents        contents    how a file is read
     tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json
     bpe         trains a tokenizer             shards      the files of a data set
     windows     of tokens, of conversations    downloads   files from the network
     console     notes, progress, errors        file_changes        whether a file has changed
+    tables      Parquet and Arrow
     temporary_folder        files that are not complete yet
 """

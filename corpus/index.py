@@ -92,7 +92,7 @@ def first_of_each(digests, validates) -> np.ndarray:
 
 
 def is_repeated_behind(keys, validates) -> np.ndarray:
-    """bool (n,): near_duplicates.is_repeated, where those that validate by their file come first."""
+    """bool (n,): near_duplicates.is_repeated where those of files that validate come first."""
     order = np.argsort(~validates, kind="stable")
     repeated = np.empty(len(order), bool)
     repeated[order] = is_repeated(keys[order])

@@ -1,14 +1,17 @@
 """The program data.py: its flags, what it makes, and the lines that it prints at its end."""
 import argparse
+import itertools
 import os
+import re
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 from corpus.console import explain, is_failure, print_lines
 from corpus.conversations import TEMPLATES
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS, download_fineweb, download_text
-from corpus.file_kinds import READ_KINDS
+from corpus.file_kinds import LINES, READ, READ_KINDS
 from corpus.formats import EOT
 from corpus.inputs import find_files, hold_conversations, standard_library
 from corpus.prepare import prepare
@@ -31,10 +34,13 @@ def make_parser() -> Parser:
     source.add_argument("--dataset", choices=["python", *DOWNLOADS], default="python",
                         help="python: the standard library's source, no download (the default)")
     source.add_argument("--input", nargs="+", type=Path, metavar="FILE",
-                        help=f"your own text or conversations: {READ_KINDS} files, or folders of "
-                             f"such")
+                        help=f"your own text or conversations: {READ_KINDS}, other files of "
+                             f"text, or folders of them")
     text.add_argument("--text-field", metavar="NAME",
                       help="field of JSON or column of Parquet with the text (default text)")
+    text.add_argument("--text-endings", nargs="+", metavar="ENDING",
+                      help="in folders, files of text that end so are documents as .txt are: "
+                           "md,py,rst; or names without a suffix: LICENSE")
     text.add_argument("--split-names", choices=["follow", "ignore"], default="follow",
                       help="files named train train, those named validation validate, those named "
                            "test are left out; or all are used alike (default follow)")
@@ -81,6 +87,7 @@ def parse_flags(arguments) -> argparse.Namespace:
         parser.error(f"--out {args.out} is not a directory: give another")
     if args.text_field is not None and not args.input:
         parser.error("--text-field is for the files of --input: leave it out")
+    check_endings(parser, args)
     if args.template is not None and (not args.input or args.text_field is not None):
         parser.error("--template is for the conversations of --input, which have no --text-field: "
                      "leave one out")
@@ -93,6 +100,44 @@ def parse_flags(arguments) -> argparse.Namespace:
     if args.tokenizer is None:
         args.tokenizer = "bytes" if args.dataset == "python" and not args.input else "gpt2"
     return args
+
+
+def check_endings(parser: Parser, args) -> None:
+    """Make --text-endings a list of endings in lower case without dots. End the program if they are
+    read in another way."""
+    if args.text_endings is None:
+        return
+    if not args.input:
+        parser.error("--text-endings is for the folders of --input: leave it out")
+    given = [one.strip().lower() for text in args.text_endings for one in text.split(",")]
+    endings = [re.sub(r"^\*?\.|\.(gz|zst)$", "", one) for one in given if one]
+    args.text_endings = list(dict.fromkeys(endings))
+    for ending in args.text_endings:
+        if f".{ending}" in (*READ[1:], *LINES, ".gz", ".zst") and ending != "json":
+            parser.error(f"--text-endings {ending}: such files hold documents or are compressed, "
+                         f"and are read anyway: leave it out")
+    if not args.text_endings or "" in args.text_endings:
+        parser.error("--text-endings needs endings of names: give md,py")
+
+
+def command_with(args, endings: list[str], is_other: bool) -> str:
+    """The command line of these flags with more --text-endings, and another --out if it `is_other`,
+    because this one gets the shards of fewer files."""
+    out = args.out
+    if is_other:
+        others = (Path(f"{os.path.normpath(args.out)}-{number}") for number in itertools.count(2))
+        out = next(other for other in others if not os.path.lexists(other))
+    endings = [*(args.text_endings or []), *endings]
+    values = vars(args) | dict(out=out, text_endings=",".join(endings))
+    if args.train_tokenizer is not None:
+        del values["tokenizer"]
+    defaults = vars(make_parser().parse_args([]))
+    words = ["python", "data.py"]
+    for name, value in values.items():
+        if value != defaults[name]:
+            parts = value if isinstance(value, list) else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, parts)]
+    return shlex.join(words)
 
 
 def check_tokenizer(parser: Parser, args) -> None:
@@ -156,7 +201,7 @@ def make(args) -> dict:
     field = args.text_field or "text"
     validation = set()
     if args.input:
-        files = find_files(args.input, field)
+        files = find_files(args.input, field, args.text_endings or [], partial(command_with, args))
         if args.split_names == "follow":
             files, validation = follow_names(files)
         if args.template is not None or (args.text_field is None and hold_conversations(files)):
