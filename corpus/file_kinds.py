@@ -15,16 +15,16 @@ class Kind(NamedTuple):
 
 PANDAS = ("python -c \"import pandas; pandas.read_{}('FILE').to_json('NEW.jsonl', "
           "orient='records', lines=True)\" makes a .jsonl of it, whose column text is read")
-SHARD = ("python -c \"import numpy as np; t = np.memmap('FILE', '<u2', 'r'); "
-         "[open(f'NEW/STEM_{i:06d}.bin', 'wb').write(np.array([20240520, 1, len(p)] + 253 * [0], "
-         "'<i4').tobytes() + p.tobytes()) for i, p in enumerate(t[j:j + 10**8] for j in "
-         "range(0, len(t), 10**8))]\" makes shards of nanoGPT's tokens in a folder NEW, which "
+SHARD = ("mkdir -p NEW && python -c \"import numpy as np; t = np.memmap('FILE', '<u2', 'r'); "
+         "[open(f'NEW/gpt2_STEM_{i:06d}.bin', 'wb').write(np.array([20240520, 1, len(p)] "
+         "+ 253 * [0], '<i4').tobytes() + p.tobytes()) for i, p in enumerate(t[j:j + 10**8] for j "
+         "in range(0, len(t), 10**8))]\" makes shards of nanoGPT's tokens in a folder NEW, which "
          "train.py --data NEW reads")
 WARC = ("python -c \"import json, sys, warcio, trafilatura; [print(json.dumps(dict(text=t))) for r "
         "in warcio.ArchiveIterator(open('FILE', 'rb')) if r.rec_type in ('response', 'conversion') "
         "for b in [r.content_stream().read().decode(errors='replace')] for t in [b if r.rec_type "
         "== 'conversion' else trafilatura.extract(b)] if t]\" > NEW.jsonl makes a .jsonl of its "
-        "texts, after pip install warcio trafilatura")
+        "texts, after pip install warcio trafilatura lxml_html_clean")
 LLMC = [magic.to_bytes(4, "little") for magic in (20240520, 20240801)]
 LLMC_ADVICE = "it needs no data.py: give its folder to train.py --data"
 LFS_POINTER = b"version https://git-lfs"

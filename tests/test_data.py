@@ -567,7 +567,7 @@ BINARY = {"a.xz": b"\xfd7zXZ\0\0\4", "a.zip": b"PK\3\4\x14\0", "a.docx": b"PK\3\
     ("b.tar.gz", "mkdir tar -xf b.tar.gz"), ("a.tar", "tar -xf a.tar"), ("a.png", "leave it out"),
     ("a.pdf", "pdftotext a.pdf"), ("b.warc.gz", "warcio open('b.warc.gz'"),
     ("a.sqlite", "sqlite3 a.sqlite"), ("a.npy", "text from which it was made"),
-    ("train.bin", "nanoGPT NEW/train_{i"), ("a.bin", "llm.c train.py --data"),
+    ("train.bin", "nanoGPT NEW/gpt2_train_{i"), ("a.bin", "llm.c train.py --data"),
     ("a.dat", "NUL"), ("latin.md", "iconv -f WINDOWS-1252"), ("a.ogg", "not text"),
     ("packed", "only 2 .xz (a.xz), 1 .md (c.md): --text-endings md")])
 def test_what_is_not_read_is_refused_with_what_to_do(tmp_path, monkeypatch, run_data, name, words):
