@@ -10,11 +10,13 @@
     conversations       their tokens, and what is learnt
     chat_templates      which template a model has      jinja_templates     runs it
     index       pass 1: hashes and sizes       split       which documents validate
-    encode      pass 2: tokens                 near_duplicates     MinHash of the documents
+    encode      pass 2: tokens                 split_names         splits by the names of files
+    near_duplicates     MinHash of the documents        contents    how a file is read
     tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json
     model_folders       what a model's files say of its tokenizer
     bpe         trains a tokenizer             shards      the files of a data set
     windows     of tokens, of conversations    downloads   files from the network
     console     notes, progress, errors        file_changes        whether a file has changed
+    tables      Parquet and Arrow
     temporary_folder        files that are not complete yet
 """

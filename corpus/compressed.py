@@ -1,21 +1,21 @@
-"""The bytes of a file, decompressed where its name ends in .gz or .zst. A file that is damaged or
-cut off is refused by its name: none is read in part."""
+"""The bytes of a file, decompressed where they or its name say .gz or .zst. A file that is damaged
+or cut off is refused by its name: none is read in part."""
 import gzip
 import importlib.util
 import io
 import zlib
 from pathlib import Path
 
-from corpus.file_kinds import what_it_is
+from corpus.file_kinds import (COMPRESSED, START, compression_of, table_kind, what_it_is)
 
 BLOCK = 1 << 18             # characters or bytes read at once, and characters encoded at once
 LARGEST_WINDOW = 1 << 31    # of zstd --long=31
-PACKAGES = {".zst": "zstandard", ".parquet": "pyarrow"}         # both are optional
+PACKAGES = {".zst": "zstandard", ".parquet": "pyarrow", ".arrow": "pyarrow"}        # are optional
 
 
 def check_package(path: Path) -> None:
     """Raise ValueError if a package that reads this file is missing."""
-    suffix = path.suffix.lower()
+    suffix = table_kind(path) or compression_of(path)
     package = PACKAGES.get(suffix)
     if package is not None and importlib.util.find_spec(package) is None:
         raise ValueError(f"{path}: the package {package} reads {suffix}: pip install {package}")
@@ -23,7 +23,7 @@ def check_package(path: Path) -> None:
 
 def open_bytes(path: Path) -> io.BufferedReader:
     """The bytes of a file, decompressed. Reading raises ValueError if it is not whole."""
-    suffix = path.suffix.lower()
+    suffix = compression_of(path)
     if suffix == ".gz":
         return io.BufferedReader(Chunks(path, gunzip(path)), BLOCK)
     if suffix == ".zst":
@@ -67,6 +67,11 @@ def not_whole(path: Path, error: Exception) -> ValueError:
     """The error of a file that cannot be decompressed, or is no Parquet."""
     kind = what_it_is(path, other_than=path.suffix.lower())
     reason = str(error).partition("\n")[0]
+    if kind is None and path.suffix.lower() in COMPRESSED:
+        with open(path, "rb") as file:
+            start = file.read(START)
+        if start and start.isascii() and b"\0" not in start:
+            kind = f"it is not compressed: give it a name without {path.suffix}"
     return ValueError(f"{path} cannot be read to its end ({reason}): "
                       f"{kind or 'it is damaged or cut off: copy or download it again'}")
 

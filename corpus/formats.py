@@ -1,12 +1,13 @@
 """The documents of a file. Two passes read them: index.py, encode.py.
 
-    .txt      a document; several, if lines that are exactly <|endoftext|> stand between them
+    .txt      a document; several, if lines that are exactly <|endoftext|> stand between them. So
+              is any other file of text
     .jsonl    a document on each line, in the field "text" of an object; so does .json
-    .parquet  a document in each row, in the column "text"
+    .parquet  a document in each row, in the column "text"; so does .arrow
     .eot      TinyStories as it is downloaded: as .txt, without white space around each document
 
-Lines and rows may also hold conversations (messages.py). All but .parquet may also end in .gz
-or .zst. UTF-8, or UTF-16 and UTF-32 with their byte-order marks, which are not part of the text. A
+Lines and rows may also hold conversations (messages.py). Text and lines may be compressed by gzip
+or zstd. UTF-8, or UTF-16 and UTF-32 with their byte-order marks, which are not part of the text. A
 NotText stands for a document that cannot be read, so that one in a thousand can be left out.
 """
 import io
@@ -17,7 +18,8 @@ from pathlib import Path
 
 from corpus.compressed import BLOCK
 from corpus.console import named
-from corpus.file_kinds import LFS_POINTER, START, kind_of, why_not_text
+from corpus.contents import how_read
+from corpus.file_kinds import LFS_POINTER, START, why_not_text
 from corpus.messages import messages_of, read_table
 from corpus.records import NotText, open_text, read_records, read_texts, text_of_record
 from corpus.unread_fields import UnreadFields
@@ -35,12 +37,12 @@ def read_documents(path: Path, field: str | None = "text", unread: UnreadFields 
     that are not read."""
     if unread is None:
         unread = UnreadFields()
-    kind = kind_of(path.name)
     with named(path):
+        kind = how_read(path)
         if field is None and kind == ".txt":
             raise ValueError(f"{path}: conversations are lines of JSON or rows of Parquet: prepare "
                              f"text by itself, in another --out")
-        if kind == ".parquet":
+        if kind in (".parquet", ".arrow"):
             if field is None:
                 yield from read_table(path, unread)
             else:

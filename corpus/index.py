@@ -2,7 +2,8 @@
 
 - Memory is bounded: 24 bytes are kept for each document, 112 more to find near-duplicates. A line
   of .jsonl is read as a whole.
-- Of equal documents the first is kept. split.py chooses which validate.
+- split.py chooses which validate, unless files are given that do.
+- Of equal documents the first is kept, or one that validates by its file.
 - A document that cannot be read is left out, if it is one in a thousand.
 """
 import hashlib
@@ -39,29 +40,36 @@ class Index(NamedTuple):
 
 
 def index_documents(files, seed: int, field: str | None = "text",
-                    near_duplicates="ignore") -> Index:
+                    near_duplicates="ignore", validation=frozenset()) -> Index:
     """Pass 1: hash and measure every document, drop duplicates, choose the split. near_duplicates:
-    "drop", "keep" (they are counted) or "ignore"."""
+    "drop", "keep" (they are counted) or "ignore". `validation`: the files that validate, while all
+    others train; without them the split is drawn. Raises ValueError."""
     changes = [change_of(path) for path in files]
     keys = None if near_duplicates == "ignore" else KeyTable(usable_cores())
-    table, unreadable = measure_documents(files, seed, field, keys)
+    table, unreadable, counts_of_files = measure_documents(files, seed, field, keys)
+    validates = np.repeat([path in validation for path in files], counts_of_files)
     has_text = table["size"] > 0
-    _, first = np.unique(table["digest"], return_index=True)
-    kept = np.sort(first[has_text[first]])
+    kept = first_of_each(table["digest"], validates)
+    kept = kept[has_text[kept]]
     skipped = len(table) - int(has_text.sum())
     counts = dict(documents=0, skipped=skipped - len(unreadable),
                   duplicates=len(table) - skipped - len(kept))
     if unreadable:
         counts["unreadable"] = len(unreadable)
+    if validation:
+        kept = drop_seen(table, validates, kept, field, counts)
     if keys is not None:
         keys = keys.finish()
-        repeated = is_repeated(keys[kept])
+        repeated = is_repeated_behind(keys[kept], validates[kept])
         counts["near_duplicates"] = int(repeated.sum())
         if near_duplicates == "drop":
             kept = kept[~repeated]
     counts["documents"] = len(kept)
     sizes = table["size"][kept]
-    train_sizes, is_cut = choose_split(table["digest"][kept], sizes, may_cut=field is not None)
+    if validation:
+        train_sizes, is_cut = split_by_file(sizes, validates[kept]), False
+    else:
+        train_sizes, is_cut = choose_split(table["digest"][kept], sizes, may_cut=field is not None)
     if near_duplicates == "keep":
         note_near_duplicates(keys[kept], train_sizes, counts)
     cuts = np.full(len(table), -1)
@@ -71,20 +79,73 @@ def index_documents(files, seed: int, field: str | None = "text",
         digest.update(b"cut")
     if near_duplicates == "drop":
         digest.update(b"without near-duplicates")
+    if validation:
+        digest.update(b"validates by file" + validates.tobytes())
     return Index(files, field, changes, digest.hexdigest(), cuts, int(sizes.sum()), counts)
 
 
+def first_of_each(digests, validates) -> np.ndarray:
+    """int64 (n,): of equal documents the first; one that validates by its file is before those that
+    train."""
+    order = np.argsort(~validates, kind="stable")
+    _, first = np.unique(digests[order], return_index=True)
+    return np.sort(order[first])
+
+
+def is_repeated_behind(keys, validates) -> np.ndarray:
+    """bool (n,): near_duplicates.is_repeated where those of files that validate come first."""
+    order = np.argsort(~validates, kind="stable")
+    repeated = np.empty(len(order), bool)
+    repeated[order] = is_repeated(keys[order])
+    return repeated
+
+
+def drop_seen(table, validates, kept, field: str | None, counts: dict) -> np.ndarray:
+    """`kept` without conversations that train and have a question of one that validates, unless all
+    have. A note counts them, and documents that were dropped as equal to one that validates."""
+    digests, has_text = table["digest"], table["size"] > 0
+    trains = ~validates & has_text
+    seen = int(np.isin(digests[trains], digests[validates & has_text]).sum())
+    if seen > 0:
+        counts["train_in_validation"] = seen
+        note(f"{seen:,} documents of files that train stand in files that validate, too: they do "
+             f"not train")
+    if field is not None:
+        return kept
+    questions = digests[kept].view("<u8")[::2]
+    asked = np.isin(questions, questions[validates[kept]]) & ~validates[kept]
+    count = int(asked.sum())
+    if not 0 < count < int((~validates[kept]).sum()):
+        return kept
+    counts["questions_in_validation"] = count
+    note(f"{count:,} conversations that train have the text before the last answer of one that "
+         f"validates: they are dropped")
+    return kept[~asked]
+
+
+def split_by_file(sizes, validates) -> np.ndarray:
+    """The bytes of each document that train: all or none. Raises ValueError if a split is empty."""
+    for name, is_in in (("train", ~validates), ("validation", validates)):
+        if sizes[is_in].sum() < 5:
+            raise ValueError(f"the files named {name} hold no text that the others do not hold: "
+                             f"--split-names ignore uses all files alike")
+    return np.where(validates, 0, sizes)
+
+
 def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None):
-    """(digest and size in bytes of each document, those that cannot be read). The size is 0 without
-    text. `keys` receives the beginning of each. The digest of a conversation begins with the one of
-    its text before the last answer, by which the split is chosen."""
+    """(digest and size in bytes of each document, those that cannot be read, how many documents
+    each file has). The size is 0 without text. `keys` receives the beginning of each. The digest of
+    a conversation begins with the one of its text before the last answer, by which the split is
+    chosen."""
     count_bytes = progress("reading")
     salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
     table = bytearray()
     unreadable = []
     marks = 0                               # <|endoftext|> as ordinary text
+    counts_of_files = [0] * len(files)
     unread = UnreadFields()
-    for blocks in read_texts(files, field, unread):
+    for number, blocks in numbered_texts(files, field, unread):
+        counts_of_files[number] += 1
         digest = hashlib.blake2b(digest_size=16, salt=salt)
         before_answer = b""
         size = 0
@@ -122,15 +183,21 @@ def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None
     if marks > 0 and field is not None:
         note(f"{EOT} stands {marks:,} times within a line or a field, where it is ordinary text: "
              f"in a .txt, a line of its own ends a document")
-    return table, unreadable
+    return table, unreadable, counts_of_files
 
 
-def read_texts(files, field: str | None, unread: UnreadFields | None = None):
-    """Yield every document, as an iterable of strings. `unread` counts the fields that are not
-    read."""
-    for path in files:
+def read_texts(files, field: str | None):
+    """Yield every document, as an iterable of strings."""
+    for _, texts in numbered_texts(files, field):
+        yield texts
+
+
+def numbered_texts(files, field: str | None, unread: UnreadFields | None = None):
+    """Yield (number of the file, document as an iterable of strings). `unread` counts the fields
+    that are not read."""
+    for number, path in enumerate(files):
         for document in read_documents(path, field, unread):
-            yield document if field is not None else texts_of(document)
+            yield number, document if field is not None else texts_of(document)
 
 
 def check_unreadable(unreadable: list[NotText], documents: int, at_end=False) -> None:

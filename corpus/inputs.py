@@ -1,36 +1,57 @@
-"""Which files data.py reads: those of --input whose kind it knows, also in folders and behind
-links, or the standard library's own source."""
+"""Which files data.py reads: those that --input names, those of folders whose kind it knows, also
+behind links, or the standard library's own source."""
 import os
-import shlex
+import re
 import stat
 import sysconfig
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from corpus.compressed import check_package
 from corpus.console import note
-from corpus.file_kinds import READ, READ_KINDS, advice_for, kind_of
+from corpus.contents import how_read, is_read_by_content, is_text, why_not_read
+from corpus.file_kinds import (AS_IT_STANDS, LINES, READ, READ_KINDS, advice_for, has_ending,
+                               kind_of)
 from corpus.records import both_of, first_record, is_conversation, is_document
 
+MOST_ENDINGS = 5            # that a message offers
 
-def find_files(paths, field="text") -> list[Path]:
-    """These files and those in these folders, also behind links, each once. A note tells what is
-    skipped. Raises ValueError or OSError."""
+
+class Skipped(NamedTuple):
+    """Why an entry of a folder is skipped."""
+    kind: str
+    ending: str | None = None       # of a file of text, which --text-endings would read
+
+
+def find_files(paths, field="text", endings=(), command_with=None) -> list[Path]:
+    """These files and those in these folders, also behind links, each once. In folders, files of
+    text with one of these endings are read, too. A note tells what is skipped.
+    command_with(endings, is_other): the command line that reads files with these endings as well,
+    into another --out. Raises ValueError or OSError."""
     files = {}              # {path without links: path}
     again = []
+    texts = Counter()       # {ending: files of text that are skipped}
     for path in paths:
         check_path(path)
         found = {os.path.realpath(path): path}
         if path.is_dir():
-            found = walk(path, field)
+            found, others = walk(path, field, endings, command_with)
+            texts += others
         again += [path for real, path in found.items() if real in files]
         files |= {real: path for real, path in found.items() if real not in files}
     if again:
         note(f"{again[0]} is given twice, and read once" if len(again) == 1 else
              f"{len(again):,} files are given twice, such as {again[0]}: each is read once")
+    if texts and command_with is not None:
+        note(f"to read the files of text, too: {command_with(most_of(texts), True)}")
+    for ending in endings:
+        if not any(has_ending(path.name, [ending]) for path in files.values()):
+            note(f"--text-endings {ending}: no file is read that ends so")
     for path in files.values():
         check_package(path)
+    note_as_it_stands(files.values())
     return list(files.values())
 
 
@@ -49,11 +70,28 @@ def check_path(path: Path) -> None:
     if kind is not None:
         raise ValueError(f"{path} is a {kind}: the text is read twice, so write it to a file and "
                          f"give that")
-    if not stat.S_ISDIR(mode) and kind_of(path.name) not in READ:
-        advice = advice_for(path.name).replace("FILE", shlex.quote(str(path)))
-        raise ValueError(f"{path}: only {READ_KINDS} are read: {advice}")
     if not os.access(path, os.R_OK):
         raise ValueError(f"{path} cannot be read: permission denied: change who may read it")
+    if not stat.S_ISDIR(mode) and kind_of(path.name) not in READ:
+        check_package(path)
+        why = why_not_read(path)
+        if why is not None:
+            raise ValueError(f"{path} is not read: {why}")
+
+
+def note_as_it_stands(paths) -> None:
+    """Tell of files of text that there is a better way to read, once for each kind."""
+    found = {}
+    for path in paths:
+        if kind_of(path.name) in AS_IT_STANDS:
+            found.setdefault(kind_of(path.name), []).append(path)
+    for kind, files in found.items():
+        note(f"{len(files):,} {kind} ({files[0]}) read as text, each a document as it stands: "
+             f"{advice_for(files[0])}")
+
+
+def most_of(texts: Counter) -> list[str]:
+    return [ending for ending, _ in texts.most_common(MOST_ENDINGS)]
 
 
 def special_kind(mode: int) -> str | None:
@@ -65,33 +103,54 @@ def special_kind(mode: int) -> str | None:
     return "socket" if stat.S_ISSOCK(mode) else "device"
 
 
-def why_skipped(entry: os.DirEntry, field: str) -> str | None:
-    """Why an entry of a folder is skipped; None if it is read, "folder" if it is one."""
+def why_skipped(entry: os.DirEntry, field: str, endings) -> Skipped | None:
+    """Why an entry of a folder is skipped; None if it is read, of kind "folder" if it is one."""
     if entry.name.startswith("."):
-        return "hidden"
+        return Skipped("hidden")
     try:
         mode = entry.stat().st_mode
     except OSError:
-        return "link to nowhere" if entry.is_symlink() else "unreadable"
+        return Skipped("link to nowhere" if entry.is_symlink() else "unreadable")
     if stat.S_ISDIR(mode):
-        return "folder"
-    kind = kind_of(entry.name)
-    if special_kind(mode) is not None or kind not in READ:
-        return special_kind(mode) or kind or "without a suffix"
+        return Skipped("folder")
+    if special_kind(mode) is not None:
+        return Skipped(special_kind(mode))
     if not os.access(entry.path, os.R_OK):
-        return "unreadable"
-    if kind == ".json" and not is_document(Path(entry.path), field):
-        return f'.json without lines of {{"{field}": ...}}'
-    return None
+        return Skipped("unreadable")
+    path = Path(entry.path)
+    kind = kind_of(entry.name)
+    if kind == ".json" and not has_ending(entry.name, endings):
+        if is_document(path, field):
+            return None
+        return Skipped(f'.json without lines of {{"{field}": ...}}')
+    if kind in (*READ, *LINES) or is_read_by_content(path, field):
+        return None
+    return why_not_text(path, kind, endings)
 
 
-def walk(top: Path, field: str) -> dict[str, Path]:
-    """{path without links: path} of the text files in a folder, in the order of their names. A file
-    or folder that several links lead to is read once. Raises ValueError if there is none."""
+def why_not_text(path: Path, kind: str, endings) -> Skipped | None:
+    """Why a file of a folder is not read as text; None if it is."""
+    is_chosen = has_ending(path.name, endings)
+    if not is_text(path):
+        return Skipped(f"{kind} that is not UTF-8 text" if is_chosen
+                       else kind or "without a suffix")
+    if is_chosen:
+        return None
+    ending = kind.removeprefix(".") or path.name
+    if not re.fullmatch(r"[\w+-]+", ending):            # has a comma, a space ...
+        ending = None
+    return Skipped(kind or "without a suffix", ending)
+
+
+def walk(top: Path, field: str, endings, command_with) -> tuple[dict[str, Path], Counter]:
+    """({path without links: path} of the files in a folder that are read, in the order of their
+    names; {ending: how many files of text are skipped}). A file or folder that several links lead
+    to is read once. Raises ValueError if there is none."""
     found = {}
     links = []              # to files: behind the files themselves, which give the names
     skipped = Counter()
     first = {}              # {kind: the first that is skipped}
+    texts = Counter()
     folders = [str(top)]
     linked_folders = []     # behind the others
     seen = set()
@@ -108,12 +167,13 @@ def walk(top: Path, field: str) -> dict[str, Path]:
             first.setdefault("unreadable", folder)
             continue
         for entry in entries:
-            kind = why_skipped(entry, field)
-            if kind == "folder":
+            why = why_skipped(entry, field, endings)
+            if why is not None and why.kind == "folder":
                 (linked_folders if entry.is_symlink() else folders).append(entry.path)
-            elif kind is not None:
-                skipped[kind] += 1
-                first.setdefault(kind, entry.path)
+            elif why is not None:
+                skipped[why.kind] += 1
+                first.setdefault(why.kind, entry.path)
+                texts.update([why.ending] if why.ending else [])
             elif entry.is_symlink():
                 links.append(entry.path)
             else:
@@ -126,11 +186,14 @@ def walk(top: Path, field: str) -> dict[str, Path]:
         holds = "it is empty"
         if kinds:
             (most, _), = skipped.most_common(1)
-            holds = f"it holds {', '.join(kinds)}: {advice_for(first[most])}"
+            advice = advice_for(Path(first[most]))
+            if texts and command_with is not None:
+                advice = f"to read the files of text: {command_with(most_of(texts), False)}"
+            holds = f"it holds {', '.join(kinds)}: {advice}"
         raise ValueError(f"{top}: only {READ_KINDS} are read: {holds}")
     if kinds:
         note(f"{top}: {len(found):,} files are read; skipped: {', '.join(kinds)}")
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+    return dict(sorted(found.items(), key=lambda item: item[1])), texts
 
 
 def hold_conversations(files: list[Path]) -> bool:
@@ -140,10 +203,10 @@ def hold_conversations(files: list[Path]) -> bool:
     conversations = []
     both = None
     for path in files:
-        if kind_of(path.name) == ".txt":
-            texts.append(path)
-            continue
         try:
+            if how_read(path) == ".txt":
+                texts.append(path)
+                continue
             record = first_record(path)
         except (ValueError, OSError):       # whoever reads the file says what is wrong with it
             continue

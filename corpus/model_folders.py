@@ -12,7 +12,7 @@ from pathlib import Path
 
 from corpus.json_tokenizers import END_OF_TEXT, MARKED, MARKS, open_json
 
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")       # what decides where a token is found
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")       # where a token is found in a text
 
 
 def read_object(path: Path) -> dict:
@@ -90,8 +90,8 @@ def check_added(added: list[dict], config: dict) -> None:
         if token.get("special") or (held is not None and held.get("special")):
             continue
         if held is None or any(bool(held.get(key)) != bool(token.get(key)) for key in FLAGS):
-            raise ValueError(f"tokenizer_config.json adds the token {token['content']!r} in another "
-                             f"way: save both files again by transformers' AutoTokenizer."
+            raise ValueError(f"tokenizer_config.json adds the token {token['content']!r} in "
+                             f"another way: save both files again by transformers' AutoTokenizer."
                              f"from_pretrained(DIR).save_pretrained(NEW)")
 
 

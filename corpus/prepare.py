@@ -24,13 +24,13 @@ from corpus.tokenizers import (file_name, find_file, get_tokenizer, is_named, na
 
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
             field: str | None = "text", near_duplicates="ignore", train_tokens: int | None = None,
-            template: str | None = None) -> dict:
+            template: str | None = None, validation=frozenset()) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. `tokenizer`: the name of one in corpus/tokenizers.py,
     the path of a file of one or of a folder with it, or the one of `train_tokens` tokens that is
     trained on this text. Without a `field` the files hold conversations; `template`: the name of
     one of ours, or the path of a model's; None: the one beside the tokenizer's file, or the default
-    for the tokenizer.
+    for the tokenizer. `validation`: the files that validate; without them the split is drawn.
     What is there already is not made again. Raises ValueError if a file is not text, if there is
     too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
     run may be training on."""
@@ -48,7 +48,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
         if field is None:
             template = choose_template(template, encoding, model_folder)
     check_writable(out)
-    index = index_documents(files, seed, field, near_duplicates)
+    index = index_documents(files, seed, field, near_duplicates, validation)
     source = f"{index.digest}, {tokenizer}, {shard_tokens}"
     if field is None and train_tokens is not None:
         source += f", {template or 'plain'}"
@@ -72,6 +72,8 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
                     text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
                     fingerprint=sha256_of(*sorted(folder.iterdir())), source=source,
                     **index.counts)
+        if validation:
+            meta["files"] = dict(train=len(files) - len(validation), val=len(validation))
         if template is not None:
             meta |= dict(template=template.name, learnt=learnt, bytes_per_token=None)
             if template.file is not None:

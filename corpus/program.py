@@ -1,19 +1,23 @@
 """The program data.py: its flags, what it makes, and the lines that it prints at its end."""
 import argparse
+import itertools
 import os
+import re
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 from corpus.chat_templates import is_own
 from corpus.console import explain, is_failure, print_lines
 from corpus.conversations import FORMS
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS, download_fineweb, download_text
-from corpus.file_kinds import READ_KINDS
+from corpus.file_kinds import LINES, READ, READ_KINDS
 from corpus.formats import EOT
 from corpus.inputs import find_files, hold_conversations, standard_library
 from corpus.prepare import prepare
 from corpus.shards import DEFAULT_OUT, SPLITS, count_tokens
+from corpus.split_names import follow_names
 from corpus.temporary_folder import signals_stop
 from corpus.tokenizers import DOWNLOADED, MOST_TOKENS, OWN, find_file, is_named
 from runtime.commandline import Parser
@@ -31,10 +35,16 @@ def make_parser() -> Parser:
     source.add_argument("--dataset", choices=["python", *DOWNLOADS], default="python",
                         help="python: the standard library's source, no download (the default)")
     source.add_argument("--input", nargs="+", type=Path, metavar="FILE",
-                        help=f"your own text or conversations: {READ_KINDS} files, or folders of "
-                             f"such")
+                        help=f"your own text or conversations: {READ_KINDS}, other files of "
+                             f"text, or folders of them")
     text.add_argument("--text-field", metavar="NAME",
                       help="field of JSON or column of Parquet with the text (default text)")
+    text.add_argument("--text-endings", nargs="+", metavar="ENDING",
+                      help="in folders, files of text that end so are documents as .txt are: "
+                           "md,py,rst; or names without a suffix: LICENSE")
+    text.add_argument("--split-names", choices=["follow", "ignore"], default="follow",
+                      help="files named train train, those named validation validate, those named "
+                           "test are left out; or all are used alike (default follow)")
     text.add_argument("--near-duplicates", choices=["keep", "drop", "ignore"], default="keep",
                       help="documents with most words in common: count them, keep the first, or do "
                            "not look for them, which is faster (default keep)")
@@ -79,6 +89,7 @@ def parse_flags(arguments) -> argparse.Namespace:
         parser.error(f"--out {args.out} is not a directory: give another")
     if args.text_field is not None and not args.input:
         parser.error("--text-field is for the files of --input: leave it out")
+    check_endings(parser, args)
     if args.template is not None and (not args.input or args.text_field is not None):
         parser.error("--template is for the conversations of --input, which have no --text-field: "
                      "leave one out")
@@ -104,6 +115,44 @@ def check_template(parser: Parser, args) -> None:
     if args.train_tokenizer is not None:
         parser.error(f"--template {args.template} is of a model, whose tokens a tokenizer of one's "
                      f"own has not: give --tokenizer FILE, or --template plain")
+
+
+def check_endings(parser: Parser, args) -> None:
+    """Make --text-endings a list of endings in lower case without dots. End the program if they are
+    read in another way."""
+    if args.text_endings is None:
+        return
+    if not args.input:
+        parser.error("--text-endings is for the folders of --input: leave it out")
+    given = [one.strip().lower() for text in args.text_endings for one in text.split(",")]
+    endings = [re.sub(r"^\*?\.|\.(gz|zst)$", "", one) for one in given if one]
+    args.text_endings = list(dict.fromkeys(endings))
+    for ending in args.text_endings:
+        if f".{ending}" in (*READ[1:], *LINES, ".gz", ".zst") and ending != "json":
+            parser.error(f"--text-endings {ending}: such files hold documents or are compressed, "
+                         f"and are read anyway: leave it out")
+    if not args.text_endings or "" in args.text_endings:
+        parser.error("--text-endings needs endings of names: give md,py")
+
+
+def command_with(args, endings: list[str], is_other: bool) -> str:
+    """The command line of these flags with more --text-endings, and another --out if it `is_other`,
+    because this one gets the shards of fewer files."""
+    out = args.out
+    if is_other:
+        others = (Path(f"{os.path.normpath(args.out)}-{number}") for number in itertools.count(2))
+        out = next(other for other in others if not os.path.lexists(other))
+    endings = [*(args.text_endings or []), *endings]
+    values = vars(args) | dict(out=out, text_endings=",".join(endings))
+    if args.train_tokenizer is not None:
+        del values["tokenizer"]
+    defaults = vars(make_parser().parse_args([]))
+    words = ["python", "data.py"]
+    for name, value in values.items():
+        if value != defaults[name]:
+            parts = value if isinstance(value, list) else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, parts)]
+    return shlex.join(words)
 
 
 def check_tokenizer(parser: Parser, args) -> None:
@@ -155,7 +204,7 @@ def summary(out: Path, meta: dict) -> list[str]:
         lines.append(f"The tokenizer {meta['tokenizer']} has {meta['vocab_size']:,} tokens: "
                      f"{own:.2f} bytes a token of validation text{text}.")
     share = tokens["val"] / (tokens["train"] + tokens["val"])
-    if "documents" in meta and not 0.01 <= share <= 0.2:
+    if "documents" in meta and "files" not in meta and not 0.01 <= share <= 0.2:
         lines.append(f"note: {share:.2%} of the tokens validate, not about 5%, because the "
                      f"documents differ much in length: another --seed draws others")
     longest = min(tokens.values()) - 1          # window that both splits hold
@@ -172,8 +221,11 @@ def summary(out: Path, meta: dict) -> list[str]:
 def make(args) -> dict:
     """Find or download the text and make the shards. Returns what meta.json says."""
     field = args.text_field or "text"
+    validation = set()
     if args.input:
-        files = find_files(args.input, field)
+        files = find_files(args.input, field, args.text_endings or [], partial(command_with, args))
+        if args.split_names == "follow":
+            files, validation = follow_names(files)
         if args.template is not None or (args.text_field is None and hold_conversations(files)):
             field = None
     elif args.dataset == "python":
@@ -184,7 +236,7 @@ def make(args) -> dict:
     else:
         files = [download_text(args.dataset, args.out)]
     return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens, field,
-                   args.near_duplicates, args.train_tokenizer, args.template)
+                   args.near_duplicates, args.train_tokenizer, args.template, validation)
 
 
 def main(argv=None) -> int:

@@ -7,11 +7,11 @@ import shlex
 from pathlib import Path
 
 from corpus.compressed import not_whole, open_bytes
-from corpus.file_kinds import START, kind_of_start, pipe, why_not_text
+from corpus.file_kinds import START, kind_of_start, pipe, table_kind, why_not_text
 from corpus.json_values import Start, Values
+from corpus.tables import open_table
 from corpus.unread_fields import UnreadFields
 
-ROWS_AT_ONCE = 256
 MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le",    # before UTF-16's, which
          codecs.BOM_UTF32_BE: "utf-32-be", codecs.BOM_UTF16_LE: "utf-16-le",    # begins as this
          codecs.BOM_UTF16_BE: "utf-16-be"}
@@ -145,10 +145,9 @@ def start_of(path: Path) -> Start:
 def first_record(path: Path) -> dict:
     """The fields of a file's first record, of Parquet the types of its columns. Empty if the file
     has none."""
-    if path.name.lower().endswith(".parquet"):
-        from pyarrow import parquet
-        schema = parquet.read_schema(path)
-        return dict(zip(schema.names, schema.types))
+    if table_kind(path) is not None:
+        with open_table(path) as (schema, _):
+            return dict(zip(schema.names, schema.types))
     return fields_of(start_of(path).record)
 
 
@@ -274,19 +273,18 @@ def other_fields(field: str, names, texts) -> str:
 
 
 def read_rows(path: Path, choose):
-    """Yield (number, {column: value of Arrow}) for each row of a Parquet file. choose({column: its
+    """Yield (number, {column: value of Arrow}) for each row of a table. choose({column: its
     type}) returns the columns that are read, or raises ValueError."""
     import pyarrow
-    from pyarrow import parquet
     try:
-        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            names = file.schema_arrow.names
-            columns = choose(dict(zip(names, map(str, file.schema_arrow.types))))
+        with open_table(path) as (schema, batches):
+            names = schema.names
+            columns = choose(dict(zip(names, map(str, schema.types))))
             for name in columns:
                 if names.count(name) > 1:
                     raise ValueError(f"{path} has several columns \"{name}\": rename all but one")
             number = 0
-            for batch in file.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False):
+            for batch in batches(columns=columns):
                 for values in zip(*batch.columns):
                     number += 1
                     yield number, dict(zip(batch.schema.names, values))

@@ -250,7 +250,8 @@ DATA_ADVICE = {     # for data.py: of nanoGPT, and of Megatron-LM's preprocess_d
     "workers append-eod": "leave it out: it is always so",
     "num-workers num-proc": "leave it out: it takes all cores",
     "val-fraction val-split val-ratio test-size split":
-        "leave it out: about 5% of the documents validate (--seed draws others)"}
+        "leave it out: about 5% of the documents validate (--seed draws others), or those of "
+        "files named validation"}
 
 SAMPLE_NAMES = {    # of sample.py's flags, in nanoGPT and transformers
     "max-tokens": "max-new-tokens max-length length", "num-samples": "num-return-sequences"}

@@ -989,8 +989,8 @@ def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_toke
     ours = Template(template, encoding)
     tokens, _ = ours.render([Message(*turn) for turn in turns])
     assert in_transformers(tmp_path / "hf", turns) == tokens
-    assert in_transformers(tmp_path / "hf", turns[:2], add_generation_prompt=True) == ours.prompt_of(
-        [Message(*turn) for turn in turns[:2]])
+    prompt = ours.prompt_of([Message(*turn) for turn in turns[:2]])
+    assert in_transformers(tmp_path / "hf", turns[:2], add_generation_prompt=True) == prompt
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert config["eos_token_id"] == ours.end
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")

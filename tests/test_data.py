@@ -76,7 +76,7 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("none.txt", None, "there is no file or folder none.txt\n"), ("nofolder", None, "is no file"),
     ("empty.txt", b"", "no text"), ("--shard_toks 9", None, "mean --shard-tokens?"),
     ("--shard_tokens 9", None, "--shard-tokens 1024"), ("--nonsense", None, "--nonsense --help"),
-    (".", None, "only .txt, .jsonl"), ("data.csv", b"a,b\n", "data.csv .txt, .jsonl"),
+    (".", None, "only .txt, .jsonl"), ("data.zip", b"PK\3\4\0\0", "data.zip unzip"),
     ("tiny.txt", b"a", "no text"), ("blank.jsonl", b'{"text": ""}\n{"text": " \\n"}\n', "no text"),
     ("latin.txt", b"x" * 300_000 + "ä".encode("latin-1") + b"!", "latin.txt byte 300000"),
     ("torn.txt", b"x" * 50 + "漢".encode()[:2], "torn.txt byte 50"),
@@ -382,7 +382,10 @@ def test_folders_behind_links_are_read_once_and_what_is_skipped_is_told(tmp_path
         status, out, error = run_data("--input", "in", "in/sub/a.txt", "--tokenizer", "bytes",
                                       "--out", "out")
     assert status == 0 and out.startswith("61 documents, 0 duplicates dropped, 0 without text")
-    told, again = error.splitlines()
+    told, again, texts = error.splitlines()
+    # The files of text, with all flags that were given.
+    assert texts.startswith("note: to read the files of text, too: python data.py --input in "
+                            "in/sub/a.txt --text-endings md,") and "LICENSE" in texts
     assert again == "note: in/sub/a.txt is given twice, and read once"
     assert told.startswith("note: in: 61 files are read; skipped: 2 ")
     for words in ("2 .md (b.md)", "1 .csv (x.csv.gz)", "1 without a suffix (LICENSE)",
@@ -546,25 +549,40 @@ def test_one_document_in_a_thousand_may_be_unreadable(tmp_path, run_data):
         f'in 1,000 is tolerated)\n')           # one of a kind is named
 
 
+BINARY = {"a.xz": b"\xfd7zXZ\0\0\4", "a.zip": b"PK\3\4\x14\0", "a.docx": b"PK\3\4\x14\0",
+          "a.tar": b"a.txt".ljust(257, b"\0") + b"ustar".ljust(255, b"\0"),
+          "b.tar.gz": gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar".ljust(255, b"\0")),
+          "a.png": b"\x89PNG\r\n\x1a\n", "a.pdf": b"%PDF-1.7\n%\xe2\xe3\n",
+          "b.warc.gz": gzip.compress(b"WARC/1.0\r\n"), "a.sqlite": b"SQLite format 3\0",
+          "a.npy": b"\x93NUMPY\1\0v\0", "train.bin": bytes([7, 1, 9, 2, 0, 0, 200, 8] * 9),
+          "a.bin": shard([1, 2]), "a.dat": b"\0\1\2\0\3\0\0\4" * 99, "latin.md": b"caf\xe9 au lait",
+          "a.ogg": bytes(range(1, 256)) * 3}
+
+
 @pytest.mark.parametrize("name, words", [
     ("pipe.txt", "named pipe"), ("/dev/null", "is a device"), ("-", "no file or folder -"),
     ("gone.txt", "gone.txt is a link to nowhere, which is not there"),
     ("a.txt/b.txt", "no file or folder a.txt/b.txt"), ("empty", "empty: only it is empty"),
-    ("a.gz", "gunzip"), ("a.zst", "unzstd"), ("a.feather", "copy it"),
-    ("a.tar.gz", "unpack it first (tar -xf)"), ("a.csv.gz", "read_csv"),
-    ("a.csv", "read_csv"), ("a.md", "copy it .txt"),
-    ("a.pdf", "pdftotext a.pdf"), ("a.ndjson", "rename it to .jsonl"), ("a", "copy it"),
-    ("a.bin", "train.py --data"), ("packed", "only 2 .gz (a.gz), 1 .md (c.md): gunzip")])
+    ("a.gz", "not compressed without .gz"), ("a.zst", "not compressed without .zst"),
+    ("a.xz", "unxz"), ("a.zip", "unzip a.zip -d NEW"), ("a.docx", "pandoc a.docx"),
+    ("b.tar.gz", "mkdir tar -xf b.tar.gz"), ("a.tar", "tar -xf a.tar"), ("a.png", "leave it out"),
+    ("a.pdf", "pdftotext a.pdf"), ("b.warc.gz", "warcio open('b.warc.gz'"),
+    ("a.sqlite", "sqlite3 a.sqlite"), ("a.npy", "text from which it was made"),
+    ("train.bin", "nanoGPT NEW/gpt2_train_{i"), ("a.bin", "llm.c train.py --data"),
+    ("a.dat", "NUL"), ("latin.md", "iconv -f WINDOWS-1252"), ("a.ogg", "not text"),
+    ("packed", "only 2 .xz (a.xz), 1 .md (c.md): --text-endings md")])
 def test_what_is_not_read_is_refused_with_what_to_do(tmp_path, monkeypatch, run_data, name, words):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.txt")
     Path("gone.txt").symlink_to("nowhere")
     for folder in ("empty", "packed"):
         Path(folder).mkdir()
-    for file in ("packed/a.gz", "packed/b.gz", "packed/c.md", "a.txt"):
+    for file in ("packed/c.md", "a.txt", "a.gz", "a.zst"):
         Path(file).write_text("some text")
-    if re.fullmatch(r"a(\.\w+)*", name):
-        Path(name).write_text("some text")
+    for file, content in BINARY.items():
+        Path(file).write_bytes(content)
+    for file in "ab":
+        shutil.copy("a.xz", f"packed/{file}.xz")
     status, out, error = run_data("--tokenizer", "bytes", "--out", "out", f"--input={name}")
     assert (status, out, error.count("\n")) == (2, "", 1) and "Errno" not in error
     assert all(word in error for word in [name, *words.split()]), error
@@ -731,8 +749,7 @@ TAR = b"a.txt".ljust(257, b"\0") + b"ustar".ljust(255, b"\0")
     ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS git lfs pull"),
     ("a.txt.gz", b"<!DOCTYPE html><html>", "web page download it again"),
     ("a.txt.gz", b"", "empty copy"), ("a.txt.zst", b"", "cut off"), ("a.parquet", b"", "cut off"),
-    ("a.txt", gz(b"some text " * 50), "gzip name it .txt.gz"),
-    ("a.jsonl.gz", b"PAR1" * 20, "Parquet give it a name that ends in .parquet"),
+    ("a.jsonl.gz", b"PAR1" * 20, "cannot be read to its end"),
     ("a.jsonl.gz", gz(gz(b"{}")), "gzip once it is decompressed gunzip"),
     ("a.txt.gz", gz(TAR),
      "tar archive once it is decompressed unpack it"),
@@ -779,6 +796,269 @@ def test_the_recipe_splits_the_pile_by_its_sources(tmp_path):
     assert names_in(tmp_path / "pile") == ["Pile-CC", "PubMed-Abstracts", "Wikipedia-en"]
     assert read_texts(tmp_path / "pile/Wikipedia-en/all.jsonl") == [
         [f"text {i}"] for i in (2, 5, 8, 11)]
+
+
+# ---- Files of text, by their content
+
+def make_folder():
+    """A folder as people have it: 5 .md, 4 .py, a LICENSE, a picture, an archive, a .txt."""
+    Path("in/sub").mkdir(parents=True)
+    for i in range(5):
+        Path(f"in/p{i}.md").write_text(f"page {i} \u00e9")
+    for i in range(4):
+        Path(f"in/sub/m{i}.PY").write_text(f"print({i})")
+    Path("in/LICENSE").write_text("a licence")
+    Path("in/a.txt").write_text("a text")
+    Path("in/a.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\r")
+    Path("in/broken.md").write_bytes(b"\0\1\2\3" * 50)
+    Path("in/x.warc.gz").write_bytes(gz(b"WARC/1.0\r\nWARC-Type: response\r\n"))
+    shutil.make_archive("in/sub/b", "zip", "in/sub")
+
+
+def test_the_command_of_a_note_reads_the_text_of_a_folder(tmp_path, monkeypatch, run_data):
+    """As it stands there, into another --out; alone in a folder, they are refused with it."""
+    monkeypatch.chdir(tmp_path)
+    make_folder()
+    flags = "--input", "in", "--tokenizer", "bytes", "--out"
+    status, _, error = run_data(*flags, "out")
+    assert status == 0 and "skipped: 6 .md (" in error and "1 .zip (sub/b.zip)" in error
+    command = re.search("note: to read the files of text, too: (python data.py .*)\n", error)[1]
+    assert command == ("python data.py --input in --text-endings md,py,LICENSE --tokenizer bytes "
+                       "--out out-2")
+    status, out, error = run_data(*command.split()[2:])
+    assert status == 0 and out.startswith("11 documents, ") and "to read the" not in error
+    assert "1 .md that is not UTF-8 text (broken.md)" in error
+    assert "page 0 \u00e9" in texts_of("out-2", *SPLITS)
+    Path("in/a.txt").unlink()
+    status, out, error = run_data(*flags, "none")
+    assert (status, out, error.count("\n")) == (2, "", 1) and "5 md" not in error
+    assert error.endswith(": python data.py --input in --text-endings md,py,LICENSE --tokenizer "
+                          "bytes --out none\n")
+    status, out, _ = run_data(*error.rpartition("python data.py ")[2].split())
+    assert status == 0 and out.startswith("10 documents, ")
+
+
+@pytest.mark.parametrize("given, count", [
+    ("md", 6), (".MD", 6), ("*.md", 6), ("md,py", 10), ("md, .py", 10), ("md py", 10),
+    ("license", 2), ("md.gz", 6), ("d", 1)])
+def test_text_endings_are_how_names_end(tmp_path, monkeypatch, run_data, given, count):
+    monkeypatch.chdir(tmp_path)
+    make_folder()
+    endings = [given] if "," in given else given.split()
+    status, out, error = run_data("--input", "in", "--tokenizer", "bytes", "--out", "out",
+                                  "--text-endings", *endings)
+    assert status == 0 and out.startswith(f"{count} documents, ")
+    assert ("--text-endings d: no file is read that ends so" in error) == (given == "d")
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--text-endings md", "leave it out"), ("--input a.txt --text-endings ,", "give md,py"),
+    ("--input a.txt --text-endings jsonl", "are read anyway")])
+def test_text_endings_that_tell_nothing_are_refused(run_data, flags, words):
+    status, _, error = run_data("--out", "none", *flags.split())
+    assert status == 2 and words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("name", ["a.md", "a.py", "Makefile", "a.html", "a.csv", "a.ipynb", "a.log",
+                                  "a.md.gz", "a.gz", "a.bin", "notes.2024"])
+def test_a_file_of_text_is_read_whatever_its_name(tmp_path, run_data, name, encoding):
+    text = "h\u00e9llo, \u6f22\u5b57\nworld\n" * 30
+    raw = text.encode(encoding)
+    (tmp_path / name).write_bytes(gz(raw) if name.endswith(".gz") else raw)
+    status, out, error = run_data("--input", tmp_path / name, "--tokenizer", "bytes", "--out",
+                                  tmp_path / "out")
+    assert status == 0 and texts_of(tmp_path / "out", *SPLITS) == [text]
+    assert ("as it stands" in error) == (name in ("a.html", "a.csv", "a.ipynb"))
+
+
+def write_table(file, texts, kind):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import feather, ipc
+    table = pyarrow.table({"text": texts})
+    if kind == "feather":
+        feather.write_feather(table, file)
+        return
+    with ipc.new_stream(str(file), table.schema) as writer:     # as datasets.save_to_disk
+        writer.write_table(table, 50)
+
+
+@pytest.mark.parametrize("name, write", [
+    ("a.arrow", "stream"), ("a.feather", "feather"), ("a.txt", "stream"), ("data", "feather"),
+    ("a.txt", ".parquet"), ("a.jsonl.gz", ".parquet"), ("part-00000", ".jsonl"),
+    ("a.ndjson", ".jsonl"), ("a.jsonl", ".jsonl.gz"), ("a.jsonl", ".jsonl.zst"),
+    ("a.jsonl.gz", ".jsonl.zst"), ("part-00001", ".jsonl.gz")])
+def test_the_content_of_a_file_says_how_it_is_read(tmp_path, run_data, name, write):
+    """By itself and in a folder."""
+    texts = [f"text {i} " * 9 for i in range(200)]
+    (tmp_path / "in").mkdir()
+    file = tmp_path / "in" / name
+    if write in ("stream", "feather"):
+        write_table(file, texts, write)
+    else:
+        write_kind(tmp_path / f"b{write}", texts)
+        (tmp_path / f"b{write}").rename(file)
+    for given in (file, file.parent):
+        status, out, error = run_data("--input", given, "--tokenizer", "bytes", "--out",
+                                      tmp_path / "out")
+        assert status == 0 and out.startswith("200 documents, "), error
+
+
+def test_a_folder_of_save_to_disk_is_read_by_its_splits(tmp_path, run_data):
+    """datasets.DatasetDict.save_to_disk: a folder for each split, with settings beside the data."""
+    texts = [f"text {i} " * 9 for i in range(100)]
+    for split, chosen in (("train", texts[:80]), ("test", texts[80:])):
+        folder = tmp_path / "in" / split
+        folder.mkdir(parents=True)
+        write_table(folder / "data-00000-of-00001.arrow", chosen, "stream")
+        for settings in ("state.json", "dataset_info.json"):
+            (folder / settings).write_text('{\n  "features": {}\n}')
+    (tmp_path / "in/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    status, out, error = run_data("--input", tmp_path / "in", "--tokenizer", "bytes", "--out",
+                                  tmp_path / "out")
+    assert status == 0 and out.startswith("80 documents, ") and "left out: 1 file" in error
+
+
+@pytest.mark.parametrize("kind", ["stream", "feather"])
+def test_arrow_that_is_cut_off_is_refused(tmp_path, run_data, kind):
+    write_table(tmp_path / "a.arrow", [f"text {i}" for i in range(200)], kind)
+    whole = (tmp_path / "a.arrow").read_bytes()
+    for size in (0, 5, len(whole) // 2, len(whole) - 8, len(whole) - 1):
+        (tmp_path / "a.arrow").write_bytes(whole[:size])
+        assert_refused_by_name(run_data, tmp_path / "a.arrow", "cannot be read to its end")
+
+
+# ---- Splits by the names of files
+
+def write_splits(names, documents=10):
+    """Files of so many documents each, which say in which file they are."""
+    for name in names:
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        texts = [f"document {i} of {name}\n" for i in range(documents)]
+        raw = f"{formats.EOT}\n".join(texts).encode()
+        if ".json" in path.name:
+            raw = "".join(json.dumps(dict(text=text)) + "\n" for text in texts).encode()
+        path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+
+
+def files_of(split):
+    return {text.split()[3] for text in texts_of("out", split)}
+
+
+@pytest.mark.claim("Files named train, validation and test train, validate and are left out.")
+@pytest.mark.parametrize("train, val, test", [
+    ("in/train.txt", "in/validation.txt", "in/test.txt"),
+    ("in/c4-train.00000-of-01024.json.gz in/c4-train.00001-of-01024.json.gz",
+     "in/c4-validation.00000-of-00008.json.gz", ""),
+    ("in/train-00000-of-00002.jsonl in/train-00001-of-00002.jsonl", "in/dev.jsonl",
+     "in/data_test.jsonl"),
+    ("in/train/part1.txt in/train/more/part2.txt", "in/validation/part1.txt", "in/test/part1.txt"),
+    ("in/train/chunk1/example_train_0.jsonl", "in/validation/chunk1/example_holdout_0.jsonl",
+     "in/test/chunk1/example_holdout_0.jsonl"),
+    ("in/TRAIN.txt in/latest.txt in/contest.txt in/development.txt in/evaluation_report.txt "
+     "in/trainings.txt in/train-test.txt", "in/eval1.txt", "in/held_out.txt in/holdout.txt"),
+    ("in/train.txt", "in/val.txt", "in/heldout.txt"), ("in/training.txt", "in/valid.txt", "")])
+def test_names_of_files_decide_the_split(tmp_path, monkeypatch, run_data, train, val, test):
+    """As a folder, as files, and below a folder that is itself called test."""
+    (tmp_path / "test").mkdir()
+    monkeypatch.chdir(tmp_path / "test")
+    write_splits(f"{train} {val} {test}".split())
+    for given in (["in"], [path for path in Path("in").rglob("*") if path.is_file()],
+                  [Path.cwd() / "in"]):
+        flags = "--near-duplicates", "ignore", "--tokenizer", "bytes", "--out", "out"
+        status, out, error = run_data(*flags, "--input", *given)
+        assert status == 0 and files_of("train") == set(train.split()), error
+        assert files_of("val") == set(val.split())
+        assert f"validation: {len(val.split())} file" in error
+        assert (f"left out: {len(test.split())} file" in error) == bool(test)
+        assert "not about 5%" not in out
+        meta = json.loads(Path("out/meta.json").read_text())
+        assert meta["files"] == dict(train=len(train.split()), val=len(val.split()))
+        shutil.rmtree("out")
+    assert run_data(*flags, "--input", "in", "--split-names", "ignore")[0] == 0
+    assert files_of("train") == set(f"{train} {val} {test}".split())
+    status, _, error = run_data(*flags, "--input", "in")
+    assert status == 2 and "give another --out" in error            # the source has the names
+
+
+@pytest.mark.parametrize("names, told", [
+    ("in/train.txt in/test.txt in/a.txt", "test, which is left out: 1 file (in/test.txt)"),
+    ("in/a.txt in/b.txt in/notes/test.txt", "none is for training"),
+    ("in/a.txt in/val.txt", "none is for training"), ("in/test.txt", ""), ("in/train.txt", ""),
+    ("in/test/a.txt in/test/b.txt", ""), ("in/train.txt in/a.txt", "")])
+def test_where_names_of_files_leave_no_validation_the_split_is_drawn(tmp_path, monkeypatch,
+                                                                     run_data, names, told):
+    monkeypatch.chdir(tmp_path)
+    write_splits(names.split(), 40)
+    status, _, error = run_data("--tokenizer", "bytes", "--out", "out", "--input", "in")
+    assert status == 0 and told in error and bool(told) == ("name" in error)
+    kept = {name for name in names.split() if not (name == "in/test.txt" and "left out" in told)}
+    assert files_of("train") == kept
+    assert 0 < len(texts_of("out", "val")) < 20
+
+
+def test_names_of_programs_are_no_splits(tmp_path, monkeypatch, run_data):
+    """train.py beside test_x.py, and documentation; but three .tokens of one corpus are."""
+    monkeypatch.chdir(tmp_path)
+    flags = "--tokenizer", "bytes", "--out", "out", "--input"
+    names = ["train.py", "test_x.py", "model.py", "train.md", "eval.md", "data.md"]
+    write_splits(names)
+    assert run_data(*flags, *names)[0] == 0 and files_of("train") == set(names)
+    shutil.rmtree("out")
+    names = ["wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens", "train.py", "a.py"]
+    write_splits(names)
+    assert run_data(*flags, *names)[0] == 0
+    assert files_of("train") == {"wiki.train.tokens", "train.py", "a.py"}
+    assert files_of("val") == {"wiki.valid.tokens"}
+
+
+@pytest.mark.parametrize("near", ["ignore", "keep", "drop"])
+def test_a_document_that_validates_by_its_file_does_not_train(tmp_path, run_data, near):
+    """Equal ones, and with "drop" those with most words in common; counted."""
+    words = random.Random(0).choices([f"w{i}" for i in range(5000)], k=300)
+    texts = [" ".join(words[i:i + 60]) for i in range(0, 240, 60)]
+    (tmp_path / "in").mkdir()
+    write_kind(tmp_path / "in/train.jsonl", [*texts, texts[0], texts[1] + " end", "another"])
+    write_kind(tmp_path / "in/val.jsonl", [texts[0], texts[1], texts[1]])
+    status, out, error = run_data("--input", tmp_path / "in", "--near-duplicates", near,
+                                  "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert status == 0 and "4 duplicates dropped" in out
+    assert "note: 3 documents of files that train stand in files that validate" in error
+    alike = [] if near == "drop" else [texts[1] + " end"]
+    assert texts_of(tmp_path / "out", "train") == [*texts[2:], *alike, "another"]
+    assert texts_of(tmp_path / "out", "val") == texts[:2]
+
+
+def test_a_question_that_validates_by_its_file_does_not_train(tmp_path, run_data):
+    """The same question with another answer; unless all conversations have the same one."""
+    (tmp_path / "in").mkdir()
+    def write_pairs(name, prompts):
+        (tmp_path / "in" / name).write_text("".join(
+            json.dumps(dict(prompt=prompt, completion=f"{name} {i}")) + "\n"
+            for i, prompt in enumerate(prompts)))
+    write_pairs("train.jsonl", ["a", "b", "c", "c"])
+    write_pairs("validation.jsonl", ["b", "d"])
+    flags = "--input", tmp_path / "in", "--tokenizer", "bytes", "--out"
+    status, out, error = run_data(*flags, tmp_path / "d")
+    assert status == 0 and out.startswith("5 conversations, 0 duplicates dropped")
+    assert "note: 1 conversations that train have the text before the last answer of" in error
+    write_pairs("validation.jsonl", ["c", "c"])
+    write_pairs("train.jsonl", ["c"] * 9)
+    status, out, error = run_data(*flags, tmp_path / "same")
+    assert status == 0 and out.startswith("11 conversations, ")
+
+
+def test_a_split_that_holds_nothing_is_refused(tmp_path, run_data):
+    (tmp_path / "in").mkdir()
+    for train, val, words in (("some words", " ", "validation hold no text"),
+                              ("some words", "some words", "train hold no text")):
+        (tmp_path / "in/train.txt").write_text(train)
+        (tmp_path / "in/val.txt").write_text(val)
+        flags = "--tokenizer", "bytes", "--out", tmp_path / "out", "--input", tmp_path / "in"
+        status, _, error = run_data(*flags)
+        assert status == 2 and words in error
+    assert run_data(*flags, "--split-names", "ignore")[0] == 0
 
 
 # ---- Near-duplicates

@@ -10,7 +10,6 @@ import shutil
 import sys
 import tempfile
 import threading
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 

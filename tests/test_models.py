@@ -434,7 +434,8 @@ def test_no_key_that_changes_a_model_is_ignored_in_silence(theirs_and_ours, tmp_
 @pytest.mark.parametrize("name, changes, fields", [
     ("llama", dict(num_key_value_heads=None), dict(n_kv_head=6)),
     ("mistral", dict(num_key_value_heads="", num_attention_heads=16), dict(n_kv_head=8)),
-    ("qwen2", dict(num_key_value_heads="", num_attention_heads=64, hidden_size=128), dict(n_kv_head=32)),
+    ("qwen2", dict(num_key_value_heads="", num_attention_heads=64, hidden_size=128),
+     dict(n_kv_head=32)),
     ("llama", dict(num_key_value_heads=""), dict(n_kv_head=6)),
     ("llama", dict(rope_scaling=LLAMA3, rope_parameters=dict(rope_type="default", rope_theta=7.0)),
      dict(rope_theta=5e5)),
@@ -656,8 +657,8 @@ def test_flags_make_a_llama_of_a_named_size(shards):
      "n_kv_head 5: give --n-kv-head 2, 4, 6 or 12, or an --n-head in multiples of 5"),
     ("--model llama-nano --n-head 5 --n-kv-head 5", "n_embd 192 is not divisible by n_head 5: give "
      "--n-embd 190 or --n-embd 195 or --n-head 4"),
-    ("--model llama-nano --head-dim 7", "rotary positions turn pairs of channels, but a head has 7: "
-     "give --head-dim 6 or 8"),
+    ("--model llama-nano --head-dim 7", "rotary positions turn pairs of channels, but a head has "
+     "7: give --head-dim 6 or 8"),
     ("--model llama-nano --n-embd 36", "but a head has 9: give --head-dim 8 or 10"),
     ("--model pythia-70m --head-dim 6", "a head has 6, of which 1 turn: give --head-dim 8 or 9"),
     ("--model llama-nano --tp 4", r"n_kv_head 2 is not divisible by tp 4: give a --tp .*: 1, 2"),

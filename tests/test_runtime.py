@@ -88,8 +88,8 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
      "mistral, tinyllama, smollm2, qwen2.5, qwen3, olmo, neox, pythia, palm; --help lists their "
      "sizes", ["--model bert-base"]),
     ("it is a name for a new model, not for weights: make a checkpoint of these by `python -m "
-     "tools.huggingface import meta-llama/Llama-3.2-1B FILE.pt`, give --init-from FILE.pt and leave "
-     "--model out", ["--model meta-llama/Llama-3.2-1B"]),
+     "tools.huggingface import meta-llama/Llama-3.2-1B FILE.pt`, give --init-from FILE.pt and "
+     "leave --model out", ["--model meta-llama/Llama-3.2-1B"]),
     ("leave --model out; for a new model of that size give --model qwen2.5-0.5b",
      ["--model Qwen/Qwen2.5-0.5B"]),
     ("give it to --resume or --init-from", ["--model out/latest.pt"]),

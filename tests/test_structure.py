@@ -47,8 +47,8 @@ MAY_IMPORT = {
     "parallel": ("model data", ""),               # data: in `main` alone
     "checkpoint": ("model models* parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
-    "sample": ("amp model models* checkpoint corpus.chat_templates corpus.messages corpus.tokenizers "
-               "parallelism.collectives runtime.devices runtime.sample_flags", ""),
+    "sample": ("amp model models* checkpoint corpus.chat_templates corpus.messages "
+               "corpus.tokenizers parallelism.collectives runtime.devices runtime.sample_flags", ""),
     "parallelism.*": ("model models* amp parallel parallelism.*", ""),
     # Below the book (runtime/__init__.py):
     "runtime.commandline": ("", ""),
@@ -144,8 +144,8 @@ def test_train_py_has_these_flags_and_no_others():
     assert {field.name for field in fields(Config)} == set(FLAGS.split())
 
 
-DATA_FLAGS = """dataset input text_field template near_duplicates tokenizer train_tokenizer out seed
-    shard_tokens shards"""
+DATA_FLAGS = """dataset input text_field text_endings split_names template near_duplicates tokenizer
+    train_tokenizer out seed shard_tokens shards"""
 
 
 def test_data_py_has_these_flags_and_no_others():

@@ -57,7 +57,7 @@ class Family(NamedTuple):
     fields: dict | None = None          # of every LlamaConfig of the family; None: a GPTConfig
     optional: dict = {}                 # field: (key in config.json, its value where it is missing)
     only: dict = {}                     # key: (the one value we have, that where it is missing)
-    any_width: bool = True              # transformers takes a width that is no multiple of the heads
+    any_width: bool = True              # also one that is no multiple of the heads
 
 
 GPT2 = Family(

@@ -28,8 +28,8 @@ HARMLESS = set("""
 OF_GPT2 = set("""n_ctx n_inner activation_function reorder_and_upcast_attn
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     """.split()) | set(FIXED)
-OF_OPT = set("""ffn_dim word_embed_proj_dim activation_function activation_dropout layerdrop init_std
-    """.split()) | set(FIXED)
+OF_OPT = set("""ffn_dim word_embed_proj_dim activation_function activation_dropout layerdrop
+    init_std""".split()) | set(FIXED)
 OF_LLAMA = {"hidden_act", "pretraining_tp", "sliding_window", "max_window_layers"}
 OF_NEOX = {"hidden_act", "use_parallel_residual", "rotary_emb_base", "classifier_dropout"}
 

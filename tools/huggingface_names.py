@@ -1,7 +1,7 @@
 """Which tensor of a file is which of the model: names as other programs have left them.
 
-    _orig_mod.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight      in the file
-    layers.0.mlp.up_proj.weight                                                 in the family's table
+    _orig_mod.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight  in the file
+    layers.0.mlp.up_proj.weight                                             in the family's table
 
 Modules that wrap others put their names between. What stands before the blocks, such as `model.` or
 `gpt_neox.`, is whatever stands before the embedding. tools/huggingface.py calls `find_names`.
