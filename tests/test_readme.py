@@ -208,6 +208,7 @@ def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
     assert status == 1 and "are used up; the run has diverged" in error
     assert "begin again in another --out, with a lower --lr" in error      # it has no checkpoint
     recipe = next(block for block in README.split("```")[1::2] if "spike" in block)
+    recipe = recipe.replace("python - ", f"{shlex.quote(sys.executable)} - ")
     def print_spike():
         return subprocess.run(["bash", "-c", recipe], cwd=tmp_path, capture_output=True, text=True)
     text = print_spike()
