@@ -887,9 +887,15 @@ def leave_nothing_behind():
     yield
     folder = ROOT / "tests" / "__pycache__"
     for file in [*folder.glob("harness.*"), *folder.glob("__init__.*")]:
-        file.unlink()
+        file.unlink(missing_ok=True)        # another pytest may end at the same time
     with suppress(OSError):
         folder.rmdir()
+    # The CPU seconds of ranks and commands are the forkserver's, and of this process only once it
+    # has waited for that.
+    server = multiprocessing.forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGTERM)     # it may still import
+        server._stop()
 
 
 # ---------------------------------------------------------------------------------------------

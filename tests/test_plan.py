@@ -608,15 +608,15 @@ def test_logits_are_a_tile_in_the_models_type_and_in_16_bits_another_in_fp32(mon
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("cfg, flags", [
-    *((BIG, dict(zero=zero, micro_batch=1)) for zero in (0, 3)),
-    *((NARROW, MICROBATCHES | flags) for flags in PIPELINES.values()),
+    *((replace(BIG, n_embd=512), dict(zero=zero, micro_batch=1)) for zero in (0, 3)),
+    *((NARROW, MICROBATCHES | dict(batch_size=128) | flags) for flags in PIPELINES.values()),
     (CONTEXT, dict(cp=4, batch_size=1, micro_batch=1))])
 def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, cfg, flags):
     peaks = peak_of(cfg, tmp_path, **flags)
     for peak, formula in peaks:
         assert peak == pytest.approx(sum(formula), rel=0.1)
     peak, (state, *others) = peaks[0]                   # the stage that 1F1B relieves least
-    assert cfg is BIG or peak - state == pytest.approx(sum(others), rel=0.15)
+    assert "zero" in flags or peak - state == pytest.approx(sum(others), rel=0.15)
 
 
 def test_the_search_finds_the_fastest_layouts_that_fit():
