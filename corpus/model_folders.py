@@ -13,7 +13,7 @@ from pathlib import Path
 from corpus.conversations import MARKS
 from corpus.json_tokenizers import END_OF_TEXT, MARKED, open_json
 
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")       # what decides where a token is found
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")   # they decide where a token is found
 
 
 def read_object(path: Path) -> dict:
@@ -91,9 +91,10 @@ def check_added(added: list[dict], config: dict) -> None:
         if token.get("special") or (held is not None and held.get("special")):
             continue
         if held is None or any(bool(held.get(key)) != bool(token.get(key)) for key in FLAGS):
-            raise ValueError(f"tokenizer_config.json adds the token {token['content']!r} in another "
-                             f"way: save both files again by transformers' AutoTokenizer."
-                             f"from_pretrained(DIR).save_pretrained(NEW)")
+            raise ValueError(f"tokenizer_config.json adds the token {token['content']!r}, which "
+                             f"tokenizer.json has not, or has in another way: save both again by "
+                             f"transformers' AutoTokenizer.from_pretrained(DIR)"
+                             f".save_pretrained(NEW)")
 
 
 def notes(path: Path) -> list[str]:
@@ -110,13 +111,14 @@ def notes(path: Path) -> list[str]:
         lines.append(f"{path} has no token {end!r}, which the files beside it call the end: "
                      f"{encoding.end_of_text} separates documents")
     elif end is not None and end != encoding.end_of_text:
-        lines.append(f"{path}: {encoding.end_of_text} separates documents, and {end} ends an answer")
+        lines.append(f"{path}: {encoding.end_of_text} separates documents, and {end} ends an "
+                     f"answer")
     elif end is not None and any(token in ids and token != end for token in END_OF_TEXT):
         lines.append(f"{path}: {encoding.end_of_text} separates documents, as the files beside it "
                      f"say")
-    first, _ = encoding.surroundings()
-    _, last = encoding.surroundings()
-    for key, tokens, where in (("add_bos_token", first, "before"), ("add_eos_token", last, "behind")):
+    first, last = encoding.surroundings()
+    for key, tokens, where in (("add_bos_token", first, "before"),
+                               ("add_eos_token", last, "behind")):
         if key in config and bool(config[key]) != bool(tokens):
             does = "puts a token" if tokens else "puts nothing"
             lines.append(f"{path} {does} {where} a text, although tokenizer_config.json has {key} "

@@ -26,9 +26,9 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
             template: str | None = None) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. `tokenizer`: the name of one in corpus/tokenizers.py,
-    the path of a file of one or of a folder with it, or the one of `train_tokens` tokens that is trained on this text.
-    Without a `field` the files hold conversations; `template`: None, the one for the tokenizer.
-    What is there already is not made again. Raises ValueError if a file is not text, if there is
+    the path of a file of one or of a folder with it, or the one of `train_tokens` tokens that is
+    trained on this text. Without a `field` the files hold conversations; `template`: None, the one
+    for the tokenizer. What is there already is not made again. Raises ValueError if a file is not text, if there is
     too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
     run may be training on."""
     vocabulary = None           # the content of the file of a tokenizer of one's own

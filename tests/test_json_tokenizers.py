@@ -312,7 +312,7 @@ def test_a_tokenizer_saved_again_by_transformers_has_its_name(tmp_path, kind):
 
 
 def test_data_and_checkpoints_of_older_names_fit(tmp_path, run_data, run_train):
-    """The name was the hash of the file's bytes. A checkpoint and a mixture's other half have it."""
+    """The name was the hash of the file's bytes. A checkpoint and half of a mixture have it."""
     path = tmp_path / "tokenizer.json"
     made(path, "Llama 3")
     out = [tmp_path / name for name in "de"]
@@ -344,8 +344,8 @@ def test_data_and_checkpoints_of_older_names_fit(tmp_path, run_data, run_train):
 @pytest.mark.parametrize("by", ["--init-from", "--eval-only", "mixture"])
 def test_an_added_token_without_a_row_counts_where_it_occurs(tmp_path, run_data, run_train,
                                                              run_sample, by):
-    """A model of 401 rows and a tokenizer of 402 tokens: data without the last fits; data with it is
-    refused by the token's name, and so is a prompt."""
+    """A model of 401 rows and a tokenizer of 402 tokens: data without the last fits; data with it
+    is refused by the token's name, and so is a prompt."""
     llama_folder(tmp_path / "hf", 401)
     with_tokens(tmp_path / "hf/tokenizer.json", ["<pad>"], ["<extra>"])
     huggingface.import_model(str(tmp_path / "hf"), tmp_path / "m.pt", "")
