@@ -42,7 +42,7 @@ def with_end_of_text(file: str, folder: Path) -> str:
         content = json.loads(file)
         added = content.setdefault("added_tokens", [])
         ids = dict(content["model"]["vocab"]) | {token["content"]: token["id"] for token in added}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return file                     # JsonTokenizer says what is wrong
     config = read_object(folder / "tokenizer_config.json")
     check_added(added, config)
