@@ -24,8 +24,7 @@ END_OF_TEXT = (EOT, "<|end_of_text|>", "</s>")      # the first of them that the
 MARKED = "end_of_text"      # key of an added token: the files beside tokenizer.json name this one
 PROBES = ["".join(map(chr, range(0x250))),          # all bytes but those of longer characters
           "a b  c\n\n d\te \r\n f\u00a0\u3000 g", "don't I've 12 3456 !? x = [1, 2];\n    y(z) ",
-          "\u00e9t\u00e9 e\u0301 \u6f22\u5b57 \u0939\u093f \U0001f600 \U0001f469\u200d\U0001f4bb "
-          "\uffff"]
+          "\u00e9t\u00e9 e\u0301 \u6f22\u5b57 \u0939\u093f \U0001f600 \U0001f469\u200d\U0001f4bb"]
 
 
 def characters_of_bytes() -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from corpus.json_tokenizers import END_OF_TEXT, MARKED, MARKS, open_json
 
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")       # where a token is found in a text
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")   # they decide where a token is found
 
 
 def read_object(path: Path) -> dict:
@@ -41,7 +41,7 @@ def with_end_of_text(file: str, folder: Path) -> str:
         content = json.loads(file)
         added = content.setdefault("added_tokens", [])
         ids = dict(content["model"]["vocab"]) | {token["content"]: token["id"] for token in added}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return file                     # JsonTokenizer says what is wrong
     config = read_object(folder / "tokenizer_config.json")
     check_added(added, config)
@@ -90,9 +90,10 @@ def check_added(added: list[dict], config: dict) -> None:
         if token.get("special") or (held is not None and held.get("special")):
             continue
         if held is None or any(bool(held.get(key)) != bool(token.get(key)) for key in FLAGS):
-            raise ValueError(f"tokenizer_config.json adds the token {token['content']!r} in "
-                             f"another way: save both files again by transformers' AutoTokenizer."
-                             f"from_pretrained(DIR).save_pretrained(NEW)")
+            raise ValueError(f"tokenizer_config.json adds the token {token['content']!r}, which "
+                             f"tokenizer.json has not, or has in another way: save both again by "
+                             f"transformers' AutoTokenizer.from_pretrained(DIR)"
+                             f".save_pretrained(NEW)")
 
 
 def notes(path: Path) -> list[str]:

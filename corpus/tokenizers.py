@@ -11,6 +11,7 @@ its file is written. The file lies beside the shards, and in checkpoints.
 """
 import base64
 import hashlib
+import json
 import re
 from pathlib import Path
 
@@ -81,6 +82,20 @@ def is_same(name: str, file: str | None, other: str, other_file: str | None) -> 
     if file is None or other_file is None:
         return False
     return name_of(file) == name_of(other_file)
+
+
+def has_added(file: str | None, other: str | None) -> bool:
+    """Whether the second of two tokenizer.json is the first with more added tokens."""
+    if file is None or other is None or not is_json(file) or not is_json(other):
+        return False
+    held = {token["content"] for token in json.loads(file).get("added_tokens", [])}
+    content = json.loads(other)
+    content["added_tokens"] = [token for token in content.get("added_tokens", [])
+                               if token["content"] in held]
+    try:
+        return name_of(json.dumps(content)) == name_of(file)
+    except ValueError:          # it needs one of the others
+        return False
 
 
 def is_named(name: str) -> bool:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from corpus.shards import same_tokenizer
+from corpus.shards import fits_tokenizer
 from data import TokenDataset
 from model import GPTConfig
 from models import PEAK_LR, SIZES, make_config
@@ -264,7 +264,7 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
         found += " (the default: --data was left out)"
     # A model may have more rows than its tokenizer has tokens, as Qwen's, or fewer: TokenDataset's
     # check finds tokens without a row.
-    if not same_tokenizer(state, meta):
+    if not fits_tokenizer(state, meta):
         advice = "make --data with that tokenizer, or use another --out or checkpoint"
         if stored is not None and not fine_tunes:
             advice = f"give --data {stored}, or {advice}"

@@ -344,7 +344,7 @@ def test_data_and_checkpoints_of_older_names_fit(tmp_path, run_data, run_train):
 @pytest.mark.parametrize("by", ["--init-from", "--eval-only", "mixture"])
 def test_an_added_token_without_a_row_counts_where_it_occurs(tmp_path, run_data, run_train,
                                                              run_sample, by):
-    """A model of 401 rows and a tokenizer of 402 tokens: data without the last fits. Data with it
+    """A model of 401 rows and a tokenizer of 402 tokens: data without the last fits; data with it
     is refused by the token's name, and so is a prompt."""
     llama_folder(tmp_path / "hf", 401)
     with_tokens(tmp_path / "hf/tokenizer.json", ["<pad>"], ["<extra>"])
@@ -367,6 +367,23 @@ def test_an_added_token_without_a_row_counts_where_it_occurs(tmp_path, run_data,
     assert "401, '<extra>', and the model has rows for 401 tokens" in error
     status, _, error = run_sample("--ckpt", tmp_path / "m.pt", "--prompt", "a<extra>")
     assert status == 2 and "401, '<extra>'" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("before, behind, expected", [
+    ([], ["<extra>"], 0),               # a token that the model has no row for, and no text has
+    (["<extra>"], [], 2)])              # the model may have seen a token that these texts lack
+def test_a_token_that_was_added_to_the_tokenizer_later(tmp_path, run_data, run_train, before,
+                                                       behind, expected):
+    llama_folder(tmp_path / "hf", 402)
+    with_tokens(tmp_path / "hf/tokenizer.json", ["<pad>"], before)
+    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "m.pt", "")
+    with_tokens(tmp_path / "hf/tokenizer.json", ["<pad>"], behind)
+    flags = write_documents(tmp_path / "a.jsonl", TWENTY)
+    assert run_data(*flags, tmp_path / "hf", "--out", tmp_path / "d")[0] == 0
+    status, _, error = run_train("--init-from", tmp_path / "m.pt", "--data", tmp_path / "d", "--out",
+                                 tmp_path / "o", "--batch-size", 2, "--micro-batch", 1, "--seq-len",
+                                 16, "--steps", 2)
+    assert status == expected and (status == 0 or "make --data with that tokenizer" in error)
 
 
 ADDED = ["\u0111em", "stra\u00dfe", "<tool>", "\u6f22\u5b57", "\u00e9l\u00e8ve", "\u0120em"]
