@@ -28,19 +28,12 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. `tokenizer`: the name of one in corpus/tokenizers.py,
     the path of a file of one or of a folder with it, or the one of `train_tokens` tokens that is
-<<<<<<< HEAD
     trained on this text. Without a `field` the files hold conversations; `template`: the name of
     one of ours, or the path of a model's; None: the one beside the tokenizer's file, or the default
     for the tokenizer. `validation`: the files that validate; without them the split is drawn.
     What is there already is not made again. Raises ValueError if a file is not text, if there is
     too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
     run may be training on."""
-=======
-    trained on this text. Without a `field` the files hold conversations; `template`: None, the one
-    for the tokenizer. What is there already is not made again. Raises ValueError if a file is not
-    text, if there is too little or, before it tokenises, if `out` holds shards of other text or
-    other flags, which a run may be training on."""
->>>>>>> h-tok
     vocabulary = None           # the content of the file of a tokenizer of one's own
     model_folder = None
     if train_tokens is None and not is_named(tokenizer):

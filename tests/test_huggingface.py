@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import threading
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -22,8 +23,8 @@ from corpus import downloads, formats
 from corpus.tokenizers import get_tokenizer
 from model import GPTConfig
 from models.llama import LlamaConfig
-from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, random_gpt,
-                           readme_commands, relative, saved, tokens_of, weights_only)
+from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, readme_commands,
+                           relative, saved, tokens_of, weights_only)
 from tools import huggingface
 
 
