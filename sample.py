@@ -29,7 +29,7 @@ from amp import PRECISIONS
 from checkpoint import load_model
 from corpus.chat_templates import get_template
 from corpus.messages import ASSISTANT, Message
-from corpus.tokenizers import bytes_of_token, get_tokenizer, prompt_tokens
+from corpus.tokenizers import bytes_of_token, check_rows, get_tokenizer, prompt_tokens
 from parallelism.collectives import first_line, out_of_memory
 from runtime.devices import pick_device
 
@@ -160,13 +160,17 @@ def chat(model, tokenizer, ends: set[int], template, lines, args) -> None:
             messages = []
             continue
         messages.append(Message("user", line))
-        prompt = template.prompt_of(messages)
-        while len(prompt) >= seq_len and len(messages) > 1:
-            messages = messages[2:]
+        try:
             prompt = template.prompt_of(messages)
-        if len(prompt) >= seq_len:
-            print(f"sample.py: warning: this has {len(prompt)} tokens, the model sees {seq_len}: "
-                  f"it is left out, and a new conversation begins", file=sys.stderr)
+            while len(prompt) >= seq_len and len(messages) > 1:
+                messages = messages[2:]
+                prompt = template.prompt_of(messages)
+            if len(prompt) >= seq_len:
+                raise ValueError(f"this has {len(prompt)} tokens, the model sees {seq_len}")
+            check_rows(tokenizer, prompt, model.cfg.vocab_size)
+        except ValueError as error:
+            print(f"sample.py: warning: {error}: it is left out, and a new conversation begins",
+                  file=sys.stderr)
             messages = []
             continue
         answer = b""

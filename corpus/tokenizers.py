@@ -248,10 +248,15 @@ def prompt_tokens(encoding, text: str, rows: int) -> list[int]:
     """The tokens of a prompt for a model of a vocabulary of so many `rows`. Raises ValueError if it
     has no row for one of them."""
     tokens = text_prefix(encoding) + encoding.encode_ordinary(text) or [encoding.eot_token]
+    check_rows(encoding, tokens, rows)
+    return tokens
+
+
+def check_rows(encoding, tokens: list[int], rows: int) -> None:
+    """Raise ValueError if a model of so many `rows` has none for one of the tokens of a prompt."""
     if max(tokens) >= rows:
         raise ValueError(f"the prompt has the token {shown_token(encoding, max(tokens))}, and the "
                          f"model has rows for {rows:,} tokens: leave it out of the prompt")
-    return tokens
 
 
 def shown_token(encoding, token: int) -> str:

@@ -5,6 +5,7 @@
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -427,6 +428,28 @@ class Draws(torch.nn.Module):
     def forward(self, window, cache, start):
         token = self.tokens[0] if start == 0 else self.tokens[1]
         return 9 * torch.nn.functional.one_hot(torch.full((1, 1), token), 384).float()
+
+
+def test_what_a_template_or_a_model_cannot_take_is_left_out_of_a_chat(folder, tmp_path, monkeypatch,
+                                                                      capsys):
+    """A warning, and the chat goes on: a line that the template refuses, and a token that the model
+    has no row for."""
+    program = STYLES["phi3"].replace("{% for m", "{% if messages[-1].content == 'no' %}"
+                                     "{{ raise_exception('not no') }}{% endif %}{% for m", 1)
+    template = template_of(folder, tmp_path, program)
+    model = Draws([*template.encoding.encode_ordinary("B"), template.end])
+    rows = max(mark.token for mark in template.marks)           # one less than there are tokens
+    model.cfg = replace(model.cfg, vocab_size=rows)
+    last = template.encoding.tokenizer.id_to_token(rows)
+    state = dict(tokenizer=name_of((tmp_path / "tokenizer.json").read_text()),
+                 tokenizer_file=(tmp_path / "tokenizer.json").read_text(), template=template.name,
+                 template_file=template.file)
+    monkeypatch.setattr(sample, "load_model", lambda _: (model, state))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"no\na\n{last}\nb\n".encode())))
+    status, out, error = run_main(capsys, sample, "--chat", "--temperature", 0)
+    assert status == 0 and error.count("warning: ") == error.count("\n")
+    assert "refuses a conversation: not no: it is left out" in error
+    assert out.count("B") == 4 - error.count("\n")
 
 
 def test_a_template_is_given_by_a_file_or_a_name(folder, tmp_path, run_data):

@@ -48,7 +48,8 @@ MAY_IMPORT = {
     "checkpoint": ("model models* parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
     "sample": ("amp model models* checkpoint corpus.chat_templates corpus.messages "
-               "corpus.tokenizers parallelism.collectives runtime.devices runtime.sample_flags", ""),
+               "corpus.tokenizers parallelism.collectives runtime.devices "
+               "runtime.sample_flags", ""),
     "parallelism.*": ("model models* amp parallel parallelism.*", ""),
     # Below the book (runtime/__init__.py):
     "runtime.commandline": ("", ""),
