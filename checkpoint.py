@@ -337,7 +337,7 @@ def load(path: Path) -> dict:
                          f"use the version of the code that wrote it")
     with reading(path, "is refused"):
         if set(state) - set(OPTIONAL) != KEYS:
-            raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")
+            raise ValueError(f"its keys differ: {sorted((set(state) - set(OPTIONAL)) ^ KEYS)}")
         weights_only = not state["exp_avg"] and not state["exp_avg_sq"]
         shapes = parameter_shapes(make_config(**state["model"]))
         for key in STATE:

@@ -12,7 +12,7 @@ from corpus.conversations import FORMS, Template, default_template, has_marks, t
 from corpus.formats import EOT
 from corpus.jinja_templates import OWN, TURNS, ChatTemplate, hash_of
 from corpus.messages import ASSISTANT, Message
-from corpus.model_folders import read_object
+from corpus.model_folders import content_of, read_object
 from corpus.tokenizers import document_start
 
 # Ours as transformers writes them. START stands for what begins a document, EOT for what ends one.
@@ -30,7 +30,9 @@ CHATML_AS_TEXT = """{{ 'START' }}{% for message in messages %}\
 
 PROBES = [TURNS[:1], TURNS, [Message("system", "be brief"), *TURNS], TURNS[1:],
           [Message("system", ""), Message("user", " a\n"), Message(ASSISTANT, "\n b "),
-           Message("user", ""), Message("user", "c"), Message(ASSISTANT, "")]]
+           Message("user", ""), Message("user", "c"), Message(ASSISTANT, "")],
+          [TURNS[0], TURNS[1]._replace(content="<think>\nthought\n</think>\n\nanswer"), *TURNS[2:]],
+          [TURNS[0], TURNS[1]._replace(reasoning="thought"), *TURNS[2:]]]
 
 
 # ---- The files of a model's folder ----------------------------------------------------------
@@ -38,34 +40,47 @@ PROBES = [TURNS[:1], TURNS, [Message("system", "be brief"), *TURNS], TURNS[1:],
 def read_template(folder: Path) -> str | None:
     """The content of the file that keeps the template of a model's folder: an object of JSON with
     the program and the special tokens that it may name. None without a template."""
-    config = read_object(folder / "tokenizer_config.json")
-    program = config.get("chat_template")
+    kept = list(folder.glob(f"{OWN}*.json"))    # a folder of shards
+    if len(kept) == 1:
+        return read_template_file(kept[0])
+    path = folder / "tokenizer_config.json"
+    program = read_object(path).get("chat_template")
     if isinstance(program, list):               # several that have names
         try:
-            program = {one["name"]: one["template"] for one in program}.get("default")
+            program = {one["name"]: one["template"] for one in program}
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{folder / 'tokenizer_config.json'} is refused: its chat_template "
-                             f"has no {error}") from None
+            raise ValueError(f"{path} is refused: its chat_template has no {error}") from None
+    if isinstance(program, dict):
+        if "default" not in program:
+            raise ValueError(f"{path} has the templates {', '.join(program)}, and none is called "
+                             f"default: give one of them in a file, --template FILE.jinja")
+        program = program["default"]
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
             program = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is refused: {error}") from None
-    return write_file(program, folder) if isinstance(program, str) else None
+    return write_file(program, special_tokens(folder)) if isinstance(program, str) else None
 
 
-def write_file(program: str, folder: Path) -> str:
-    """`read_template`, of this program and the special tokens of a folder."""
+def special_tokens(folder: Path) -> dict:
+    """The names that a model's folder gives to special tokens, as transformers decides it."""
     tokens = read_object(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in tokens:    # as transformers decides it
+    if "added_tokens_decoder" not in tokens:
         tokens |= read_object(folder / "special_tokens_map.json")
-    named = {}
-    for name, token in tokens.items():
-        if isinstance(token, dict):
-            token = token.get("content")
-        if name.endswith("_token") and isinstance(token, str):
-            named[name] = token
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        more = tokens.get(key)
+        if isinstance(more, dict):
+            tokens |= more
+    return tokens
+
+
+def write_file(program: str, tokens: dict) -> str:
+    """`read_template`, of this program and the special tokens that it names."""
+    contents = {name: content_of(token) for name, token in tokens.items() if name in program}
+    named = {name: text for name, text in contents.items()
+             if isinstance(text, str) and name != "chat_template"}
     return json.dumps(dict(chat_template=program) | named, sort_keys=True)
 
 
@@ -81,11 +96,12 @@ def read_template_file(path: Path) -> str:
     if path.suffix == ".json":
         if path.name == "tokenizer_config.json":
             return read_template_file(path.parent)
-        if not isinstance(read_object(path).get("chat_template"), str):
+        content = read_object(path)
+        if not isinstance(content.get("chat_template"), str):
             raise ValueError(f"{path} has no chat_template: give another --template")
-        return path.read_text(encoding="utf-8")
+        return write_file(content["chat_template"], content)
     try:
-        return write_file(path.read_text(encoding="utf-8"), path.parent)
+        return write_file(path.read_text(encoding="utf-8"), special_tokens(path.parent))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is refused: {error}") from None
 
@@ -127,14 +143,12 @@ def is_own(name: str) -> bool:
 
 
 def name_of(file: str, encoding) -> str:
-    """The name of the template in a file: ours, if it writes what ours writes."""
+    """The name of the template in a file: ours, if it writes what ours writes. Raises ValueError
+    without jinja2, or if it cannot be run."""
     for form in FORMS:
         if json.loads(file)["chat_template"] == in_jinja(form, encoding):
             return form
-    try:
-        own = ChatTemplate(file, encoding)
-    except ValueError:                  # without jinja2, or no program: nothing writes it
-        return hash_of(file)
+    own = ChatTemplate(file, encoding)
     for form in FORMS:
         if all(writes_alike(own, Template(form, encoding), messages) for messages in PROBES):
             return form
@@ -151,13 +165,15 @@ def writes_alike(own, ours: Template, messages) -> bool:
         return False
 
 
-def write_own(folder: Path, template) -> None:
-    """Keep the file of a model's own template in a folder of shards."""
-    (folder / f"{template.name}.json").write_text(template.file, encoding="utf-8")
+def write_own(folder: Path, template) -> str:
+    """Keep the file of a model's template in a folder of shards. Returns its hash."""
+    name = hash_of(template.file)
+    (folder / f"{name}.json").write_text(template.file, encoding="utf-8")
+    return name
 
 
 def read_own(folder: Path, name: str) -> str:
-    """The content of the file of this template. Raises ValueError if it is lost or damaged."""
+    """The content of the file of this hash. Raises ValueError if it is lost or damaged."""
     path = folder / f"{name}.json"
     try:
         file = path.read_text(encoding="utf-8")
@@ -170,34 +186,33 @@ def read_own(folder: Path, name: str) -> str:
 
 
 def get_template(name: str, encoding, file: str | None = None):
-    """The template of this name for a tokenizer. `file` is the content of the file of one that is
-    not ours. Raises ValueError for another name."""
+    """The template of this name for a tokenizer. `file` is the content of a model's file; of one
+    that writes what ours writes, it is kept for an export. Raises ValueError for another name."""
     if file is not None and name == hash_of(file):
         return ChatTemplate(file, encoding)
     if name not in FORMS:
         raise ValueError(f"there is no template {name!r} here, only {', '.join(FORMS)}")
-    return Template(name, encoding)
+    return Template(name, encoding, file)
 
 
-def find_template(folder: Path, encoding) -> tuple[str, str | None] | None:
-    """(name, content of its file, if it is not ours) of the template that a model's folder has."""
+def find_template(folder: Path, encoding):
+    """The template that a model's folder has; None without one. Raises ValueError."""
     file = read_template(folder)
-    if file is None:
-        return None
-    name = name_of(file, encoding)
-    return name, file if is_own(name) else None
+    return None if file is None else get_template(name_of(file, encoding), encoding, file)
 
 
 def choose_template(given: str | None, encoding, folder: Path | None):
     """The template that --template gives, or else that of the tokenizer's `folder`, or the default.
-    Raises ValueError, OSError."""
+    Raises ValueError if there is none, or what is learnt cannot be told of it; OSError."""
     if given in FORMS:
         return Template(given, encoding)
-    file = None
+    template = None
     if given is not None:
         file = read_template_file(Path(given))
+        template = get_template(name_of(file, encoding), encoding, file)
     elif folder is not None:
-        file = read_template(folder)
-    if file is None:
-        return Template(default_template(encoding), encoding)
-    return get_template(name_of(file, encoding), encoding, file)
+        template = find_template(folder, encoding)
+    if template is None:
+        template = Template(default_template(encoding), encoding)
+    template.check([])
+    return template

@@ -43,6 +43,7 @@ def gunzip(path: Path):
 def unzstd(path: Path):
     """Yield the bytes of the frames of a .zst. Raises an EOFError, also for a file that is cut off,
     which the reader of the package ends as if it were whole."""
+    check_package(path)
     import zstandard
     new_frame = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj
     frame = new_frame()

@@ -79,6 +79,6 @@ def is_read_by_content(path: Path, field: str) -> bool:
     try:
         kind = how_read(path)
         return kind != ".txt" and (table_kind(path) is not None
-                                   or is_document(first_record(path), field))
+                                   or is_document(path, field))
     except ValueError:
         return False

@@ -90,11 +90,12 @@ def text_of(parts, encoding) -> str:
 class Template:
     """One of FORMS for a tokenizer. (chat_templates.ChatTemplate is a model's own.)"""
 
-    def __init__(self, name: str, encoding):
+    def __init__(self, name: str, encoding, file: str | None = None):
         self.name = name
-        self.file = None
+        self.file = file            # of a model whose own template writes the same
         self.encoding = encoding
         self.end = end_of_answer(name, encoding)
+        self.reasonings_left_out = 0
 
     def parts(self, messages):
         """(text or token, whether it is learnt), one after the other."""

@@ -13,10 +13,10 @@ import numpy as np
 
 from corpus.bpe import train_bpe
 from corpus.compressed import BLOCK
-from corpus.console import progress
+from corpus.console import note, progress
 from corpus.file_changes import change_of
 from corpus.formats import read_documents
-from corpus.index import Index, read_texts, usable_cores
+from corpus.index import Index, check_unreadable, read_texts, usable_cores
 from corpus.messages import texts_of
 from corpus.records import NotText
 from corpus.shards import BEGINS, LEARNT, SPLITS
@@ -130,32 +130,40 @@ def encode_pieces(pieces, encoding):
 
 def encode_conversations(index: Index, encoding, template):
     """Yield an Encoded of some conversations at a time, in order."""
+    refused = []                # what is wrong with each that the template refuses
+
     def work(split, conversations):
-        tokens, flags, size = [], [], 0
+        tokens, flags, size = [], [np.zeros(0, "u1")], 0
         for messages in conversations:
             if isinstance(messages[0], NotText):        # pass 1 could read it
                 raise messages[0]
+            size += sum(len(text.encode()) for text in texts_of(messages))
             try:
                 template.check(messages)
                 new, learnt = template.render(messages)
             except ValueError as error:
-                raise ValueError(f"{error} (the conversation {beginning_of(messages)})") from None
+                refused.append(NotText(f"the conversation {beginning_of(messages)}: {error}"))
+                check_unreadable(refused, index.counts["documents"])
+                continue
             tokens += new
             flags.append(LEARNT * np.array(learnt, "u1"))
             flags[-1][0] |= BEGINS
-            size += sum(len(text.encode()) for text in texts_of(messages))
         return Encoded(split, np.array(tokens, dtype_of(encoding)), size, np.concatenate(flags))
 
     conversations = (messages for path in index.files for messages in read_documents(path, None))
     kept = (("train" if cut else "val", messages)
             for messages, cut in zip(conversations, index.cuts.tolist()) if cut >= 0)
     yield from in_threads(work, in_groups(kept))
+    check_unreadable(refused, index.counts["documents"], at_end=True)
+    if template.reasonings_left_out > 0:
+        note(f"{template.reasonings_left_out:,} answers have a reasoning that the model's own "
+             f"template leaves out where other messages follow")
 
 
 def beginning_of(messages) -> str:
     """How a conversation can be found in its file."""
-    text = next(message.content for message in messages if message.content.strip())
-    return "that has " + repr(text.strip()[:60])
+    text = " ".join(message.content for message in messages).strip()
+    return f"that begins {text[:60]!r}"
 
 
 def dtype_of(encoding) -> str:

@@ -119,7 +119,7 @@ def why_skipped(entry: os.DirEntry, field: str, endings) -> Skipped | None:
         return Skipped("unreadable")
     path = Path(entry.path)
     kind = kind_of(entry.name)
-    if kind == ".json" and not has_ending(entry.name, endings):
+    if kind == ".json":
         if is_document(path, field):
             return None
         return Skipped(f'.json without lines of {{"{field}": ...}}')

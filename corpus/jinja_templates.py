@@ -13,6 +13,7 @@ what the program writes of the messages before the answer, with add_generation_p
 No content forges a token of the template: in a content its characters are text.
 """
 import hashlib
+import itertools
 import json
 import re
 from datetime import datetime
@@ -41,7 +42,7 @@ def compile_program(program: str):
     except ImportError:
         raise ValueError("the model's own template of conversations is run by the package jinja2: "
                          "pip install jinja2") from None
-    if tuple(map(int, jinja2.__version__.split(".")[:3])) < (3, 1, 6):
+    if tuple(map(int, re.findall(r"\d+", jinja2.__version__)[:3])) < (3, 1, 6):
         raise ValueError("a program in Jinja can leave the sandbox of jinja2 before 3.1.6: pip "
                          "install --upgrade jinja2")
 
@@ -145,21 +146,22 @@ class ChatTemplate:
             self.end = self.find_end()
         except ValueError as error:
             self.problem = str(error)
-        # No content may forge these, also where the tokenizer's file does not call them special.
-        # (Others stay tokens in a content, as <think> of an answer does.)
+        # No content may forge these, also where the tokenizer's file does not call them special: the
+        # end of an answer, and what each turn has. (Others stay tokens in a content, as <think>.)
         named = {*self.variables.values(), *encoding.special_tokens_set}
-        turn = self.try_to_write(TURNS[:1])
+        one, two = self.try_to_write(TURNS[:1]), self.try_to_write(TURNS[:3])
         self.set_marks([mark for mark in added if mark.is_special or mark.token == self.end
-                        or mark.text in named or mark.text in turn])
+                        or mark.text in named or 0 < one.count(mark.text) < two.count(mark.text)])
         thinks = self.try_to_write([TURNS[0], TURNS[1]._replace(reasoning="thought 1")])
         self.writes_reasoning = "thought 1" in thinks
+        self.reasonings_left_out = 0
 
     def set_marks(self, marks: list[Mark]) -> None:
         """Set the tokens that a text is cut at and that are protected in contents."""
         self.marks = sorted(marks, key=lambda mark: len(mark.text), reverse=True)
         texts = "|".join(re.escape(mark.text) for mark in self.marks) or "(?!)"
         as_text = f"{AS_TEXT}({texts}){END_AS_TEXT}"
-        alone = f"[{AS_TEXT}{END_AS_TEXT}{GENERATION}{END_GENERATION}]"
+        alone = f"[{AS_TEXT}{END_AS_TEXT}]"
         groups = "".join(f"|({mark.pattern})" for mark in self.marks)
         self.any_mark = re.compile(texts)
         self.places = re.compile(f"{as_text}|{alone}{groups}")
@@ -173,7 +175,18 @@ class ChatTemplate:
 
     def write(self, messages, is_prompt=False) -> str:
         """The text of a conversation; with `is_prompt` up to where a model writes the next answer.
-        Marks in the contents, and blocks of generation, are surrounded by noncharacters."""
+        Marks in the contents are surrounded by noncharacters."""
+        text, _ = self.write_blocks(messages, is_prompt)
+        return text
+
+    def write_blocks(self, messages, is_prompt=False) -> tuple[str, list[int]]:
+        """`write`, and where in the text its blocks of generation begin and end, in turn."""
+        parts = re.split(f"[{GENERATION}{END_GENERATION}]", self.run(messages, is_prompt))
+        text = "".join(parts)
+        return text, list(itertools.accumulate(map(len, parts[:-1])))
+
+    def run(self, messages, is_prompt: bool) -> str:
+        """What the program writes, with blocks of generation surrounded by noncharacters."""
         try:
             return self.program.render(messages=list(map(self.as_dict, messages)), tools=None,
                                        documents=None, add_generation_prompt=is_prompt,
@@ -208,16 +221,18 @@ class ChatTemplate:
                 yield Piece(match.start(1), middle, text[match.start(1):middle])
                 yield Piece(middle, match.end(1), text[middle:match.end(1)])
             elif match.lastindex is not None:
-                yield Piece(match.start(), match.end(), self.marks[match.lastindex - 2].token)
+                mark = self.marks[match.lastindex - 2]
+                at = text.index(mark.text, match.start())
+                yield Piece(at, at + len(mark.text), mark.token)
         if done < len(text):
             yield Piece(done, len(text), text[done:])
 
     def find_end(self) -> int:
         """The token that ends an answer, found by a conversation of two. Raises ValueError."""
-        text = self.write(TURNS)
+        text, blocks = self.write_blocks(TURNS)
         marks = [piece for piece in self.cut(text) if isinstance(piece.value, int)]
         ends = []
-        starts = [start for start, _ in self.starts(TURNS, text)]
+        starts = [start for start, _ in self.starts(TURNS, text, blocks)]
         for start, answer, limit in zip(starts, TURNS[1::2], [*starts[1:], len(text)]):
             found = text.find(answer.content, start)
             behind = [piece for piece in marks if found + len(answer.content) <= piece.start]
@@ -228,15 +243,14 @@ class ChatTemplate:
             raise ValueError("it ends one answer with another token than the next")
         return ends[0]
 
-    def starts(self, messages, text: str) -> Iterator[tuple[int, Message]]:
+    def starts(self, messages, text: str, blocks: list[int]) -> Iterator[tuple[int, Message]]:
         """(where each answer begins in the text of a conversation, its message). Raises ValueError
         if what stands before it is not the prompt that a model would be given."""
-        if GENERATION in text:
+        if blocks:
             answers = [message for message in messages if message.role == ASSISTANT]
-            found = [match.end() for match in re.finditer(GENERATION, text)]
-            if len(found) != len(answers):
+            if len(blocks) != 2 * len(answers):
                 raise ValueError("it has a block of generation more or less than answers")
-            yield from zip(found, answers)
+            yield from zip(blocks[::2], answers)
             return
         for number, message in enumerate(messages):
             if message.role == ASSISTANT:
@@ -245,14 +259,16 @@ class ChatTemplate:
                     raise ValueError("the prompt of an answer is not what stands before the answer")
                 yield len(prompt), message
 
-    def spans(self, messages, text: str, pieces: list[Piece]) -> Iterator[Span]:
+    def spans(self, messages, text: str, blocks: list[int], pieces) -> Iterator[Span]:
         """What the answers are of the text of a conversation."""
-        for start, message in self.starts(messages, text):
-            if GENERATION in text:
-                end = text.index(END_GENERATION, start)
-            else:
+        for number, (start, message) in enumerate(self.starts(messages, text, blocks)):
+            if blocks:
+                end = blocks[2 * number + 1]
+            else:                   # behind the content: a thought may end with the same token
+                content = self.protect(message.content).strip()
+                behind = max(start, text.find(content, start) + len(content))
                 end = next((piece.end for piece in pieces
-                            if piece.start >= start and piece.value == self.end), len(text))
+                            if piece.start >= behind and piece.value == self.end), len(text))
             yield Span(start, end, message.is_learnt)
 
     def check(self, messages) -> None:
@@ -266,10 +282,13 @@ class ChatTemplate:
 
     def render(self, messages) -> tuple[list[int], list[bool]]:
         """The tokens of a conversation, as transformers has them, and which are learnt."""
-        text = self.write(messages)
+        text, blocks = self.write_blocks(messages)
         pieces = list(self.cut(text))
+        self.reasonings_left_out += sum(
+            message.reasoning is not None and message.reasoning.strip() not in text
+            for message in messages)
         try:
-            spans = list(self.spans(messages, text, pieces))
+            spans = list(self.spans(messages, text, blocks, pieces))
         except ValueError as error:
             raise ValueError(f"the answers of a conversation cannot be told: {error}") from None
         spans = [span for span in spans if span.is_learnt]
@@ -280,7 +299,8 @@ class ChatTemplate:
         return tokens, learnt
 
     def encode(self, pieces) -> Iterator[tuple[int, int, int]]:
-        """(token, first character, end) of each token of the pieces of a text."""
+        """(token, first character, end) of each token of the pieces of a text. (The white space
+        that a mark takes in does not count.)"""
         for piece in pieces:
             if isinstance(piece.value, int):
                 yield piece.value, piece.start, piece.end

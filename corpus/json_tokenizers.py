@@ -76,11 +76,15 @@ class JsonTokenizer:
         self.tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
         self.end_of_text = self.find_end(ids, self.suffix)
         self.eot_token = ids[self.end_of_text]
-        added = self.tokenizer.get_added_tokens_decoder().values()
-        self.special_tokens_set = {self.end_of_text,
-                                   *{token.content for token in added}.intersection(MARKS)}
+        added = {token.content: token
+                 for token in self.tokenizer.get_added_tokens_decoder().values()}
+        self.special_tokens_set = {self.end_of_text, *added.keys() & set(MARKS)}
         # Some files do not call them special: any text could forge them.
-        self.tokenizer.add_special_tokens(sorted(self.special_tokens_set))
+        specials = [added.get(text, tokenizers.AddedToken(text, normalized=False))
+                    for text in sorted(self.special_tokens_set)]
+        for token in specials:
+            token.special = True
+        self.tokenizer.add_special_tokens(specials)
         self.added = self.tokenizer.get_added_tokens_decoder()          # {id: AddedToken}
         self.plain = self.find_plain()
         self.place = re.compile(self.find_places())

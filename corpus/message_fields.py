@@ -21,12 +21,13 @@ TOOL_ROLES = ("tool", "function", "ipython", "observation", "function_call", "to
               "tool_response", "function_response")
 ROLE_FIELDS = ("role", "from")
 CONTENT_FIELDS = ("content", "value")
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thoughts")
-LEARNT_FIELDS = ("weight", "loss_weight", "train", "training", "trainable", "loss", "loss_mask",
-                 "loss_scale")
-NOT_LEARNT_FIELDS = ("mask", "masked")
-UNWRITTEN = ("tool_calls", "function_call", "tools", "functions", "documents", "images", "image",
-             "videos", "video", "audios", "audio", "train_detail", "training_detail")
+ROLE_AND_CONTENT = {*ROLE_FIELDS, *CONTENT_FIELDS}
+REASONING_FIELDS = {"reasoning_content", "reasoning", "thinking", "thoughts"}
+LEARNT_FIELDS = {"weight", "loss_weight", "train", "training", "trainable", "loss", "loss_mask",
+                 "loss_scale"}
+NOT_LEARNT_FIELDS = {"mask", "masked"}
+UNWRITTEN = {"tool_calls", "function_call", "tools", "functions", "documents", "images", "image",
+             "videos", "video", "audios", "audio", "train_detail", "training_detail"}
 READ = {*ROLE_FIELDS, *CONTENT_FIELDS, *REASONING_FIELDS, *LEARNT_FIELDS, *NOT_LEARNT_FIELDS,
         *UNWRITTEN}
 
@@ -44,21 +45,29 @@ def parse_message(message, is_learnt=True) -> Message:
     if not isinstance(message, dict):
         raise Refused(f": a message is {kind_of_value(message)}, not an object")
     role = role_of(message)
-    for key in UNWRITTEN:
-        if not is_empty(message.get(key)):
-            raise Refused(f': a message has "{key}", which no template here writes')
     content = join_parts(pick(message, CONTENT_FIELDS))
     check_text(content, f'the "content" of a message of {role}')
-    said = says_learnt(message, role)
-    if said is not None:
-        is_learnt = said
-    return Message(role, content, is_learnt or role != ASSISTANT, reasoning_of(message, role))
+    reasoning = None
+    if not message.keys() <= ROLE_AND_CONTENT:          # which most messages have alone
+        for key in present(UNWRITTEN, message):
+            if not is_empty(message[key]):
+                raise Refused(f': a message has "{key}", which no template here writes')
+        said = says_learnt(message, role)
+        if said is not None:
+            is_learnt = said
+        reasoning = reasoning_of(message, role)
+    return Message(role, content, is_learnt or role != ASSISTANT, reasoning)
 
 
 def unread_of(messages: list[dict], name: str) -> set[str]:
     """The fields of messages that are not read, as "messages.name"."""
     return {f"{name}.{key}" for message in messages for key, value in message.items()
-            if key not in READ and not is_empty(value)}
+            if key not in READ and not is_unsaid(value)}
+
+
+def present(names: set[str], fields: dict) -> list[str]:
+    """Those of the names that a record or a message has, usually none: each is not asked for."""
+    return sorted(names.intersection(fields))
 
 
 def role_of(message: dict) -> str:
@@ -91,7 +100,7 @@ def pick(fields: dict, names):
 
 
 def reasoning_of(message: dict, role: str) -> str | None:
-    names = [name for name in REASONING_FIELDS if not is_empty(message.get(name))]
+    names = [name for name in present(REASONING_FIELDS, message) if not is_empty(message[name])]
     if not names:
         return None
     if role != ASSISTANT:
@@ -104,8 +113,8 @@ def reasoning_of(message: dict, role: str) -> str | None:
 def says_learnt(message: dict, role: str) -> bool | None:
     """Whether the fields of a message say that it is learnt; None if they say nothing."""
     said = {}
-    for name in (*LEARNT_FIELDS, *NOT_LEARNT_FIELDS):
-        value = message.get(name)
+    for name in present(LEARNT_FIELDS | NOT_LEARNT_FIELDS, message):
+        value = message[name]
         if value is None:
             continue
         if value not in (0, 1):
@@ -145,6 +154,11 @@ def check_text(text, what: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise Refused(": half a surrogate pair is no character") from None
+
+
+def is_unsaid(value) -> bool:
+    """Whether a field that is not read says nothing. (False may mean "do not learn this".)"""
+    return value is not False and is_empty(value)
 
 
 def is_empty(value) -> bool:

@@ -8,21 +8,24 @@ The same as ShareGPT writes it: {"conversations": [{"from": "human", "value": "2
 as Alpaca does: {"instruction": "Add.", "input": "2 + 2", "output": "4"}. A record may also be the
 list of messages itself.
 """
+import json
 from pathlib import Path
 from typing import Iterator
 
-from corpus.message_fields import (ASSISTANT, Message, check_text, is_empty, parse_message, pick,
-                                   unread_of)
+from corpus.message_fields import (ASSISTANT, Message, check_text, is_empty, is_unsaid,
+                                   parse_message, pick, present, unread_of)
 from corpus.records import (ALPACA, FORMS, LISTS, PAIR, NotText, Refused, fields_of, filter_of,
                             form_of, kind_of_value, mend_of, read_rows)
 from corpus.unread_fields import UnreadFields
 
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction")
-UNWRITTEN = ("tools", "functions", "available_tools", "tool_schemas", "tool_definitions",
+UNWRITTEN = {"tools", "functions", "available_tools", "tool_schemas", "tool_definitions",
              "documents", "chat_template_kwargs", "images", "image", "videos", "video", "audios",
-             "audio", "loss_mask")
+             "audio", "loss_mask"}
+WEIGHTS = {"train", "trainable", "weight", "loss_weight"}      # of a record as a whole
 KTO_FIELDS = ("label", "kto_tag")               # false: a completion that nobody wants
 INPUT, HISTORY, INSTRUCTION = "input", "history", "instruction"         # Alpaca's
+NEVER_TOLD = {*SYSTEM_FIELDS, *UNWRITTEN}       # read, or refused
 READ = {*SYSTEM_FIELDS, *UNWRITTEN, *KTO_FIELDS, INPUT, HISTORY}
 
 
@@ -92,9 +95,14 @@ def messages_of(record, unread: UnreadFields, others=()) -> list[Message]:
 
 def check_others(record: dict) -> None:
     """Raise Refused if a field beside the messages changes what they say, or are for."""
-    for name in UNWRITTEN:
-        if not is_empty(record.get(name)):
+    for name in present(UNWRITTEN, record):
+        if not is_empty(record[name]):
             raise Refused(f' has "{name}", which no template here writes')
+    for name in present(WEIGHTS, record):
+        if record[name] not in (None, 1):
+            raise Refused(f': "{name}" of a record is {json.dumps(record[name], default=str)}, and '
+                          f'only an answer can say whether it is learnt: leave such records out',
+                          f"select(.{name} == null or .{name} == true or .{name} == 1)")
     for name in KTO_FIELDS:
         if record.get(name) is False:
             raise Refused(f': "{name}" is false, so nobody wants this completion: leave such '
@@ -145,12 +153,12 @@ def add_system(messages: list[Message], record: dict, form) -> None:
 
 def unread_names(record: dict, form, given) -> set[str]:
     """The names of the fields of a record, and of its messages, that are not read."""
-    read = {*form, *SYSTEM_FIELDS, *UNWRITTEN}
+    others = record.keys() - NEVER_TOLD - set(form)
     if form == ALPACA:
-        read |= {INPUT, HISTORY}
+        others -= {INPUT, HISTORY}
     elif form[0] in LISTS:
-        read.add(INSTRUCTION)
-    names = {name for name, value in record.items() if name not in read and not is_empty(value)}
+        others.discard(INSTRUCTION)
+    names = {name for name in others if not is_unsaid(record[name])}
     return names | unread_of([message for message, _ in given], form[0])
 
 

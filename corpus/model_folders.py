@@ -85,6 +85,10 @@ def check_added(added: list[dict], config: dict) -> None:
     not looked for."""
     own = {token["content"]: token for token in added}
     theirs = config.get("added_tokens_decoder") or {}
+    if not isinstance(theirs, dict) or not all(isinstance(content_of(token), str)
+                                               for token in theirs.values()):
+        raise ValueError("tokenizer_config.json has added_tokens_decoder in a form that is not "
+                         "known: save it again by transformers")
     for token in theirs.values():
         held = own.get(token["content"])
         if token.get("special") or (held is not None and held.get("special")):
@@ -111,7 +115,7 @@ def notes(path: Path) -> list[str]:
                      f"{encoding.end_of_text} separates documents")
     elif end is not None and end != encoding.end_of_text:
         lines.append(f"{path}: {encoding.end_of_text} separates documents, and not {end}, which "
-                     f"the files beside it call the end: it ends an answer")
+                     f"the files beside it call the end")
     elif end is not None and any(token in ids and token != end for token in END_OF_TEXT):
         lines.append(f"{path}: {encoding.end_of_text} separates documents, as the files beside it "
                      f"say")

@@ -160,7 +160,10 @@ class KeyTable:
             if len(shared) <= MOST_SHARED:
                 self.shared = shared
         for hashes, _ in self.group:
-            own = np.setdiff1d(hashes, self.shared, assume_unique=True)
+            own = hashes
+            if len(self.shared) > 0:
+                at = np.searchsorted(self.shared, hashes).clip(max=len(self.shared) - 1)
+                own = hashes[self.shared[at] != hashes]
             self.submit(self.min_hash.keys_of, own if len(own) > 0 else hashes)
         self.group = []
         self.group_hashes = 0

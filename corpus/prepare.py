@@ -36,10 +36,13 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
     run may be training on."""
     vocabulary = None           # the content of the file of a tokenizer of one's own
     model_folder = None
+    ends = []
     if train_tokens is None and not is_named(tokenizer):
         path = find_file(tokenizer)
         vocabulary = read_file(path)
-        model_folder = path.parent
+        if path.suffix == ".json":
+            model_folder = path.parent
+            ends = read_ends(model_folder)
         for line in notes(path) if field is not None else []:
             note(line)
         tokenizer = name_of(vocabulary)
@@ -77,8 +80,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
         if template is not None:
             meta |= dict(template=template.name, learnt=learnt, bytes_per_token=None)
             if template.file is not None:
-                write_own(folder, template)
-        ends = read_ends(model_folder) if model_folder is not None else []
+                meta["template_file"] = write_own(folder, template)
         if ends:
             meta["ends"] = ends
         if vocabulary is not None:

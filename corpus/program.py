@@ -128,7 +128,7 @@ def check_endings(parser: Parser, args) -> None:
     endings = [re.sub(r"^\*?\.|\.(gz|zst)$", "", one) for one in given if one]
     args.text_endings = list(dict.fromkeys(endings))
     for ending in args.text_endings:
-        if f".{ending}" in (*READ[1:], *LINES, ".gz", ".zst") and ending != "json":
+        if f".{ending}" in (*READ[1:], *LINES, ".gz", ".zst"):
             parser.error(f"--text-endings {ending}: such files hold documents or are compressed, "
                          f"and are read anyway: leave it out")
     if not args.text_endings or "" in args.text_endings:

@@ -142,8 +142,8 @@ def read_meta(directory: Path) -> dict:
     if is_of_file(needed["tokenizer"]):
         needed["tokenizer_file"] = read_own(directory, needed["tokenizer"],
                                             meta.get("tokenizer_sha256"))
-    if needed["template"] is not None and chat_templates.is_own(needed["template"]):
-        needed["template_file"] = chat_templates.read_own(directory, needed["template"])
+    if meta.get("template_file") is not None:
+        needed["template_file"] = chat_templates.read_own(directory, meta["template_file"])
     return needed
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from corpus.chat_templates import is_own
 from corpus.shards import fits_tokenizer
 from data import TokenDataset
 from model import GPTConfig
@@ -279,7 +280,9 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
                  f"checkpoint on, samples of the tokens are compared")
     template = state.get("template")
     if template is not None and meta.get("template", template) != template:
-        own = "DIR, the folder of its model," if "template_file" in state else template
+        own = template
+        if is_own(template):
+            own = "DIR, the folder of its model,"
         warn(f"{file} was trained on conversations by the template {template}, and {config.data} "
              f"has {meta['template']}: data.py --template {own} makes it alike")
     if fine_tunes or set(trained_on) <= set(dataset.sources):

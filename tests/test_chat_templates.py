@@ -161,9 +161,8 @@ def test_a_template_writes_what_transformers_writes(folder, tmp_path, style):
     """Tokens and prompts of three conversations; what is learnt are the answers and what ends
     each."""
     encoding = with_template(folder, tmp_path, STYLES[style])
-    name, file = find_template(tmp_path, encoding)
-    template = get_template(name, encoding, file)
-    assert name.startswith("jinja-") and template.end == encoding.encode_single_token(ENDS[style])
+    template = find_template(tmp_path, encoding)
+    assert template.name.startswith("jinja-") and template.end == encoding.encode_single_token(ENDS[style])
     for turns in TALKS:
         messages = talk(turns)
         if style in REFUSED and turns[0][0] == "system":
@@ -183,8 +182,7 @@ def test_a_template_writes_what_transformers_writes(folder, tmp_path, style):
 
 def test_what_is_learnt_by_blocks_of_generation_is_what_transformers_masks(folder, tmp_path):
     encoding = with_template(folder, tmp_path, STYLES["generation"])
-    template = get_template(*find_template(tmp_path, encoding)[:1], encoding,
-                            read_template(tmp_path))
+    template = find_template(tmp_path, encoding)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for turns in TALKS:
         out = tokenizer.apply_chat_template([dict(role=role, content=content)
@@ -207,16 +205,20 @@ OUR_CHATML = """{%- for message in messages -%}
     (STYLES["smollm"], "jinja-"), (OUR_CHATML.replace("message.content", "message.content | trim"),
                                    "jinja-"),
     (OUR_CHATML + "{{ raise_exception('no') if messages | length > 1 }}", "jinja-"),
-    ("{% for", "jinja-"), (None, None), (5, None)])
+    (OUR_CHATML.replace("message.content", "message.content.split('</think>')[-1]"), "jinja-"),
+    (OUR_CHATML.replace("{{ message.content", "{{ message.reasoning_content or '' }}"
+                        "{{ message.content"), "jinja-"),
+    (OUR_CHATML + "{% if tools %}tools{% endif %}", "chatml"), (None, None), (5, None)])
 def test_a_template_is_what_it_writes(folder, tmp_path, program, found):
     """ChatML's marks do not make one ChatML, and other words do not make it another."""
     encoding = with_template(folder, tmp_path, program)
     assert set(conversations.MARKS) <= {mark.text for mark in jinja_templates.marks_of(encoding)}
+    template = find_template(tmp_path, encoding)
     if found is None:
-        assert find_template(tmp_path, encoding) is None
+        assert template is None
         return
-    name, file = find_template(tmp_path, encoding)
-    assert name.startswith(found) and (file is None) == (found == "chatml")
+    assert template.name.startswith(found)
+    assert json.loads(template.file)["chat_template"] == program        # for an export
 
 
 @pytest.mark.parametrize("file, content, told", [
@@ -234,15 +236,21 @@ def test_an_odd_file_of_a_model_is_refused_by_its_name(tmp_path, file, content, 
 def test_the_default_of_several_templates_and_its_special_tokens_are_read(tmp_path):
     """chat_template.jinja comes before tokenizer_config.json. special_tokens_map.json counts where
     the other does not list the added tokens, as in transformers."""
-    write_config(tmp_path, [dict(name="tools", template="x"), dict(name="default", template="y")],
-                 bos_token=dict(content="<b>"), add_bos_token=True)
+    write_config(tmp_path, [dict(name="tools", template="x"),
+                            dict(name="default", template="bos_token eos_token")], bos_token=dict(content="<b>"), add_bos_token=True)
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<e>"}')
-    assert json.loads(read_template(tmp_path)) == dict(chat_template="y", bos_token="<b>",
-                                                       eos_token="<e>")
-    (tmp_path / "chat_template.jinja").write_text("z")
-    write_config(tmp_path, "y", added_tokens_decoder={})
-    assert json.loads(read_template(tmp_path)) == dict(chat_template="z", bos_token="<s>",
-                                                       eos_token="</s>")
+    assert json.loads(read_template(tmp_path)) == dict(
+        chat_template="bos_token eos_token", bos_token="<b>", eos_token="<e>")
+    (tmp_path / "chat_template.jinja").write_text("bos_token x_token")
+    write_config(tmp_path, "y", added_tokens_decoder={}, extra_special_tokens=dict(x_token="<x>"))
+    assert json.loads(read_template(tmp_path)) == dict(chat_template="bos_token x_token",
+                                                       bos_token="<s>", x_token="<x>")
+    write_config(tmp_path, dict(default="w"))
+    (tmp_path / "chat_template.jinja").unlink()
+    assert json.loads(read_template(tmp_path))["chat_template"] == "w"
+    write_config(tmp_path, [dict(name="rag", template="x")])
+    with pytest.raises(ValueError, match="has the templates rag, and none is called default"):
+        read_template(tmp_path)
 
 
 # ---- What is learnt, and what cannot be told ------------------------------------------------
@@ -253,9 +261,7 @@ THINKS = """{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.reasoning_c
 
 
 def template_of(folder, tmp_path, program):
-    encoding = with_template(folder, tmp_path, program)
-    name, file = find_template(tmp_path, encoding)
-    return get_template(name, encoding, file)
+    return find_template(tmp_path, with_template(folder, tmp_path, program))
 
 
 def learnt_text(template, messages):
@@ -305,11 +311,10 @@ def test_no_content_forges_a_mark(folder, tmp_path):
      "the prompt of an answer is not what stands before the answer"),
     (STYLES["generation"].replace("m.content + eos_token }}{% end", "eos_token }}{% end"),
      "it writes no token behind each answer"),
-    ("{{ raise_exception('never') }}", "never"), ("{{ 1 // 0 }}", "division")])
+    ("{{ raise_exception('never') }}", "never"), ("{{ 1 // 0 }}", "division"),
+    ("{% for", "is no program in Jinja")])
 def test_what_cannot_be_told_is_refused_in_a_line(folder, tmp_path, run_data, program, problem):
-    template = template_of(folder, tmp_path, program)
-    with pytest.raises(ValueError, match=problem):
-        template.check(talk(TALKS[0]))
+    with_template(folder, tmp_path, program)
     write_records(tmp_path / "c.jsonl", 30)
     status, _, error = run_data("--input", tmp_path / "c.jsonl", "--tokenizer",
                                 tmp_path / "tokenizer.json", "--out", tmp_path / "d")
@@ -362,8 +367,8 @@ def test_a_model_keeps_its_template_from_import_to_export(folder, tmp_path, run_
     state = checkpoint.load(Path("out/latest.pt"))
     assert state["template_file"] == checkpoint.load(Path("base.pt"))["template_file"]
     huggingface.export_model(Path("out/latest.pt"), Path("hf"))
-    assert json.loads((path / "tokenizer_config.json").read_text()).items() <= json.loads(
-        Path("hf/tokenizer_config.json").read_text()).items() | {("tokenizer_class", "")}
+    config = json.loads(Path("hf/tokenizer_config.json").read_text())
+    assert config["chat_template"] == STYLES[style]
     model = transformers.AutoModelForCausalLM.from_pretrained("hf", dtype=torch.float32)
     capsys.readouterr()
     tokenizer = transformers.AutoTokenizer.from_pretrained("hf")
@@ -399,8 +404,8 @@ def test_every_end_that_a_model_names_ends_a_generation(folder, tmp_path, run_da
     assert read_meta(Path("chat"))["ends"] == [7, 9]
     huggingface.export_model(Path("base.pt"), Path("hf"))
     state = checkpoint.load(Path("base.pt"))
-    template = get_template(state["template"], get_tokenizer(state["tokenizer"],
-                            state["tokenizer_file"]), state["template_file"])
+    template = get_template(state["template"], get_tokenizer(
+        state["tokenizer"], state["tokenizer_file"]), state["template_file"])
     capsys.readouterr()
     letter = template.encoding.encode_ordinary("B")
     ends = transformers.GenerationConfig.from_pretrained("hf").eos_token_id
@@ -467,8 +472,8 @@ def test_a_template_is_given_by_a_file_or_a_name(folder, tmp_path, run_data):
     assert ChatTemplate(own["template_file"], encoding).name == own["template"]
     kept = tmp_path / "a" / f"{own['template']}.json"
     other = make("b", "--template", tmp_path / "other.jinja")
-    assert json.loads(other["template_file"]) == dict(
-        chat_template=STYLES["zephyr"], bos_token="<s>", eos_token="</s>")
+    assert json.loads(other["template_file"]) == dict(chat_template=STYLES["zephyr"],
+                                                      eos_token="</s>")
     assert make("c", "--template", kept)["fingerprint"] == own["fingerprint"]
     assert make("d", "--template", tmp_path)["fingerprint"] == own["fingerprint"]
     assert make("e", "--template", "plain")["template"] == "plain"
@@ -497,14 +502,16 @@ def test_a_template_that_is_none_is_refused_in_a_line(tmp_path, run_data, monkey
     assert status == 2 and told in error and error.count("\n") == 1
 
 
-def test_without_jinja2_a_line_says_how_to_install_it(folder, tmp_path, run_data, monkeypatch):
-    """An import keeps the template, and what needs it says so."""
+def test_without_jinja2_a_line_says_how_to_install_it(folder, tmp_path, run_data, monkeypatch,
+                                                      capsys):
+    """An import leaves the template out, and what needs it says so."""
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    encoding = with_template(folder, tmp_path, STYLES["phi3"])
-    name, file = find_template(tmp_path, encoding)
-    assert json.loads(file)["chat_template"] == STYLES["phi3"]
-    with pytest.raises(ValueError, match="is run by the package jinja2: pip install jinja2"):
-        get_template(name, encoding, file)
+    path = make_model(folder, tmp_path, "phi3")
+    capsys.readouterr()
+    huggingface.import_model(str(path), tmp_path / "base.pt", "no hub")
+    assert "is run by the package jinja2: pip install jinja2" in capsys.readouterr().err
+    assert "template" not in checkpoint.load(tmp_path / "base.pt")
+    with_template(folder, tmp_path, STYLES["phi3"])
     write_records(tmp_path / "c.jsonl", 30)
     status, _, error = run_data("--input", tmp_path / "c.jsonl", "--tokenizer",
                                 tmp_path / "tokenizer.json", "--out", tmp_path / "d")
@@ -522,3 +529,68 @@ def test_a_template_of_marks_that_are_text_has_bytes_of_tiktoken(folder, tmp_pat
     tokens, learnt = template.render(turns)
     assert tokens == [256 if byte == ord("E") else byte for byte in text]
     assert np.array(tokens)[learnt].tolist() == [*"\u2211".encode(), 256]
+
+
+CHANNELS = """{% for m in messages %}{% if m.reasoning_content %}\
+{{ '<|assistant|>' + m.reasoning_content + '<|end|>' }}{% endif %}\
+{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+
+def test_an_answer_may_hold_the_token_that_ends_it(folder, tmp_path):
+    """A thought in a turn of its own is learnt with the answer behind it."""
+    template = template_of(folder, tmp_path, CHANNELS)
+    turns = [Message("user", "a"), Message("assistant", "b", reasoning="so")]
+    assert learnt_text(template, turns) == "so<|end|><|assistant|>b<|end|>"
+
+
+def test_a_conversation_that_the_template_refuses_is_left_out_if_it_is_one_in_a_thousand(
+        folder, tmp_path, run_data, capsys):
+    """As one that cannot be read: it is told with its beginning; two of 1,999 end the job."""
+    with_template(folder, tmp_path, STYLES["gemma"])
+    for wrong, expected in ((1, 0), (2, 2)):
+        records = [dict(prompt=f"the {i}?", completion=f"answer {i * i}") for i in range(1998)]
+        for i in range(wrong):
+            records[i]["system"] = f"no {i}"
+        file = tmp_path / f"{wrong}.jsonl"
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        status, out, error = run_data("--input", file, "--tokenizer", tmp_path, "--near-duplicates",
+                                      "ignore", "--out", tmp_path / f"out{wrong}")
+        assert status == expected and "the conversation that begins 'no 0 the 0?" in error
+        assert "System role not supported" in error
+
+
+def test_a_reasoning_that_the_template_leaves_out_is_told(folder, tmp_path, run_data):
+    """Of an earlier answer, as Qwen3's template does."""
+    with_template(folder, tmp_path, THINKS.replace("m.reasoning_content %}",
+                                                   "m.reasoning_content and loop.last %}", 1))
+    turns = [dict(role="user", content="a"), dict(role="assistant", content="b", thinking="so 1"),
+             dict(role="user", content="c"), dict(role="assistant", content="d", thinking="so 2")]
+    (tmp_path / "c.jsonl").write_text("".join(
+        json.dumps(dict(messages=[*turns, dict(role="user", content=str(i)),
+                                  dict(role="assistant", content="e")])) + "\n" for i in range(30)))
+    status, _, error = run_data("--input", tmp_path / "c.jsonl", "--tokenizer", tmp_path,
+                                "--near-duplicates", "ignore", "--out", tmp_path / "out")
+    assert status == 0 and "60 answers have a reasoning that" in error
+
+
+def test_marks_take_in_the_white_space_that_the_tokenizer_says(tmp_path):
+    """<|im_end|> with lstrip, as of Phi-4: tokens are those of transformers, and the mark that
+    begins an answer is not learnt with the white space of the answer."""
+    import tokenizers
+    path = tmp_path / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator([], tokenizers.trainers.BpeTrainer(
+        vocab_size=257, special_tokens=["<|endoftext|>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.add_tokens([tokenizers.AddedToken(mark, normalized=False, special=True, lstrip=True,
+                                                rstrip=True)
+                          for mark in ("<|im_start|>", "<|im_sep|>", "<|im_end|>")])
+    tokenizer.save(str(path))
+    write_config(tmp_path, STYLES["phi4"], eos_token="<|im_end|>", bos_token=None)
+    template = find_template(tmp_path, get_tokenizer("json-", path.read_text()))
+    turns = [("user", " q  "), ("assistant", "  a \n")]
+    tokens, learnt = template.render(talk(turns))
+    assert tokens == theirs(tmp_path, turns)
+    assert text_of(template.encoding, np.array(tokens)[learnt].tolist()) == "a<|im_end|>"

@@ -26,12 +26,13 @@ import torch
 
 from checkpoint import FORMAT, KEYS, load, parameter_shapes, verify, write_file
 from corpus.bpe import find_merges
-from corpus.chat_templates import entries_of, find_template, get_template, read_ends
+from corpus.chat_templates import (entries_of, find_template, get_template, is_own,
+                                   read_ends)
 from corpus.formats import EOT
 from corpus.json_tokenizers import characters_of_bytes
 from corpus.model_folders import notes
 from corpus.tokenizers import (file_name, get_tokenizer, name_of, read_file, read_own,
-                               read_ranks)
+                               read_ranks, text_prefix)
 from model import GPTConfig
 from models import make_config
 from runtime.checkpoint_files import reading
@@ -127,7 +128,7 @@ def import_model(source: str, file: Path, hub: str) -> None:
           f"python train.py --init-from {file} --data DIR --out out/{file.stem}")
     if "template" in state:
         kind = f"the template {state['template']}"
-        if "template_file" in state:
+        if is_own(state["template"]):
             kind = "its own template"
         print(f"It is a model of conversations, by {kind}:\n"
               f"python sample.py --ckpt {file} --chat")
@@ -147,16 +148,15 @@ def find_conversations(folder: Path, tokenizer: str, own: str | None) -> dict:
     if ends:
         state["ends"] = ends
     try:
-        found = find_template(folder, get_tokenizer(tokenizer, own))
-    except ConnectionError as error:        # the tokens of its marks are not known
-        print(f"tools.huggingface: note: no template of conversations is looked for: {error}",
+        template = find_template(folder, get_tokenizer(tokenizer, own))
+    except (ValueError, ConnectionError) as error:      # no jinja2; no tokens of GPT-2
+        print(f"tools.huggingface: note: no template of conversations is kept: {error}",
               file=sys.stderr)
         return state
-    if found is not None:
-        name, file = found
-        state["template"] = name
-        if file is not None:
-            state["template_file"] = file
+    if template is not None:
+        state["template"] = template.name
+        if template.file is not None:
+            state["template_file"] = template.file
     return state
 
 
@@ -371,6 +371,8 @@ def export_model(file: Path, folder: Path) -> None:
                 end = template.end
                 ends.add(end)
     config = config_json(cfg, tokenizer, end)
+    if has_tokenizer and text_prefix(encoding):
+        config["bos_token_id"] = text_prefix(encoding)[0]
     family = FAMILIES[config["model_type"]]
     for name in state["parameters"]:
         their_names(name, family)
@@ -380,9 +382,9 @@ def export_model(file: Path, folder: Path) -> None:
         aside = Path(temporary, "folder")           # its mode is the usual one, temporary's is 700
         aside.mkdir()
         (aside / "config.json").write_text(json.dumps(config, indent=1))
-        if len(ends) > 1:       # config.json has the first alone
+        if len(ends) > 1:       # config.json has the end of an answer alone
             (aside / "generation_config.json").write_text(json.dumps(dict(
-                eos_token_id=sorted(ends), bos_token_id=end)))
+                eos_token_id=sorted(ends), bos_token_id=config["bos_token_id"])))
         write_tensors(state["parameters"], family, cfg, aside)
         if has_tokenizer:
             write_tokenizer(tokenizer, cfg, aside, own, template)

@@ -13,8 +13,8 @@ OPT = {"opt-13b": 2**22, "opt-30b": 2**22, "opt-66b": 2**21, "opt-175b": 2**21}
 
 
 def with_usual_batch(config: PlanConfig, cfg: GPTConfig, given: dict) -> tuple[PlanConfig, str]:
-    """(the config with about the batch size that OPT or the nearest size of GPT-3 had, in
-    multiples that the layout divides; where it is from). What `given` names stays; so does the default of
+    """(the config with about the batch size that OPT or the nearest size of GPT-3 had, in multiples
+    that the layout divides; where it is from). What `given` names stays; so does the default of
     train.py for a model of less than LEAST_PARAMETERS."""
     if "batch_size" in given:
         return config, ""
