@@ -4,10 +4,11 @@ import codecs
 import shlex
 from pathlib import Path
 
+from corpus import records
 from corpus.compressed import open_bytes
 from corpus.file_kinds import (KINDS, LINES, READ, START, WEB_PAGES, kind_of, kind_of_start,
                                table_kind, what_it_is, why_not_text)
-from corpus.records import first_record, is_document, open_text
+from corpus.records import is_document, open_text
 
 
 def how_read(path: Path) -> str:
@@ -21,9 +22,20 @@ def how_read(path: Path) -> str:
         return kind
     if kind in LINES:
         return ".jsonl"
-    if start_of(path).lstrip().startswith(b"{") and first_record(path):
+    if start_of(path).lstrip().startswith(b"{") and holds_records(path):
         return ".jsonl"
     return ".txt"
+
+
+def holds_records(path: Path) -> bool:
+    """Whether a text that begins with "{" is JSON by records, and not one object over several
+    lines, as a notebook is."""
+    try:
+        start = records.start_of(path)
+    except ValueError:              # damaged: whoever reads the file says so
+        return False
+    record = records.fields_of(start.record)
+    return bool(record) and (not start.is_alone or records.is_conversation(record))
 
 
 def start_of(path: Path) -> bytes:

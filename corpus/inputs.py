@@ -1,5 +1,6 @@
 """Which files data.py reads: those that --input names, those of folders whose kind it knows, also
 behind links, or the standard library's own source."""
+import json
 import os
 import re
 import stat
@@ -119,6 +120,8 @@ def why_skipped(entry: os.DirEntry, field: str, endings) -> Skipped | None:
         return Skipped("unreadable")
     path = Path(entry.path)
     kind = kind_of(entry.name)
+    if kind == ".arrow" and is_cache(path):
+        return Skipped("cache of datasets")
     if kind == ".json":
         if is_document(path, field):
             return None
@@ -126,6 +129,16 @@ def why_skipped(entry: os.DirEntry, field: str, endings) -> Skipped | None:
     if kind in (*READ, *LINES) or is_read_by_content(path, field):
         return None
     return why_not_text(path, kind, endings)
+
+
+def is_cache(path: Path) -> bool:
+    """Whether a table stands in a folder of datasets.save_to_disk and is none of its files."""
+    try:
+        state = json.loads(path.with_name("state.json").read_text(encoding="utf-8"))
+        files = {file["filename"] for file in state["_data_files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return path.name not in files
 
 
 def why_not_text(path: Path, kind: str, endings) -> Skipped | None:

@@ -146,8 +146,8 @@ class ChatTemplate:
             self.end = self.find_end()
         except ValueError as error:
             self.problem = str(error)
-        # No content may forge these, also where the tokenizer's file does not call them special: the
-        # end of an answer, and what each turn has. (Others stay tokens in a content, as <think>.)
+        # No content may forge these, also where the tokenizer's file does not call them special:
+        # the end of an answer, and what each turn has. (Others, as <think>, stay tokens there.)
         named = {*self.variables.values(), *encoding.special_tokens_set}
         one, two = self.try_to_write(TURNS[:1]), self.try_to_write(TURNS[:3])
         self.set_marks([mark for mark in added if mark.is_special or mark.token == self.end

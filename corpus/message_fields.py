@@ -16,7 +16,7 @@ from corpus.records import Refused, kind_of_value
 ASSISTANT = "assistant"
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
          "prompter": "user", ASSISTANT: ASSISTANT, "gpt": ASSISTANT, "chatgpt": ASSISTANT,
-         "bing": ASSISTANT, "bard": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
+         "bing": ASSISTANT, "bard": ASSISTANT, "bot": ASSISTANT, "ai": ASSISTANT, "model": ASSISTANT}
 TOOL_ROLES = ("tool", "function", "ipython", "observation", "function_call", "tool_call",
               "tool_response", "function_response")
 ROLE_FIELDS = ("role", "from")

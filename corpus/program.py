@@ -17,6 +17,7 @@ from corpus.formats import EOT
 from corpus.inputs import find_files, hold_conversations, standard_library
 from corpus.prepare import prepare
 from corpus.shards import DEFAULT_OUT, SPLITS, count_tokens
+from corpus.split import VAL_ONE_IN
 from corpus.split_names import follow_names
 from corpus.temporary_folder import signals_stop
 from corpus.tokenizers import DOWNLOADED, MOST_TOKENS, OWN, find_file, is_named
@@ -205,8 +206,11 @@ def summary(out: Path, meta: dict) -> list[str]:
                      f"{own:.2f} bytes a token of validation text{text}.")
     share = tokens["val"] / (tokens["train"] + tokens["val"])
     if "documents" in meta and "files" not in meta and not 0.01 <= share <= 0.2:
+        cause = "differ much in length"
+        if meta["documents"] < VAL_ONE_IN:
+            cause = "are few"
         lines.append(f"note: {share:.2%} of the tokens validate, not about 5%, because the "
-                     f"documents differ much in length: another --seed draws others")
+                     f"{kind} {cause}: another --seed draws others")
     longest = min(tokens.values()) - 1          # window that both splits hold
     if longest < SEQ_LEN and "template" not in meta:
         if longest < 8:                         # nothing can be learnt in so short ones

@@ -32,7 +32,7 @@ def follow_names(files: list[Path]) -> tuple[list[Path], set[Path]]:
                 for split in (*WORDS, None)}
     named = files_of["val"] + files_of["test"]
     if not named or not files_of["train"]:
-        if named and files_of[None]:
+        if named and len(files) > 1:
             note(f"{count(named)} by name for validation or test, but none is for training, so all "
                  f"are used alike: if they are, put the other files in a folder train")
         return files, set()

@@ -162,7 +162,8 @@ def test_a_template_writes_what_transformers_writes(folder, tmp_path, style):
     each."""
     encoding = with_template(folder, tmp_path, STYLES[style])
     template = find_template(tmp_path, encoding)
-    assert template.name.startswith("jinja-") and template.end == encoding.encode_single_token(ENDS[style])
+    assert template.name.startswith("jinja-")
+    assert template.end == encoding.encode_single_token(ENDS[style])
     for turns in TALKS:
         messages = talk(turns)
         if style in REFUSED and turns[0][0] == "system":
@@ -237,7 +238,8 @@ def test_the_default_of_several_templates_and_its_special_tokens_are_read(tmp_pa
     """chat_template.jinja comes before tokenizer_config.json. special_tokens_map.json counts where
     the other does not list the added tokens, as in transformers."""
     write_config(tmp_path, [dict(name="tools", template="x"),
-                            dict(name="default", template="bos_token eos_token")], bos_token=dict(content="<b>"), add_bos_token=True)
+                            dict(name="default", template="bos_token eos_token")],
+                 bos_token=dict(content="<b>"), add_bos_token=True)
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<e>"}')
     assert json.loads(read_template(tmp_path)) == dict(
         chat_template="bos_token eos_token", bos_token="<b>", eos_token="<e>")

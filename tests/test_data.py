@@ -96,7 +96,8 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("a.txt --out gone", b"x" * 9, "--out gone is not a directory: give another"),
     ("a.txt --out held", b"x" * 9, "held/meta.json was made of other text"),
     ("a.txt --out", b"x" * 9, "--out: expected one argument: give a value; one that"),
-    ("a.txt --tokenizer folder.tiktoken", b"x" * 9, "folder.tiktoken: Is a directory: a file is"),
+    ("a.txt --tokenizer folder.tiktoken", b"x" * 9, "folder.tiktoken holds no tokenizer.json and no .tiktoken, but "
+     "nothing: give a folder or file with one"),
     ("a.txt --tokenizer Qwen/Qwen3-8B", b"x" * 9, "tokenizer.json, `python -m tools.huggingface"),
     ("no\nsuch.txt", None, r"there is no file or folder no\nsuch.txt"),
     ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
@@ -1415,8 +1416,8 @@ def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, run_da
     file.write_text('{"text": "some text"}\n{"text": "more"}\n')
     read = formats.read_documents
 
-    def then_changes(path, field):
-        yield from read(path, field)
+    def then_changes(*arguments):
+        yield from read(*arguments)
         file.write_text('{"text": "some text"}\n' + second)
     with mock.patch.object(index, "read_documents", then_changes):
         status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out",

@@ -381,8 +381,8 @@ def test_a_token_that_was_added_to_the_tokenizer_later(tmp_path, run_data, run_t
     flags = write_documents(tmp_path / "a.jsonl", TWENTY)
     assert run_data(*flags, tmp_path / "hf", "--out", tmp_path / "d")[0] == 0
     small = ["--batch-size", 2, "--micro-batch", 1, "--seq-len", 16, "--steps", 2]
-    status, _, error = run_train("--init-from", tmp_path / "m.pt", "--data", tmp_path / "d", "--out",
-                                 tmp_path / "o", *small)
+    status, _, error = run_train("--init-from", tmp_path / "m.pt", "--data", tmp_path / "d",
+                                 "--out", tmp_path / "o", *small)
     assert status == expected and (status == 0 or "make --data with that tokenizer" in error)
 
 

@@ -228,8 +228,7 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
      ["--resume whole.pt --model llama-nano"]),
     ("/d had, not on that of other=1: for a", ["--resume whole.pt --data other=1"]),
     ("4.pt was trained on the text that /", ["--out run --data other"]),
-    ("is bytes with 257 tokens, but toy has bytes with 300: give --data /", [
-        "--resume whole.pt --data toy", "--out run --data toy"]),
+    ("was trained on the text that ", ["--resume whole.pt --data toy", "--out run --data toy"]),
     ("torn.pt is refused", ["--resume torn.pt --out run"]),
     ("seq_len 16 or less, not 32: drop --seq-len", ["--init-from whole.pt --seq-len 32"]),
     ("whole.pt has n_embd 16, not 32: drop --n-embd, or use another checkpoint", [
@@ -2246,7 +2245,7 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
     monkeypatch.setattr(sample, "generate", scripted)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     args = SimpleNamespace(stop="xyz", max_tokens=9, temperature=1.0, top_k=0, top_p=1.0)
-    sample.print_samples(SimpleNamespace(cfg=CFG), tokenizer, "p", range(2), args)
+    sample.print_samples(SimpleNamespace(cfg=CFG), tokenizer, {256}, "p", range(2), args)
     assert seen == ["p", "p", "pa", "pa", "pab", "pabc", "pabcd"]
     assert sys.stdout.getvalue() == "pabcd\n" + sample.DASHES + "p\n"
 

@@ -274,6 +274,8 @@ def main() -> None:
     args = parser.parse_args()
     if "" in args.outs:
         parser.error("an OUT is empty: is a variable of the shell not set?")
+    if args.svg is not None and Path(args.svg).suffix != ".svg":
+        parser.error(f"--svg {args.svg}: the picture is an SVG: give a name that ends in .svg")
     try:
         runs = read_runs(args.outs)
         print(compare(runs, args.mermaid))

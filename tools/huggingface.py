@@ -137,7 +137,8 @@ def import_model(source: str, file: Path, hub: str) -> None:
               f"python data.py --input FILE --tokenizer {shlex.quote(str(path))} --out DIR")
     elif tokenizer not in ("gpt2", "bytes"):
         print(f"Its tokenizer is not ours: sample.py cannot read or write its tokens, and --data "
-              f"must have been made with it (tokenizer {tokenizer!r} in meta.json)")
+              f"must have been made with it (tokenizer {tokenizer!r} in meta.json); if it has a "
+              f"tokenizer.json, put it in the folder and import again")
 
 
 def find_conversations(folder: Path, tokenizer: str, own: str | None) -> dict:

@@ -224,10 +224,14 @@ def model_config(config: dict) -> GPTConfig:
     if model_type not in list(FAMILIES):            # of a list: a wrong value may have no hash
         raise ValueError(f"its model_type {model_type!r} is none of {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
+    positions = config.get("max_position_embeddings")
     for key, (value, default) in family.only.items():
-        if config.get(key, default) != value:
-            raise ValueError(f"its {key} is {config.get(key, default)!r}, models/llama.py has "
-                             f"only {value!r}")
+        given = config.get(key, default)
+        if key == "sliding_window" and type(given) is type(positions) is int and (
+                given >= positions):            # a window that hides nothing
+            continue
+        if given != value:
+            raise ValueError(f"its {key} is {given!r}, models/llama.py has only {value!r}")
     # null: the default; but of these the number of heads, and the width over it
     config = {key: 0 if value is None else value for key, value in config.items()
               if value is not None or key in ("num_key_value_heads", "head_dim")}
