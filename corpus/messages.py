@@ -89,7 +89,7 @@ def messages_of(record, unread: UnreadFields, others=()) -> list[Message]:
         raise Refused(f" has no answer: no message has the role {ASSISTANT}")
     if not any(answer.is_learnt for answer in answers):
         raise Refused(" has no answer that is learnt")
-    unread.add(unread_names(record, form, given).union(others))
+    unread.add(sorted(unread_names(record, form, given).union(others)))
     return messages
 
 

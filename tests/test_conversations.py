@@ -364,12 +364,14 @@ SYSTEM = dict(role="system", content="s")
      'line 2: a message has "tool_calls", which no template here writes'),
     ([GOOD, dict(messages=[dict(role="assistant", content="x", weight=0)])],
      "line 2 has no answer that is learnt"),
+    ([GOOD, pair("a", "b") | dict(weight=0.5)], '"weight" of a record is 0.5, and only an answer'),
+    ([GOOD, pair("a", "b") | dict(train=False)], '"train" of a record is false, and only an'),
     ([GOOD, dict(messages=[dict(role="assistant", content="x", weight=0.5)])],
      'line 2: a message has "weight" 0.5: an answer is learnt or not'),
     ([GOOD, dict(messages=[dict(role="assistant", content="x", train="false")])],
      'line 2: a message has "train" "false": an answer is learnt or not'),
     ([GOOD, dict(messages=[dict(role="assistant", content="x", train=True, loss=False)])],
-     '"train" true and "loss" false, which contradict each other'),
+     '"loss" false and "train" true, which contradict each other'),
     ([GOOD, dict(messages=[dict(role="user", content="x", train=True), TURNS[1]])],
      'a message of user has "train" true, but only answers are learnt'),
     ([GOOD, dict(messages=[dict(role="user", content="x", thinking="y"), TURNS[1]])],
@@ -510,6 +512,10 @@ def test_what_is_not_read_is_told_once(tmp_path, run_data):
     status, _, error = run_data("--input", file, *flags, tmp_path / "d")
     assert (status, error) == (
         0, "note: 30 records have fields that are not read: source, messages.name\n")
+    (tmp_path / "no").mkdir()
+    false = [dict(record, learn=False) for record in records]       # no word that is known here
+    assert "not read: learn, source, " in run_data(
+        "--input", write(tmp_path / "no/c.jsonl", false), *flags, tmp_path / "no/d")[2]
     parquet(tmp_path / "c.parquet", records)
     assert run_data("--input", tmp_path / "c.parquet", *flags, tmp_path / "e")[2] == error
     file = write(tmp_path / "t.jsonl", [dict(text=f"t {i}") | records[i] for i in range(30)])

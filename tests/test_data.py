@@ -920,6 +920,46 @@ def test_a_folder_of_save_to_disk_is_read_by_its_splits(tmp_path, run_data):
     assert status == 0 and out.startswith("80 documents, ") and "left out: 1 file" in error
 
 
+def test_a_cache_beside_a_saved_set_is_not_read(tmp_path, run_data):
+    """datasets.map writes cache-*.arrow there; state.json lists the files of the set."""
+    for name, word in (("data-00000-of-00001.arrow", "lower"), ("cache-7.arrow", "UPPER")):
+        write_table(tmp_path / name, [f"{word} {i} " * 9 for i in range(30)], "stream")
+    (tmp_path / "state.json").write_text(
+        '{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    status, out, error = run_data("--input", tmp_path, "--tokenizer", "bytes", "--out",
+                                  tmp_path / "out")
+    assert status == 0 and out.startswith("30 documents, ") and "1 cache of datasets" in error
+    held = b"".join(file.read_bytes()[1024::2] for file in (tmp_path / "out").glob("*.bin"))
+    assert b"lower" in held and b"UPPER" not in held
+
+
+def test_a_notebook_is_skipped_in_a_folder_and_is_text_by_the_command_of_the_note(
+        tmp_path, monkeypatch, run_data):
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    for i in range(30):
+        Path(f"in/{i}.txt").write_text(f"text {i} " * 9)
+        cells = [dict(cell_type="code", source=[f"x = {i}"])]
+        Path(f"in/{i}.ipynb").write_text(json.dumps(dict(cells=cells, nbformat=4), indent=1))
+    status, out, error = run_data("--input", "in", "--tokenizer", "bytes", "--out", "a")
+    assert status == 0 and out.startswith("30 documents, ")
+    command = error.rpartition("python data.py ")[2].split()
+    status, out, _ = run_data(*command)
+    assert status == 0 and out.startswith("60 documents, ")
+
+
+def test_a_folder_with_zstd_is_told_without_its_package(tmp_path, monkeypatch, run_data):
+    write_kind(tmp_path / "b.jsonl.zst", [f"text {i} " * 9 for i in range(30)])
+    (tmp_path / "b.jsonl.zst").rename(tmp_path / "b.zst")
+    (tmp_path / "a.txt").write_text("some words\n" * 100)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setattr(compressed.importlib.util, "find_spec", lambda name: None)
+    status, out, error = run_data("--input", tmp_path, "--tokenizer", "bytes", "--out",
+                                  tmp_path / "out")
+    assert (status == 0 and "1 .zst" in error) or (status == 2 and "pip install" in error)
+    assert error.count("\n") <= 2
+
+
 @pytest.mark.parametrize("kind", ["stream", "feather"])
 def test_arrow_that_is_cut_off_is_refused(tmp_path, run_data, kind):
     write_table(tmp_path / "a.arrow", [f"text {i}" for i in range(200)], kind)

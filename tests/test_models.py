@@ -209,6 +209,19 @@ def test_an_export_of_any_width_opens_in_transformers(tmp_path, capsys, family):
         assert written == {(True, "llama"), (False, "mistral")}
 
 
+def test_a_window_that_hides_nothing_is_none():
+    """sliding_window of Mistral at or above its positions."""
+    transformers = pytest.importorskip("transformers")
+    model_config = huggingface_formats.model_config
+    config = transformers.MistralConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        sliding_window=64).to_dict()
+    assert model_config(config).seq_len == 64
+    with pytest.raises(ValueError, match="its sliding_window is 63"):
+        model_config(config | dict(sliding_window=63))
+
+
 @pytest.mark.parametrize("name, changes, words", [
     ("mistral", dict(sliding_window=4096), "its sliding_window is 4096"),
     ("qwen2", dict(use_sliding_window=True), "its use_sliding_window is True"),
