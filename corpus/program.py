@@ -50,9 +50,9 @@ def make_parser() -> Parser:
                       help="documents with most words in common: count them, keep the first, or do "
                            "not look for them, which is faster (default keep)")
     text.add_argument("--template", metavar="NAME|FILE",
-                      help="how conversations are written: plain, chatml, a model's .jinja or its "
-                           "folder (default: that of the tokenizer's folder, else chatml if the "
-                           "tokenizer has its tokens, otherwise plain)")
+                      help="how conversations are written: plain, chatml, a model's .jinja or "
+                           "folder (default: that of the tokenizer's folder, else chatml if it has "
+                           "its tokens)")
     shards = parser.add_argument_group("shards")
     tokenizer = shards.add_mutually_exclusive_group()
     tokenizer.add_argument("--tokenizer", metavar="NAME|PATH",
