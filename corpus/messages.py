@@ -126,6 +126,9 @@ def messages_of_alpaca(record: dict) -> list:
             and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
         raise Refused(f': "{HISTORY}" is no array of pairs, each a question and its answer')
     prompt = record[INSTRUCTION]
+    if isinstance(record["output"], list):
+        raise Refused(': "output" is an array, as of answers that are preferred and not: take the '
+                      'first', ".output |= .[0]")
     if not is_empty(record.get(INPUT)):
         for name in (INSTRUCTION, INPUT):
             check_text(record[name], f'"{name}"')

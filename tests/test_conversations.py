@@ -364,6 +364,7 @@ SYSTEM = dict(role="system", content="s")
      'line 2: a message has "tool_calls", which no template here writes'),
     ([GOOD, dict(messages=[dict(role="assistant", content="x", weight=0)])],
      "line 2 has no answer that is learnt"),
+    ([dict(instruction="a", output=["chosen", "rejected"])] * 2, '"output" is an array, as of'),
     ([GOOD, pair("a", "b") | dict(weight=0.5)], '"weight" of a record is 0.5, and only an answer'),
     ([GOOD, pair("a", "b") | dict(train=False)], '"train" of a record is false, and only an'),
     ([GOOD, dict(messages=[dict(role="assistant", content="x", weight=0.5)])],

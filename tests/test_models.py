@@ -117,7 +117,8 @@ def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name, d
     family = huggingface_formats.FAMILIES[THEIRS[name][0]]
     parameters = dict(theirs.named_parameters())
     gradients = {name: parameters[original].grad
-                 for name, original in find_names(parameters, family).items()}
+                 for name, original in find_names(parameters, family,
+                                                       ours.cfg.tied).items()}
     theirs.zero_grad()
     for name, parameter in ours.named_parameters():
         names = huggingface_formats.their_names(name, family)
@@ -344,6 +345,25 @@ def test_names_that_other_programs_have_changed_are_the_same_model(theirs_and_ou
             assert all(found[one].equal(full) for one, full in expected.items()), naming
             (tmp_path / "new.pt").unlink()
     assert "note: " not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["llama, multi-query, tied", "qwen2", "gpt2", "opt"])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_tied_matrix_may_be_stored_as_the_head_alone(theirs_and_ours, tmp_path, name, prefix):
+    """As some programs write it: every bit is the same."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder, _, file = theirs_and_ours(name)
+    shutil.copy(folder / "config.json", tmp_path)
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    family = huggingface_formats.FAMILIES[(THEIRS | GPTS)[name][0]]
+    embedding = next(one for one in tensors
+                     if one.endswith(family.ends["embed.token"] + ".weight"))
+    tensors["lm_head.weight"] = tensors.pop(embedding)
+    torch.save({prefix + one: tensor for one, tensor in tensors.items()},
+               tmp_path / "pytorch_model.bin")
+    huggingface.import_model(str(tmp_path), tmp_path / "new.pt", hub="")
+    found, expected = (checkpoint.load(one)["parameters"] for one in (tmp_path / "new.pt", file))
+    assert all(found[one].equal(full) for one, full in expected.items())
 
 
 def nested(*places):

@@ -107,7 +107,7 @@ def import_model(source: str, file: Path, hub: str) -> None:
     for part in weight_files(folder):
         readers |= tensor_readers(part)
     try:
-        names = find_names(readers, family)
+        names = find_names(readers, family, cfg.tied)
     except ValueError as error:
         raise ValueError(f"{folder} is refused: {error}") from None
     readers = {name: readers[original] for name, original in names.items()}

@@ -18,7 +18,7 @@ WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 HEADS = ("lm_head.weight", "embed_out.weight")          # transformers 5 calls NeoX's lm_head, too
 
 
-def find_names(names: Iterable[str], family: Family) -> dict[str, str]:
+def find_names(names: Iterable[str], family: Family, is_tied: bool) -> dict[str, str]:
     """{the family's name without its prefix: the file's name}, for all `names` of the files; what
     is no part of the model keeps its own name, without wrappers. Raises ValueError if two names
     mean the same tensor."""
@@ -26,6 +26,8 @@ def find_names(names: Iterable[str], family: Family) -> dict[str, str]:
     for name in names:
         add(bare, ".".join(part for part in name.split(".") if part not in WRAPPERS), name)
     embedding = family.ends["embed.token"] + ".weight"
+    if is_tied:
+        name_embedding(bare, embedding, family.blocks)
     prefixes = sorted(name.removesuffix(embedding) for name in bare
                       if f".{name}".endswith(f".{embedding}"))
     if len(prefixes) > 1:
@@ -41,6 +43,16 @@ def find_names(names: Iterable[str], family: Family) -> dict[str, str]:
         else:
             add(found, name.removeprefix(prefix), original)
     return found
+
+
+def name_embedding(bare: dict[str, str], embedding: str, blocks: str) -> None:
+    """Call the head of a tied model its embedding, if a file has the matrix as the head alone."""
+    has_embedding = any(f".{name}".endswith(f".{embedding}") for name in bare)
+    heads = [name for name in bare if f".{name}".endswith(tuple(f".{head}" for head in HEADS))]
+    bodies = [name[:f".{name}".index(f".{blocks}.0.")] for name in bare
+              if f".{blocks}.0." in f".{name}"]
+    if not has_embedding and len(heads) == 1 and bodies:
+        bare[bodies[0] + embedding] = bare.pop(heads[0])
 
 
 def add(names: dict[str, str], name: str, original: str) -> None:
