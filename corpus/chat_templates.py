@@ -107,9 +107,10 @@ def read_template_file(path: Path) -> str:
 
 
 def read_ends(folder: Path) -> list[int]:
-    """The tokens at which a model's folder says that a generation ends."""
-    for name in ("generation_config.json", "config.json"):
-        ends = read_object(folder / name).get("eos_token_id")
+    """The tokens at which a folder of a model, or of shards, says that a generation ends."""
+    for name, key in (("generation_config.json", "eos_token_id"), ("config.json", "eos_token_id"),
+                      ("meta.json", "ends")):
+        ends = read_object(folder / name).get(key)
         ends = [ends] if type(ends) is int else ends
         if isinstance(ends, list) and all(type(token) is int for token in ends):
             return sorted(set(ends))

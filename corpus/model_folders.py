@@ -2,6 +2,7 @@
 
     tokenizer_config.json, special_tokens_map.json      the token that ends a text, eos_token
     config.json                                         its number, eos_token_id
+    added_tokens.json                                   added tokens, in older folders
     tokenizer_config.json                               added tokens, add_bos_token, add_eos_token
 
 The end of a text must go with the tokenizer's file, which is all that shards and checkpoints have:
@@ -13,6 +14,8 @@ from pathlib import Path
 from corpus.json_tokenizers import END_OF_TEXT, MARKED, MARKS, open_json
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")   # they decide where a token is found
+SAVE_AGAIN = ("save both again by transformers' AutoTokenizer.from_pretrained(DIR)"
+              ".save_pretrained(NEW)")
 
 
 def read_object(path: Path) -> dict:
@@ -45,6 +48,11 @@ def with_end_of_text(file: str, folder: Path) -> str:
         return file                     # JsonTokenizer says what is wrong
     config = read_object(folder / "tokenizer_config.json")
     check_added(added, config)
+    if "added_tokens_decoder" not in config:            # an older form of it
+        for token in read_object(folder / "added_tokens.json"):
+            if token not in ids:
+                raise ValueError(f"added_tokens.json has the token {token!r}, which tokenizer.json "
+                                 f"has not: {SAVE_AGAIN}")
     end = end_of(folder, config, added)
     listed = [token for token in END_OF_TEXT if token in ids]
     # An answer's end is that of a text only where there is no other.
@@ -95,9 +103,7 @@ def check_added(added: list[dict], config: dict) -> None:
             continue
         if held is None or any(bool(held.get(key)) != bool(token.get(key)) for key in FLAGS):
             raise ValueError(f"tokenizer_config.json adds the token {token['content']!r}, which "
-                             f"tokenizer.json has not, or has in another way: save both again by "
-                             f"transformers' AutoTokenizer.from_pretrained(DIR)"
-                             f".save_pretrained(NEW)")
+                             f"tokenizer.json has not, or has in another way: {SAVE_AGAIN}")
 
 
 def notes(path: Path) -> list[str]:

@@ -404,6 +404,9 @@ def test_every_end_that_a_model_names_ends_a_generation(folder, tmp_path, run_da
     assert run_data("--input", "c.jsonl", "--tokenizer", path / "tokenizer.json", "--out",
                     "chat")[0] == 0
     assert read_meta(Path("chat"))["ends"] == [7, 9]
+    assert run_data("--input", "c.jsonl", "--tokenizer", "chat", "--out", "again")[0] == 0
+    first, again = read_meta(Path("chat")), read_meta(Path("again"))
+    assert all(first[key] == again[key] for key in ("ends", "template_file", "fingerprint"))
     huggingface.export_model(Path("base.pt"), Path("hf"))
     state = checkpoint.load(Path("base.pt"))
     template = get_template(state["template"], get_tokenizer(

@@ -518,6 +518,9 @@ def test_what_the_config_says_is_told_or_refused(tmp_path, run_data):
     describe(tmp_path, tokenizer_config=dict(added_tokens_decoder={"400": dict(content="york")}))
     status, _, error = run_data(*flags, "--out", tmp_path / "e")
     assert status == 2 and error.count("\n") == 1 and "adds the token 'york'" in error
+    describe(tmp_path, tokenizer_config={}, added_tokens=dict(york=400))
+    status, _, error = run_data(*flags, "--out", tmp_path / "f")
+    assert status == 2 and error.count("\n") == 1 and "added_tokens.json has the token" in error
 
 
 def test_a_folder_is_read_if_it_holds_a_tokenizer(tmp_path, run_data):
