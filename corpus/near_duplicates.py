@@ -32,8 +32,9 @@ SIGNS = np.array([chr(byte).isascii() and not chr(byte).isalnum() for byte in ra
 # has spaces, is left out); compatibility and full-width forms; ideographs beyond 16 bits.
 UNSPACED = np.array([0x0E00, 0x10A0, 0x1780, 0x1800, 0x1980, 0x1AB0, 0x2E80, 0x3130, 0x3190, 0xA4D0,
                      0xF900, 0xFB00, 0xFE30, 0xFE50, 0xFF00, 0xFFF0, 0x20000, 0x40000])
-SHARED_BY = 10                  # prompts of one group: what so many have is not compared
-GROUP, GROUP_HASHES = 2000, 1 << 21     # conversations of a group, or the shingles of their prompts
+PROMPTS = 500                   # of a group that are looked at: each, or evenly spaced ones
+SHARED_BY = 10                  # of them: what so many have is not compared
+GROUP, GROUP_HASHES = 2000, 1 << 21     # conversations of a group, or their shingles
 MOST_SHARED = 1 << 20           # shingles of prompts that are remembered
 
 
@@ -131,7 +132,7 @@ class KeyTable:
         self.most_jobs = 4 * threads
         self.jobs = []
         self.table = bytearray()
-        self.group = []             # of conversations: the shingles of (each, its prompt)
+        self.group = []             # of conversations: (the shingles of each, its prompt)
         self.group_hashes = 0
         self.shared = np.zeros(0, np.uint64)
 
@@ -145,16 +146,16 @@ class KeyTable:
 
     def add_conversation(self, text: str, prompt: str) -> None:
         """`prompt`: what of the text is no answer."""
-        one = self.min_hash.shingles(text), self.min_hash.shingles(prompt)
-        self.group.append(one)
-        self.group_hashes += len(one[0])
+        self.group.append((self.min_hash.shingles(text), prompt))
+        self.group_hashes += len(self.group[-1][0])
         if len(self.group) >= GROUP or self.group_hashes > GROUP_HASHES:
             self.finish_group()
 
     def finish_group(self) -> None:
         """Compare the conversations of the group without what many prompts share."""
         if self.group:
-            found, counts = np.unique(np.concatenate([prompt for _, prompt in self.group]),
+            some = [prompt for _, prompt in self.group[::1 + len(self.group) // PROMPTS]]
+            found, counts = np.unique(np.concatenate(list(map(self.min_hash.shingles, some))),
                                       return_counts=True)
             shared = np.union1d(self.shared, found[counts >= SHARED_BY])
             if len(shared) <= MOST_SHARED:
