@@ -61,7 +61,7 @@ def read_template(folder: Path) -> str | None:
             program = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is refused: {error}") from None
-    return write_file(program, special_tokens(folder)) if isinstance(program, str) else None
+    return template_json(program, special_tokens(folder)) if isinstance(program, str) else None
 
 
 def special_tokens(folder: Path) -> dict:
@@ -76,8 +76,9 @@ def special_tokens(folder: Path) -> dict:
     return tokens
 
 
-def write_file(program: str, tokens: dict) -> str:
-    """`read_template`, of this program and the special tokens that it names."""
+def template_json(program: str, tokens: dict) -> str:
+    """The content of the file that keeps a template: the program and the special tokens that it
+    names."""
     contents = {name: content_of(token) for name, token in tokens.items() if name in program}
     named = {name: text for name, text in contents.items()
              if isinstance(text, str) and name != "chat_template"}
@@ -99,9 +100,9 @@ def read_template_file(path: Path) -> str:
         content = read_object(path)
         if not isinstance(content.get("chat_template"), str):
             raise ValueError(f"{path} has no chat_template: give another --template")
-        return write_file(content["chat_template"], content)
+        return template_json(content["chat_template"], content)
     try:
-        return write_file(path.read_text(encoding="utf-8"), special_tokens(path.parent))
+        return template_json(path.read_text(encoding="utf-8"), special_tokens(path.parent))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is refused: {error}") from None
 
@@ -129,7 +130,7 @@ def in_jinja(template: str, encoding) -> str:
 
 
 def entries_of(template) -> dict:
-    """What a tokenizer_config.json has of a template: a model's own is as it was."""
+    """A template's entries for tokenizer_config.json: a model's own is as it was."""
     entries = {}
     if template.end is not None:
         entries["eos_token"] = template.encoding.decode_single_token_bytes(template.end).decode()

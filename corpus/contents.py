@@ -1,5 +1,5 @@
-"""What is in a file: its bytes decide how it is read. A name decides where they do not tell, as
-between lines of JSON and text, which both are text."""
+"""How a file is read. Its bytes say whether it is a table; otherwise a known ending decides; the
+bytes decide for all other files."""
 import codecs
 import shlex
 from pathlib import Path

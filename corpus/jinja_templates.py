@@ -2,15 +2,16 @@
 
     {% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}
 
-The model learns what stands in the blocks {% generation %} of the program. Without such blocks it
-learns what follows the prompt of each answer, up to the token that ends the answer. The prompt is
+The loss covers the text in the blocks {% generation %} of the program. Without such blocks it
+covers what follows the prompt of each answer, up to the token that ends the answer. The prompt is
 what the program writes of the messages before the answer, with add_generation_prompt:
 
     prompt      <|user|>2 + 2?<|end|><|assistant|>
     text        <|user|>2 + 2?<|end|><|assistant|>4<|end|>
     learnt                                        ~~~~~~~~
 
-No content forges a token of the template: in a content its characters are text.
+No content forges the end of an answer, a special token or a token of a turn: there its characters
+are text. (Other added tokens, such as <think>, stay tokens.)
 """
 import hashlib
 import itertools
@@ -22,8 +23,8 @@ from typing import Iterator, NamedTuple
 from corpus.messages import ASSISTANT, Message
 
 OWN = "jinja-"              # how the name of a model's own template begins
-# Characters that no text may have (Unicode's noncharacters): around a mark that is the user's text,
-# and around a block {% generation %}.
+# Noncharacters of Unicode, which `protect` refuses in a content: around a mark that is the user's
+# text, and around a block {% generation %}.
 AS_TEXT, END_AS_TEXT, GENERATION, END_GENERATION = "\ufdd0\ufdd1\ufdd2\ufdd3"
 TURNS = [Message("user", "question 1"), Message(ASSISTANT, "answer 1"),
          Message("user", "question 2"), Message(ASSISTANT, "answer 2")]
@@ -93,7 +94,7 @@ class Piece(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What an answer is of a text."""
+    """The characters of one answer."""
     start: int
     end: int
     is_learnt: bool
@@ -114,7 +115,7 @@ def marks_of(encoding) -> list[Mark]:
 
 
 def encode_with_offsets(text: str, encoding) -> tuple[list[int], list[tuple[int, int]]]:
-    """The tokens of a text, and the characters that each is of: first, end."""
+    """The tokens of a text, and of each the offsets of its characters: start, end."""
     if hasattr(encoding, "encode_with_offsets"):
         return encoding.encode_with_offsets(text)
     tokens = encoding.encode_ordinary(text)                     # tiktoken's
@@ -260,7 +261,7 @@ class ChatTemplate:
                 yield len(prompt), message
 
     def spans(self, messages, text: str, blocks: list[int], pieces) -> Iterator[Span]:
-        """What the answers are of the text of a conversation."""
+        """The characters of each answer in the text of a conversation."""
         for number, (start, message) in enumerate(self.starts(messages, text, blocks)):
             if blocks:
                 end = blocks[2 * number + 1]

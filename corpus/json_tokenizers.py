@@ -22,7 +22,7 @@ from corpus.formats import EOT
 MARKS = ("<|im_start|>", "<|im_end|>")              # of ChatML
 END_OF_TEXT = (EOT, "<|end_of_text|>", "</s>")      # the first of them that the vocabulary has
 MARKED = "end_of_text"      # key of an added token: the files beside tokenizer.json name this one
-PROBES = ["".join(map(chr, range(0x250))),          # all bytes but those of longer characters
+PROBES = ["".join(map(chr, range(0x250))),          # the characters below U+0250
           "a b  c\n\n d\te \r\n f\u00a0\u3000 g", "don't I've 12 3456 !? x = [1, 2];\n    y(z) ",
           "\u00e9t\u00e9 e\u0301 \u6f22\u5b57 \u0939\u093f \U0001f600 \U0001f469\u200d\U0001f4bb"]
 
@@ -41,8 +41,8 @@ def open_json(file: str) -> "JsonTokenizer":
 
 
 class JsonTokenizer:
-    """What this project uses of a tiktoken.Encoding. `file` is the content of a tokenizer.json.
-    Raises ValueError if its tokens are not bytes, or without the package.
+    """The part of tiktoken.Encoding's interface that this project uses. `file` is the content of a
+    tokenizer.json. Raises ValueError if its tokens are not bytes, or without the package.
 
     prefix      the tokens that its post_processor puts before a text, such as <|begin_of_text|>
     eot_token   separates documents: what its post_processor puts behind a text; otherwise the added
@@ -99,7 +99,7 @@ class JsonTokenizer:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens of a text, and the characters of the text that each is of: first, end."""
+        """The tokens of a text, and of each the offsets of its characters: start, end."""
         encoded = self.tokenizer.encode(text, add_special_tokens=False)
         return encoded.ids, encoded.offsets
 

@@ -16,7 +16,8 @@ from corpus.records import Refused, kind_of_value
 ASSISTANT = "assistant"
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
          "prompter": "user", ASSISTANT: ASSISTANT, "gpt": ASSISTANT, "chatgpt": ASSISTANT,
-         "bing": ASSISTANT, "bard": ASSISTANT, "bot": ASSISTANT, "ai": ASSISTANT, "model": ASSISTANT}
+         "bing": ASSISTANT, "bard": ASSISTANT, "bot": ASSISTANT, "ai": ASSISTANT,
+         "model": ASSISTANT}
 TOOL_ROLES = ("tool", "function", "ipython", "observation", "function_call", "tool_call",
               "tool_response", "function_response")
 ROLE_FIELDS = ("role", "from")
@@ -40,7 +41,7 @@ class Message(NamedTuple):
 
 
 def parse_message(message, is_learnt=True) -> Message:
-    """The message that these fields are. `is_learnt`: whether an answer is that does not say it.
+    """Parse a message. `is_learnt` is the default for an answer without a field that says it.
     Raises Refused."""
     if not isinstance(message, dict):
         raise Refused(f": a message is {kind_of_value(message)}, not an object")

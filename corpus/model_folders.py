@@ -5,8 +5,8 @@
     added_tokens.json                                   added tokens, in older folders
     tokenizer_config.json                               added tokens, add_bos_token, add_eos_token
 
-The end of a text must go with the tokenizer's file, which is all that shards and checkpoints have:
-its added token is marked there. The package `tokenizers` ignores the mark.
+Shards and checkpoints keep the tokenizer's file alone. So the token that ends a text is marked in
+it. The package `tokenizers` ignores the mark.
 """
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def with_end_of_text(file: str, folder: Path) -> str:
                                  f"has not: {SAVE_AGAIN}")
     end = end_of(folder, config, added)
     listed = [token for token in END_OF_TEXT if token in ids]
-    # An answer's end is that of a text only where there is no other.
+    # The token that ends an answer ends a document only if no other token does.
     ends_answers = end in MARKS or has_template(folder, config)
     if (end not in ids or end in listed[:1] or (listed and ends_answers)
             or any(token.get(MARKED) for token in added)):

@@ -8,7 +8,7 @@ left out.
 - A word counts where it stands alone: latest.txt and trainings.md have none.
 - Of folders the outermost decides: validation/chunk1/example_holdout_0.jsonl of SlimPajama
   validates. Folders in which all files lie tell nothing.
-- Names count if one is of train and another is not.
+- Names count only if one is of train and another of validation or test.
 - Programs have such names, too: train.py beside test_x.py. So names of files that are not READ
   count only if all of the same ending have one.
 """

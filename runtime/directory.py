@@ -109,7 +109,7 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
                                  f"--{kind} to go on with it") from None
             if file.resolve().parent == out.resolve():
                 raise ValueError(f"{file} is of the run in {out}: drop --{kind} to go on with that "
-                                 f"run, or give another --out to branch from this file")
+                                 f"run, or give another --out to begin from this file")
             if state["run"].get("origin") != origin:
                 raise ValueError(f"{out} holds a run that did not begin from {file}: drop --{kind} "
                                  f"to go on with that run, or give another --out")

@@ -224,7 +224,7 @@ def test_a_window_that_hides_nothing_is_none():
 
 
 @pytest.mark.parametrize("name, changes, words", [
-    ("mistral", dict(sliding_window=4096), "its sliding_window is 4096"),
+    ("mistral", dict(sliding_window=32), "its sliding_window is 32"),
     ("qwen2", dict(use_sliding_window=True), "its use_sliding_window is True"),
     ("llama", dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), "its rope_type is 'yarn'"),
     ("llama", dict(rope_scaling=dict(type="linear", factor=2.0)), "its rope_type is 'linear'"),

@@ -732,6 +732,14 @@ def test_without_a_batch_size_a_plan_has_a_published_one(flags, batch, source):
     assert source is None or f" ({source}" in text.replace("(about ", "(")
 
 
+@pytest.mark.parametrize("steps, unit, of_a_day", [
+    (100_000, "days", 1), (5000, "hours", 24), (200, "minutes", 1440)])
+def test_a_run_is_told_in_a_unit_of_which_it_lasts_one(steps, unit, of_a_day):
+    flags = f"--world 1 --gpu rtx4090 --dtype bf16 --model gpt2 --batch-size 64 --steps {steps}"
+    days = json.loads(answer(f"{flags} --json".split()))["days"]
+    assert f"{steps:,} steps in {days * of_a_day:.3g} {unit} (" in answer(flags.split())
+
+
 @pytest.mark.parametrize("flags", ["--model gpt2", "--model gpt2 --search --micro-batch 4",
                                    "--n-layer 6 --tp 2"])
 def test_days_stand_for_the_steps_that_they_suffice_for(flags):

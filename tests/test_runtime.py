@@ -236,7 +236,7 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("but opt has opt-257 with 257: make --data", ["--init-from whole.pt --data opt"]),
     ("cannot be combined with --resume FILE", ["--init-from whole.pt --resume whole.pt"]),
     ("did not begin from whole.pt: drop --init-from", ["--init-from whole.pt --out run"]),
-    (" is of the run in run: drop --resume to go on with that run, or give another --out to branch",
+    (" is of the run in run: drop --resume to go on with that run, or give another --out to begin",
      ["--resume run/step_00000002.pt --out run", "--resume ./run/step_00000004.pt --out run/."])])
 def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch,
                                                      message, commands):

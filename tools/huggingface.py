@@ -124,7 +124,7 @@ def import_model(source: str, file: Path, hub: str) -> None:
     if path is not None or tokenizer in ("gpt2", "bytes"):
         state |= find_conversations(folder, tokenizer, state.get("tokenizer_file"))
     write_file(state, file.with_name(file.name + ".tmp"), file)
-    print(f"{file}: {parameter_count(cfg):,} parameters. Train on with\n"
+    print(f"{file}: {parameter_count(cfg):,} parameters. Train it further with\n"
           f"python train.py --init-from {file} --data DIR --out out/{file.stem}")
     if "template" in state:
         kind = f"the template {state['template']}"

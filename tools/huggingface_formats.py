@@ -397,6 +397,8 @@ def llama_json(cfg: LlamaConfig) -> dict:
     rope = dict(rope_type="default", rope_theta=cfg.rope_theta)
     if cfg.rope_scaling:
         rope |= dict(rope_type="llama3") | dict(zip(LLAMA3_ROPE, cfg.rope_scaling))
+    if cfg.activation not in theirs:
+        raise ValueError(f"no architecture of transformers has the activation {cfg.activation}")
     for model_type, family in FAMILIES.items():
         if family.fields is None or cfg.n_embd % cfg.n_head and not family.any_width:
             continue

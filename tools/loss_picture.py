@@ -20,8 +20,8 @@ from tools.metrics import Run, part_means
 
 PARTS = 50
 MOST = 28           # runs: each color with each dash
-# The colors of Okabe and Ito, which color-blind readers tell apart; without black and yellow, which
-# are not seen on a dark or a white page.
+# The palette of Okabe and Ito, which color-blind readers tell apart, and a gray. Black and yellow
+# are left out: they are not seen on a dark or a white page.
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c959f"]
 DASHES = ["-", "--", ":", "-."]
 # Text has the color of the reader's scheme, light or dark.

@@ -4,8 +4,8 @@ The file is read backwards: a resume or rollback to step k, and a row of step k 
 beyond k void that come before them in the file. So a row is valid if its step is at most the
 smallest such k met so far, and nothing that was read has to be taken back.
 
-What is printed of a run is kept as it was read. Its losses are drawn: of more than LIMIT steps
-those are kept whose step is a multiple of 2, of 4 ...
+Values that are printed are kept exactly. A picture has at most LIMIT steps: every second one of
+more, then every fourth ...
 """
 import json
 import math

@@ -5,6 +5,7 @@ from tools.plan.flags import RUN_FLAGS, VOCABULARIES, PlanConfig
 from tools.plan.search import BATCH_TOKENS
 
 SPREAD = 0.12           # nine of ten of the 132 steps that were held out are so close or closer
+UNITS = (("days", 1), ("hours", 24), ("minutes", 24 * 60))      # the first of which there is one
 
 
 def format_bytes(size: float) -> str:
@@ -37,13 +38,15 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: st
     cp = f" x cp {config.cp}" if config.cp > 1 else ""
     best = {name: plan[f"compute_optimal_parameters_{name}"]
             for name in ("chinchilla", "chinchilla_law", "kaplan")}
-    low, high = (plan["days"] * (1 + sign * SPREAD) for sign in (-1, 1))
+    unit, of_a_day = next(one for one in UNITS if one[0] == "minutes" or plan["days"] * one[1] >= 1)
+    time, low, high = (plan["days"] * of_a_day * (1 + sign * SPREAD) for sign in (0, -1, 1))
+    hours = f"{plan['gpu_hours']:,.0f}" if plan["gpu_hours"] >= 100 else f"{plan['gpu_hours']:.3g}"
     lines = [
         f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
         f"{gpu.memory / 1e9:.0f} GB on rank {plan['fullest_rank']}, the fullest; "
         f"{HEADROOM:.0%} should stay free",
-        f"run      {config.steps:,} steps in {plan['days']:.3g} days ({low:.3g} to {high:.3g}), "
-        f"{plan['gpu_hours']:,.0f} GPU hours; MFU {plan['mfu']:.1%}, "
+        f"run      {config.steps:,} steps in {time:.3g} {unit} ({low:.3g} to {high:.3g}), "
+        f"{hours} GPU hours; MFU {plan['mfu']:.1%}, "
         f"{plan['hardware_tflops_per_gpu']:.0f} TFLOP/s",
         f"model    {plan['parameters']:,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
         f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}{assumed}",
