@@ -733,7 +733,7 @@ def test_without_a_batch_size_a_plan_has_a_published_one(flags, batch, source):
 
 
 @pytest.mark.parametrize("steps, unit, of_a_day", [
-    (100_000, "days", 1), (5000, "hours", 24), (200, "minutes", 1440)])
+    (900_000, "days", 1), (5000, "hours", 24), (200, "minutes", 1440)])
 def test_a_run_is_told_in_a_unit_of_which_it_lasts_one(steps, unit, of_a_day):
     flags = f"--world 1 --gpu rtx4090 --dtype bf16 --model gpt2 --batch-size 64 --steps {steps}"
     days = json.loads(answer(f"{flags} --json".split()))["days"]
