@@ -18,6 +18,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "human": "us
          "prompter": "user", ASSISTANT: ASSISTANT, "gpt": ASSISTANT, "chatgpt": ASSISTANT,
          "bing": ASSISTANT, "bard": ASSISTANT, "bot": ASSISTANT, "ai": ASSISTANT,
          "model": ASSISTANT}
+ORDINARY = ("system", "user", ASSISTANT)
 TOOL_ROLES = ("tool", "function", "ipython", "observation", "function_call", "tool_call",
               "tool_response", "function_response")
 ROLE_FIELDS = ("role", "from")
@@ -72,6 +73,8 @@ def present(names: set[str], fields: dict) -> list[str]:
 
 
 def role_of(message: dict) -> str:
+    if message.get("role") in ORDINARY and "from" not in message:       # as most have it
+        return message["role"]
     given = {name: message[name] for name in ROLE_FIELDS if message.get(name) is not None}
     roles = []
     for name, role in given.items():
@@ -92,12 +95,13 @@ def role_of(message: dict) -> str:
 def pick(fields: dict, names):
     """The value of the one of these fields that is given; None if none is. Raises Refused if
     several are, and differ."""
-    given = {name: fields[name] for name in names if fields.get(name) is not None}
-    values = list(given.values())
-    if any(value != values[0] for value in values[1:]):
+    given = [name for name in names if fields.get(name) is not None]
+    if not given:
+        return None
+    if any(fields[name] != fields[given[0]] for name in given[1:]):
         shown = " and ".join(f'"{name}"' for name in given)
         raise Refused(f": {shown} stand in one place and differ: leave one out")
-    return values[0] if values else None
+    return fields[given[0]]
 
 
 def reasoning_of(message: dict, role: str) -> str | None:
