@@ -262,15 +262,27 @@ class ChatTemplate:
 
     def spans(self, messages, text: str, blocks: list[int], pieces) -> Iterator[Span]:
         """The characters of each answer in the text of a conversation."""
-        for number, (start, message) in enumerate(self.starts(messages, text, blocks)):
-            if blocks:
-                end = blocks[2 * number + 1]
-            else:                   # behind the content: a thought may end with the same token
-                content = self.protect(message.content).strip()
-                behind = max(start, text.find(content, start) + len(content))
-                end = next((piece.end for piece in pieces
-                            if piece.start >= behind and piece.value == self.end), len(text))
+        answers = list(self.starts(messages, text, blocks))
+        limits = [start for start, _ in answers[1:]] + [len(text)]      # where the next one begins
+        for (start, message), limit, block_end in zip(answers, limits, blocks[1::2] or limits):
+            end = block_end
+            if not blocks:
+                end = self.end_of_answer(message, text[:limit], start, pieces)
             yield Span(start, end, message.is_learnt)
+
+    def end_of_answer(self, message, text: str, start: int, pieces) -> int:
+        """Where an answer that begins at `start` ends. The text ends where the next answer begins.
+        Raises ValueError."""
+        content = self.protect(message.content).strip()
+        found = text.find(content, start)
+        marks = [piece for piece in pieces
+                 if isinstance(piece.value, int) and start <= piece.start < len(text)]
+        if found >= 0:              # a thought before the content may end with the same token
+            marks = [piece for piece in marks if piece.start >= found + len(content)][:1]
+        ends = [piece.end for piece in marks if piece.value == self.end]
+        if not ends:
+            raise ValueError("it does not end an answer by the token that ends others")
+        return ends[0]
 
     def check(self, messages) -> None:
         """Raise ValueError if these messages cannot be written with what is learnt of them."""

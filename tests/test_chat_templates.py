@@ -17,7 +17,7 @@ import checkpoint
 import sample
 from corpus import conversations, jinja_templates
 from corpus.chat_templates import find_template, get_template, read_template
-from corpus.jinja_templates import ChatTemplate
+from corpus.jinja_templates import TURNS, ChatTemplate
 from corpus.messages import Message
 from corpus.shards import open_shard, read_meta
 from corpus.tokenizers import get_tokenizer, name_of
@@ -547,6 +547,31 @@ def test_an_answer_may_hold_the_token_that_ends_it(folder, tmp_path):
     template = template_of(folder, tmp_path, CHANNELS)
     turns = [Message("user", "a"), Message("assistant", "b", reasoning="so")]
     assert learnt_text(template, turns) == "so<|end|><|assistant|>b<|end|>"
+
+
+STRIPS = """{% for m in messages %}{{ '<|' + m.role + '|>' }}\
+{{ m.content if loop.last else m.content.split('</think>')[-1] }}{{ '<|end|>' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("question", ["b", "a much longer question than the thought of the answer"])
+def test_what_a_template_changes_of_an_answer_does_not_move_its_end(folder, tmp_path, question):
+    """QwQ's strips the thoughts of earlier answers, here of one that comes again as it was."""
+    template = template_of(folder, tmp_path, STRIPS)
+    answer = "<think>a long thought, of many words and more</think>yes"
+    turns = [Message("user", "a"), Message("assistant", answer), Message("user", question),
+             Message("assistant", answer)]
+    assert learnt_text(template, turns) == f"yes<|end|>{answer}<|end|>"
+
+
+def test_an_answer_without_its_end_is_refused(folder, tmp_path):
+    template = template_of(folder, tmp_path, STYLES["phi3"].replace(
+        "m.content + '<|end|>\\n'", "m.content + ('\\n' if m.content == 'no' else '<|end|>\\n')"))
+    template.check(TURNS)
+    turns = [Message("user", "a"), Message("assistant", "no"), Message("user", "b"),
+             Message("assistant", "yes")]
+    with pytest.raises(ValueError, match="it does not end an answer by the token"):
+        template.render(turns)
 
 
 def test_a_conversation_that_the_template_refuses_is_left_out_if_it_is_one_in_a_thousand(
