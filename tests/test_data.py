@@ -96,8 +96,8 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("a.txt --out gone", b"x" * 9, "--out gone is not a directory: give another"),
     ("a.txt --out held", b"x" * 9, "held/meta.json was made of other text"),
     ("a.txt --out", b"x" * 9, "--out: expected one argument: give a value; one that"),
-    ("a.txt --tokenizer folder.tiktoken", b"x" * 9, "folder.tiktoken holds no tokenizer.json and no .tiktoken, but "
-     "nothing: give a folder or file with one"),
+    ("a.txt --tokenizer folder.tiktoken", b"x" * 9, "folder.tiktoken holds no tokenizer.json and "
+     "no .tiktoken, but nothing: give a folder or file with one"),
     ("a.txt --tokenizer Qwen/Qwen3-8B", b"x" * 9, "tokenizer.json, `python -m tools.huggingface"),
     ("no\nsuch.txt", None, r"there is no file or folder no\nsuch.txt"),
     ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
