@@ -67,7 +67,8 @@ def index_documents(files, seed: int, field: str | None = "text",
     counts["documents"] = len(kept)
     sizes = table["size"][kept]
     if validation:
-        train_sizes, is_cut = split_by_file(sizes, validates[kept]), False
+        train_sizes = split_by_file(sizes, validates[kept])
+        is_cut = False
     else:
         train_sizes, is_cut = choose_split(table["digest"][kept], sizes, may_cut=field is not None)
     if near_duplicates == "keep":
@@ -103,7 +104,8 @@ def is_repeated_behind(keys, validates) -> np.ndarray:
 def drop_seen(table, validates, kept, field: str | None, counts: dict) -> np.ndarray:
     """`kept` without conversations that train and have a question of one that validates, unless all
     have. A note counts them, and documents that were dropped as equal to one that validates."""
-    digests, has_text = table["digest"], table["size"] > 0
+    digests = table["digest"]
+    has_text = table["size"] > 0
     trains = ~validates & has_text
     seen = int(np.isin(digests[trains], digests[validates & has_text]).sum())
     if seen > 0:

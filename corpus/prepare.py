@@ -36,16 +36,15 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
     run may be training on."""
     vocabulary = None           # the content of the file of a tokenizer of one's own
     model_folder = None
-    ends = []
     if train_tokens is None and not is_named(tokenizer):
         path = find_file(tokenizer)
         vocabulary = read_file(path)
         if path.suffix == ".json":
             model_folder = path.parent
-            ends = read_ends(model_folder)
-        for line in notes(path) if field is not None else []:
-            note(line)
+        if field is not None:
+            tell_notes(path)
         tokenizer = name_of(vocabulary)
+    ends = [] if model_folder is None else read_ends(model_folder)
     if train_tokens is None:
         encoding = get_tokenizer(tokenizer, vocabulary)
         if field is None:
@@ -92,6 +91,11 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
                 meta["compared"].append(bytes_per_token(index, get_tokenizer("gpt2")))
         publish(folder, out, meta)
     return meta
+
+
+def tell_notes(tokenizer: Path) -> None:
+    for line in notes(tokenizer):
+        note(line)
 
 
 def find_complete(out: Path, source: str) -> dict | None:

@@ -151,7 +151,9 @@ def find_file(given: str) -> Path:
     if len(found) > 1:
         raise ValueError(f"{path} holds {len(found)} tokenizers: give one of them, such as "
                          f"{found[0]}")
-    holds = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+    if len(names) > 5:
+        names = [*names[:5], "..."]
+    holds = ", ".join(names)
     raise ValueError(f"{path} holds no tokenizer.json and no .tiktoken, but {holds or 'nothing'}: "
                      f"give a folder or file with one")
 
