@@ -37,13 +37,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
     vocabulary = None           # the content of the file of a tokenizer of one's own
     model_folder = None
     if train_tokens is None and not is_named(tokenizer):
-        path = find_file(tokenizer)
-        vocabulary = read_file(path)
-        if path.suffix == ".json":
-            model_folder = path.parent
-        if field is not None:
-            tell_notes(path)
-        tokenizer = name_of(vocabulary)
+        tokenizer, vocabulary, model_folder = open_tokenizer(tokenizer, is_text=field is not None)
     ends = [] if model_folder is None else read_ends(model_folder)
     if train_tokens is None:
         encoding = get_tokenizer(tokenizer, vocabulary)
@@ -93,9 +87,16 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
     return meta
 
 
-def tell_notes(tokenizer: Path) -> None:
-    for line in notes(tokenizer):
-        note(line)
+def open_tokenizer(given: str, is_text: bool) -> tuple[str, str, Path | None]:
+    """(name, content of the file, the model's folder if it may be of one) of the tokenizer at this
+    path. Of text, notes tell what the folder's other files say. Raises ValueError, OSError."""
+    path = find_file(given)
+    vocabulary = read_file(path)
+    if is_text:
+        for line in notes(path):
+            note(line)
+    model_folder = path.parent if path.suffix == ".json" else None
+    return name_of(vocabulary), vocabulary, model_folder
 
 
 def find_complete(out: Path, source: str) -> dict | None:
