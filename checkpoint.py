@@ -64,6 +64,47 @@ OPTIONAL = ("tokenizer_file", "template", "template_file", "ends")
 
 
 # ---------------------------------------------------------------------------------------------
+# In one process
+# ---------------------------------------------------------------------------------------------
+
+
+def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: Path) -> None:
+    """Write out/step_0000000k.pt and latest.pt. `facts` are the entries of the file but for the
+    tensors and the number of updates, which is Adam's."""
+    tensors = {key: {} for key in STATE}
+    for name, parameter in model.named_parameters():            # tied weights once
+        rows = model.cfg.vocab_size if name in VOCAB_MATRICES else len(parameter)
+        adam = optimizer.state[parameter]
+        for key, tensor in zip(STATE, (parameter, adam["exp_avg"], adam["exp_avg_sq"])):
+            tensors[key][name] = tensor.detach()[:rows].cpu().clone()       # without the padding
+    aside = out / "step.pt.tmp"
+    with open(aside, "wb") as file:
+        torch.save(facts | tensors | dict(optimizer_steps=int(adam["step"])), file)
+        file.flush()
+        os.fsync(file.fileno())     # on the disk, before the name says that it is whole
+    os.replace(aside, step_file(out, facts["step"]))
+    os.link(step_file(out, facts["step"]), aside)       # a second name of the same file
+    os.replace(aside, out / "latest.pt")
+
+
+@torch.no_grad()
+def plain_load(model: GPT, optimizer: torch.optim.AdamW, path: Path) -> dict:
+    """Fill the model and the optimizer from a file that any layout wrote. Returns its other
+    entries."""
+    state = torch.load(path, map_location="cpu", weights_only=True)     # runs no code from the file
+    full, exp_avg, exp_avg_sq = (state.pop(key) for key in STATE)
+    for name, parameter in model.named_parameters():
+        adam = dict(step=torch.tensor(float(state["optimizer_steps"])),
+                    exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+        rows = len(full[name])                                          # the others are padding
+        parameter[:rows] = full[name]
+        adam["exp_avg"][:rows] = exp_avg[name]
+        adam["exp_avg_sq"][:rows] = exp_avg_sq[name]
+        optimizer.state[parameter] = adam
+    return state
+
+
+# ---------------------------------------------------------------------------------------------
 # Between flat buffers and full tensors
 # ---------------------------------------------------------------------------------------------
 

@@ -32,8 +32,8 @@ import runtime      # first: without numpy or tiktoken it ends the program in on
 import numpy as np
 
 from corpus.console import progress
-from corpus.shards import (Shards, find_shards, open_flags, read_meta, same_tokenizer,
-                           show_token)
+from corpus.shards import (Shards, find_shards, open_flags, open_shard, read_meta,
+                           same_tokenizer, show_token)
 from corpus.windows import ConversationWindows, TextWindows
 from runtime.batch_ramp import batch_size_at
 
@@ -62,6 +62,38 @@ def plain_prepare(texts, tokenizer, directory: Path, seed=0) -> None:
 
 
 # ---- Windows of tokens, in the order in which a run reads them -------------------------------
+
+def open_shards(directory, split: str) -> list[np.ndarray]:
+    """The tokens (n,) of each shard, mapped from the disk: what is not used is not read."""
+    return [open_shard(path) for path in find_shards(Path(directory), split)]
+
+
+def plain_windows(shards: list[np.ndarray], seq_len: int, numbers) -> np.ndarray:
+    """The windows with these numbers, int64 (B, T+1). Window i of a shard (n,) is its tokens i T to
+    (i + 1) T: its last token is the first of the next window. Shards are numbered one after the
+    other."""
+    rows = []
+    for number in numbers:
+        for tokens in shards:
+            count = (len(tokens) - 1) // seq_len        # windows of this shard
+            if number < count:
+                rows.append(tokens[number * seq_len:(number + 1) * seq_len + 1])
+                break
+            number -= count
+    return np.stack(rows).astype(np.int64)
+
+
+def plain_batch(shards: list[np.ndarray], seq_len: int, seed: int, first: int,
+                batch_size: int) -> np.ndarray:
+    """The sequences first, first + 1, ... of a run, int64 (B, T+1). Each epoch reads every window
+    once, in an order of its own."""
+    n = sum((len(tokens) - 1) // seq_len for tokens in shards)
+    numbers = []
+    for sequence in range(first, first + batch_size):
+        epoch, place = divmod(sequence, n)
+        numbers += permute(np.array([place]), n, seed, epoch).tolist()
+    return plain_windows(shards, seq_len, numbers)
+
 
 class Source(NamedTuple):
     """A directory of shards: windows first ... first + n_windows - 1 of a TokenDataset."""

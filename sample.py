@@ -67,6 +67,27 @@ def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
 
 
 @torch.inference_mode()
+def plain_generate(model, tokens: list[int], count: int, temperature: float = 1.0,
+                   generator=None) -> list[int]:
+    """The `count` tokens that a model puts behind `tokens`. Each is drawn from all of the window
+    before it. A window that is full goes on with its newest half."""
+    seq_len = model.cfg.seq_len
+    window, drawn = tokens[-seq_len:], []
+    for _ in range(count):
+        if len(window) > seq_len:
+            window = window[-max(1, seq_len // 2):]
+        logits = model(torch.tensor([window]))[0, -1]               # (V,), of the last position
+        if temperature == 0:
+            token = logits.argmax()
+        else:
+            probabilities = (logits / temperature).softmax(dim=-1)
+            token = torch.multinomial(probabilities, 1, generator=generator)
+        drawn.append(token.item())
+        window = [*window, token.item()]
+    return drawn
+
+
+@torch.inference_mode()
 def generate(model, tokens: list[int], max_tokens: int, ends: set[int], temperature: float = 1.0,
              top_k: int = 0, top_p: float = 1.0, generators=(None,)):
     """Continue `tokens` once with each of the `generators`, as one batch with one cache. Yields up

@@ -1775,7 +1775,8 @@ def train_theirs(config, gpt, kind=torch.optim.AdamW, rows=slice(None), backward
 @pytest.mark.parametrize("layout, flags, sizes", [
     ((1, 1, 1), {}, [8] * 5),
     ((2, 2, 2), dict(batch_size=16, batch_ramp="4:4:20"), [4, 4, 8, 12, 16])])
-def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout, flags, sizes):
+def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, monkeypatch, layout, flags,
+                                                       sizes):
     """Losses and norms are those of a plain model with torch.optim.AdamW and clip_grad_norm_, to
     1e-10 in fp64, the parameters after five steps to 1e-8; also with batches that grow. Without
     these, so are those of plain_train, as it stands in train.py."""
@@ -1786,7 +1787,11 @@ def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout, f
     assert column(steps, "tokens") == [16 * n for n in itertools.accumulate(sizes)]
     plain_forms = [lambda gpt: train_theirs(config, gpt)[0]]
     if config.batch_ramp is None:
-        plain_forms.append(lambda gpt: train.plain_train(config, gpt, Memory(CFG)))
+        memory = Memory(CFG)                                # it has windows, and no shards
+        monkeypatch.setattr(train, "plain_batch", lambda shards, seq_len, *which: memory.tokens_of(
+            memory.window_ids(*which)))
+        plain_forms.append(lambda gpt: train.plain_train(
+            config, gpt, train.plain_adamw(config, gpt), shards=[]))
     for train_plain in plain_forms:
         plain = GPT(CFG).initialize(config.seed).double()
         losses, norms = zip(*train_plain(plain))

@@ -8,7 +8,7 @@ any number of ranks and in any precision; a test checks that the results agree. 
 training? Read on: the picture of the ranks, then Run.train, compute_gradients and update.
 
     plain_train             Run.train, on each rank
-    rows of the batch       next_batch: this rank's rows, in microbatches
+    rows of the batch       Loader.next: this rank's rows, in microbatches
     learning rate           learning_rate: the same function
                             compute_gradients:
     zero_grad                 the same, in the flat buffers of zero.FlatParameters
@@ -30,8 +30,10 @@ if __name__ == "__main__":      # before the slow `import torch`, so that Ctrl-C
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import math
+import sys
+import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Iterator
@@ -43,63 +45,64 @@ import torch
 
 import checkpoint
 from amp import NOT_FINITE, PRECISIONS, clip_factor
-from data import Batch, TokenDataset, split_microbatches
-from model import GPT, GPTConfig, derive_seed
+from checkpoint import plain_load, plain_save
+from corpus.shards import read_meta
+from data import Batch, TokenDataset, plain_batch, open_shards, plain_windows
+from model import GPT, GPTConfig, ceil_div
 from parallelism.build import Grid, build_rank, make_groups
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
-from parallelism.context import own_positions
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import (checks, console, devices, directory, evaluation, processes, run_state,
+from runtime import (checks, console, directory, evaluation, processes, run_state,
                      startup)
+from runtime.checkpoint_files import remove_old
+from runtime.loader import Loader
 from runtime.monitors import Monitors
 from runtime.options import Config
-from runtime.processes import Job, all_ranks
+from runtime.processes import Job, RunError, all_ranks
 from runtime.signals import StopSignal
 
 
-def plain_train(config: Config, model: GPT,
-                data: TokenDataset) -> Iterator[tuple[float, float]]:
-    """Train on the CPU with PyTorch's own AdamW. Yields the loss and the gradient norm of each
-    step. To try it, after `python data.py`:
+def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, shards: list,
+                begin: int = 1) -> Iterator[tuple[float, float]]:
+    """Train from step `begin` to the last one. Yields the loss and the gradient norm of each step.
+    To try it, after `python data.py`:
 
         from train import *
-        data = TokenDataset("data/python", "train", seq_len=128)
-        model = GPT(GPTConfig()).initialize(1337)
-        for loss, norm in plain_train(Config(steps=20, lr=4e-3), model, data):
+        shards = open_shards("data/python", "train")
+        config = Config(steps=20, lr=4e-3)
+        model = GPT(GPTConfig()).initialize(config.seed)
+        for loss, norm in plain_train(config, model, plain_adamw(config, model), shards):
             print(loss)
 
-    prints the same losses as `python train.py --steps 20`. It needs `config.clip` > 0 and ignores
-    --batch-ramp and --skip-steps. With dropout its numbers differ from Run's."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]           # biases, LayerNorm
-    optimizer = torch.optim.AdamW(
-        [dict(params=matrices, weight_decay=config.weight_decay),
-         dict(params=vectors, weight_decay=0.0)], betas=(config.beta1, config.beta2))
-    for step in range(1, config.steps + 1):
+    prints the same losses as `python train.py --steps 20`."""
+    device = model.head.weight.device
+    for step in range(begin, config.steps + 1):
         # The data are windows of T + 1 tokens, shuffled by the seed. The batch is the batch_size
         # windows after those consumed. Each gives a row: its first T tokens are the inputs, its
-        # last T the targets. `positions` is None, except for conversations: there they count from
-        # 0 in each.
+        # last T the targets.
         consumed = (step - 1) * config.batch_size
-        window_ids = data.window_ids(config.seed, consumed, config.batch_size)
-        inputs, targets, positions = as_tensors(data.rows(window_ids))      # (B, T) each
+        rows = plain_batch(shards, model.cfg.seq_len, config.seed, consumed, config.batch_size)
+        rows = torch.from_numpy(rows).to(device)                    # (B, T+1)
+        inputs, targets = rows[:, :-1], rows[:, 1:]                 # (B, T) each
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
 
         optimizer.zero_grad()
-        # The model returns the sum of the losses of the targets that are learnt: all, but in
-        # conversations only those of the answers.
-        loss = model(inputs, targets, positions=positions) / data.count_learnt(window_ids)
+        loss = model(inputs, targets) / targets.numel()             # the model returns the sum
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
         optimizer.step()
         yield loss.item(), norm.item()
 
 
-def as_tensors(rows: tuple) -> list:
-    """Arrays to tensors; None stays None."""
-    return [None if x is None else torch.from_numpy(x) for x in rows]
+def plain_adamw(config: Config, model: GPT) -> torch.optim.AdamW:
+    """Weight decay is for matrices, not for biases and the weights of LayerNorm."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    return torch.optim.AdamW([dict(params=matrices, weight_decay=config.weight_decay),
+                              dict(params=vectors, weight_decay=0.0)],
+                             betas=(config.beta1, config.beta2))
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -122,6 +125,72 @@ def learning_rate(config: Config, step: int) -> float:
     else:                       # "linear" and "wsd"
         left = 1 - done
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+@torch.no_grad()
+def plain_evaluate(config: Config, model: GPT, shards: list) -> float:
+    """The mean loss in nats on windows at equal distances, the same in every evaluation."""
+    device, seq_len = model.head.weight.device, model.cfg.seq_len
+    n = sum((len(tokens) - 1) // seq_len for tokens in shards)
+    count = min(n, evaluation.DEFAULT_SEQUENCES)
+    if config.eval_tokens is not None:
+        count = min(n, ceil_div(config.eval_tokens, seq_len))
+    numbers = np.linspace(0, n - 1, count).astype(np.int64)
+    total = 0.0
+    for first in range(0, count, config.batch_size):
+        some = numbers[first:first + config.batch_size]
+        rows = torch.from_numpy(plain_windows(shards, seq_len, some)).to(device)
+        total += model(rows[:, :-1], rows[:, 1:]).item()
+    return total / (count * seq_len)
+
+
+def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> None:
+    """`python train.py --plain`: train, evaluate and save by the plain forms alone. The directory
+    is one of `python train.py`: either goes on with what the other has saved."""
+    config, model_config, begin = startup.prepare(given, job, device, stack)    # flags, --out
+    out = Path(config.out)
+    meta = read_meta(Path(config.data))
+    train_shards = open_shards(config.data, "train")
+    val_shards = open_shards(config.data, "val")
+    model = model_config.build().initialize(config.seed).to(device)
+    optimizer = plain_adamw(config, model)
+    if begin.path is None:
+        facts = run_state.plain_facts(config, model_config, meta, begin)
+    else:
+        facts = plain_load(model, optimizer, begin.path)
+        run_state.check_plain(facts, config)        # whether it left out batches
+    metrics = directory.Metrics(out, rank=0)
+    done = facts["step"]
+    metrics.write(event="resume" if done else "start", step=done, config=asdict(config))
+    seconds = time.perf_counter()
+    for loss, norm in plain_train(config, model, optimizer, train_shards, done + 1):
+        if not math.isfinite(loss + norm):
+            raise RunError(f"step {done + 1} has loss {loss}, gradient norm {norm}: lower --lr")
+        done += 1
+        consumed = done * config.batch_size
+        seconds, before = time.perf_counter(), seconds
+        row = dict(step=done, tokens=consumed * model_config.seq_len, loss=loss,
+                   lr=learning_rate(config, done), batch_size=config.batch_size, grad_norm=norm,
+                   tokens_per_second=config.batch_size * model_config.seq_len / (seconds - before))
+        if is_due(done, config.eval_every, config):
+            row["val_loss"] = plain_evaluate(config, model, val_shards)
+            row["bits_per_byte"] = evaluation.bits_per_byte(row["val_loss"],
+                                                            meta["bytes_per_token"])
+        if is_due(done, config.log_every or ceil_div(config.steps, 50), config):
+            print(", ".join(f"{name} {value:.6g}" for name, value in row.items()), flush=True)
+        metrics.write(**row)
+        if is_due(done, config.save_every, config):
+            facts |= dict(step=done, consumed_samples=consumed, tokens=row["tokens"],
+                          config=asdict(config))
+            plain_save(model, optimizer, facts, out)
+            kept = {file for _, file, _ in facts["monitor"]["checkpoints"]}    # a Run may go back to
+            remove_old(out, config.keep, kept)
+    metrics.write(event="end", step=done)
+
+
+def is_due(step: int, every: int, config: Config) -> bool:
+    """Whether this step is one of every so many (0: none), or the last one."""
+    return step == config.steps or (every > 0 and step % every == 0)
 
 
 # ---- The same on many ranks -----------------------------------------------------------------
@@ -163,7 +232,7 @@ class Run:
     saved_step          the step of the last checkpoint written or restored, or None
     optimizer_steps     updates so far, without skipped steps
     batches             data.Batches: the run's position in the data
-    prefetched          the batch of the next step, once it is loaded
+    loader              loader.Loader: the rows of the batch that this rank reads
     model               this rank's part of the model
     flat                zero.FlatParameters: the buffers that hold its parameters, their gradients
                         and AdamW's state
@@ -193,18 +262,18 @@ class Run:
                                         config.timeout)
         # An empty tensor, of the shape and dtype that one stage sends to the next.
         self.activation_like = like_activations(config, model_config, grid, dtype, device)
-        run_state.restore(self, state)      # sets the rest, and the weights
+        self.loader = Loader(self)
+        run_state.restore(self, state)      # step, optimizer_steps, batches, scaler; the weights
 
     # ---- The loop ---------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train until step --steps. At a signal, another thread saves the state after the last
-        finished step and ends the process. A block of `stop.held`, which changes that state, ends
-        first (runtime/signals.py)."""
+        """Train until step --steps. A signal is handled in another thread. It waits while
+        `stop.held()` is active, because the state is being changed."""
         self.model.train()
         while self.step <= self.config.steps:
             self.monitors.before_step()     # skips what --skip-steps or a rollback excludes
-            batch = self.next_batch()
+            batch = self.loader.next()          # this rank's rows, in microbatches
             lr = learning_rate(self.config, self.step) * self.monitors.lr_factor
             stats = self.compute_gradients(batch)
             with self.stop.held():
@@ -238,8 +307,7 @@ class Run:
         self.flat.wait_params()     # other ranks may still be receiving this rank's shard
         # Wait for the last checkpoint. (all_ranks raises one rank's error on every rank.)
         all_ranks(lambda: self.writer.wait(required=True))
-        self.stop.close()
-        self.sum_across_ranks({})   # the last chance to hear that another rank received a signal
+        self.stop.close()           # a signal comes too late from here on, on every rank
         console.report_end(self)
 
     def is_due(self, every: int) -> bool:
@@ -261,8 +329,8 @@ class Run:
         loss_factor = self.scaler.scale / learnt
         flat.zero_grad(self.scaler.scale, tokens_in_batch, learnt)      # --exact needs the counts
         if grid.is_last:
-            # The head computes the gradients of loss * loss_factor already in forward, and its
-            # backward only hands them on: they are not multiplied again.
+            # The head computes its gradients in forward, so it needs the factor now. Its backward
+            # returns them and does not apply the factor again.
             model.head.set_loss_factor(loss_factor)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
@@ -277,8 +345,7 @@ class Run:
         else:       # a pipeline: the same in the order of a schedule; stages exchange messages
             schedule = make_schedule(config.pp_schedule, grid, len(microbatches))
             loss_sum = run_schedule(schedule, model, grid, microbatches, self.activation_like, flat)
-        if self.step < config.steps:    # while a GPU computes: what follows waits for it
-            self.prefetched = self.load_batch(self.step + 1)
+        self.loader.prefetch()          # while the GPU computes: the next lines wait for it
         self.monitors.after_backward()
 
         # 2. Wait for the all-reduces of the gradients over the replicas. (With ZeRO they are
@@ -340,72 +407,6 @@ class Run:
         """A tensor of shape () on the device, in the dtype used for sums."""
         return torch.full((), value, dtype=sum_dtype(self.device), device=self.device)
 
-    # ---- One batch --------------------------------------------------------------------------
-
-    def next_batch(self) -> Batch:
-        """The batch of this step. It is usually loaded during the step before, and loaded again if
-        sequences have been left out since."""
-        batch = self.prefetched
-        if batch is None or (batch.step, batch.start) != (self.step, self.batches.consumed):
-            batch = self.load_batch(self.step)
-        batch = self.batches.move_past(batch)
-        if self.step < self.config.steps:
-            # The system reads the next batch from the disk while this step computes.
-            self.will_need(self.train_data, self.batches.next_window_ids())
-        return batch
-
-    def will_need(self, dataset: TokenDataset, window_ids: np.ndarray) -> None:
-        if self.reads_rows(dataset):
-            dataset.will_need(self.own_windows(window_ids).ravel())
-
-    def reads_rows(self, dataset: TokenDataset) -> bool:
-        """The stages in the middle of a pipeline need no tokens, only conversations' positions."""
-        return self.grid.is_first or self.grid.is_last or dataset.has_conversations
-
-    def own_windows(self, window_ids: np.ndarray) -> np.ndarray:
-        """(B,) -> (m, b): the windows that this rank reads, by microbatches."""
-        grid = self.grid
-        return split_microbatches(window_ids, self.config.micro_batch, grid.dp_rank, grid.dp)
-
-    def load_batch(self, step: int) -> Batch:
-        """Load the next batch of the data; `step` seeds its dropout."""
-        window_ids = self.batches.next_window_ids()
-        microbatches = self.load_microbatches(self.train_data, window_ids, step)
-        return Batch(step, self.batches.consumed, window_ids, microbatches)
-
-    def load_microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
-        """This rank's rows of the batch `window_ids` (B,), as a list of microbatches: (inputs
-        (b, T), targets (b, T), dropout seed, positions (b, T) of conversations or None). With --cp
-        inputs and targets have this rank's T / cp positions; `positions` stays whole, because
-        attention reads the keys of all."""
-        grid = self.grid
-        microbatches = []
-        # (next_batch has not announced the first batch, nor those of an evaluation.)
-        self.will_need(dataset, window_ids)
-        for m, ids in enumerate(self.own_windows(window_ids)):                  # ids (b,)
-            inputs, targets, positions = None, None, None
-            if self.reads_rows(dataset):
-                inputs, targets, positions = as_tensors(dataset.rows(ids))
-                inputs = own_positions(inputs, grid.cp_rank, grid.cp)
-                targets = own_positions(targets, grid.cp_rank, grid.cp)
-                inputs, targets, positions = (devices.to_device(x, self.device)
-                                              for x in (inputs, targets, positions))
-            microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))
-        return microbatches
-
-    def dropout_seed(self, step: int, microbatch: int) -> int:
-        """Ranks with the same activations must draw the same dropout masks; ranks with different
-        rows or positions must not. The ranks of a cp group have different positions, and with
-        sequence parallelism those of a tp group do."""
-        grid = self.grid
-        number = microbatch * grid.dp + grid.dp_rank        # of the microbatch, in the whole batch
-        key = [self.config.seed, step, number]
-        if grid.cp > 1:
-            key.append(grid.cp_rank)
-        if grid.sequence_parallel:
-            key.append(grid.tp_rank)
-        return derive_seed(*key)
-
 
 # ---- Start ----------------------------------------------------------------------------------
 
@@ -437,7 +438,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
 
 
 def main() -> None:
-    processes.run_process(startup.parse, launch)
+    processes.run_process(startup.parse, plain_launch if "--plain" in sys.argv else launch)
 
 
 if __name__ == "__main__":

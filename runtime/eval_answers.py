@@ -34,8 +34,8 @@ def greedy_accuracy(run, forward) -> tuple[float, int]:
         ids = pad_window_ids(window_ids[first:first + part], grid.dp * config.micro_batch)
         numbers, count = number_answers(data.rows(ids)[1])              # (B, T)
         is_wrong = torch.zeros(count + 1, device=run.device)    # the last one: what is not learnt
-        microbatches = run.load_microbatches(data, ids, step=0)
-        own_rows = run.own_windows(np.arange(len(ids)))                 # (m, b)
+        microbatches = run.loader.microbatches(data, ids, step=0)
+        own_rows = run.loader.own_windows(np.arange(len(ids)))                 # (m, b)
         for rows, is_greedy in zip(own_rows, compare_greedy(run, microbatches, forward)):
             own = own_positions(numbers[torch.from_numpy(rows)], grid.cp_rank, grid.cp)
             is_wrong[own.to(run.device)[~is_greedy]] = 1

@@ -60,7 +60,7 @@ def evaluate_source(run, source: Source) -> float:
     total = 0.0
     part = MICROBATCHES * at_once           # in parts, so that --timeout applies to each part
     for first in range(0, len(window_ids), part):
-        microbatches = run.load_microbatches(run.val_data, window_ids[first:first + part], step=0)
+        microbatches = run.loader.microbatches(run.val_data, window_ids[first:first + part], step=0)
         loss_sum = forward(run, microbatches)
         if grid.tp_rank > 0:                # all tp ranks have the same loss: count it once
             loss_sum.zero_()

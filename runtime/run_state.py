@@ -13,9 +13,9 @@ from amp import LossScaler, make_scaler
 from data import Batches
 from runtime.checkpoint_files import step_file
 from runtime.directory import load_state
-from runtime.divergence import DivergenceMonitor
+from runtime.divergence import STATISTICS, DivergenceMonitor
 from runtime.options import Config
-from runtime.processes import all_ranks, on_rank0
+from runtime.processes import RunError, all_ranks, on_rank0
 
 
 class Progress(NamedTuple):
@@ -62,7 +62,7 @@ def restore(run, state: dict | None) -> None:
             run.scaler.load_state_dict(state["scaler"])
         checkpoint.restore(state, run.flat)
     run.batches = Batches(run.train_data, config, consumed, sequences_trained)
-    run.prefetched = None       # the batch of the next step
+    run.loader.prefetched = None        # it may be another batch now
     run.finished_step = run.step - 1
     run.saved_step = None if state is None else run.finished_step
 
@@ -112,3 +112,27 @@ def submit(run, progress: Progress) -> None:
         monitor=dataclasses.asdict(progress.monitor),
         **{key: value for key, value in run.train_data.meta.items()
            if key in ("tokenizer", *checkpoint.OPTIONAL)}))
+
+
+# ---- Of train.py --plain --------------------------------------------------------------------
+
+def plain_facts(config: Config, model_config, meta: dict, begin) -> dict:
+    """What a checkpoint of a new run holds beside tensors. `meta` is shards.read_meta's, `begin` a
+    directory.Start."""
+    facts = dict(format=checkpoint.FORMAT, run=begin.run, step=0, consumed_samples=0, tokens=0,
+                 config=dataclasses.asdict(config), model=dataclasses.asdict(model_config),
+                 data=[[0, {meta["fingerprint"]: 1}]], tokenizer=meta["tokenizer"],
+                 scaler=make_scaler(config.dtype).state_dict(),
+                 monitor=dataclasses.asdict(DivergenceMonitor()))
+    return facts | {key: meta[key] for key in checkpoint.OPTIONAL if meta.get(key) is not None}
+
+
+def check_plain(facts: dict, config: Config) -> None:
+    """Raise RunError unless plain_train goes on where this checkpoint is in its data. Forget the
+    losses: those of its steps are not judged."""
+    monitor = facts["monitor"]
+    if facts["consumed_samples"] != facts["step"] * config.batch_size or monitor["excluded"]:
+        raise RunError(f"step {facts['step']} of this run has read {facts['consumed_samples']} "
+                       f"sequences, or leaves out some: go on without --plain", 2)
+    fresh = dataclasses.asdict(DivergenceMonitor())
+    facts["monitor"] = monitor | {name: fresh[name] for name in STATISTICS}

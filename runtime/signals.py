@@ -105,10 +105,11 @@ class StopSignal:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """From here on a signal to this rank comes too late. One from before is told to all by the
-        next sum over all ranks, so that their threads end together."""
+        """From here on a signal to this rank comes too late. A sum over all ranks tells them of one
+        from before, so that their threads end together. Every rank calls it."""
         with self.changed:
             self.closed = True
+        self.run.sum_across_ranks({})
 
     def listen(self) -> None:
         """Wait for signals, until the block of this StopSignal ends."""

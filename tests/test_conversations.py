@@ -26,6 +26,7 @@ import train
 from corpus import conversations, formats, inputs, json_values, windows
 from corpus.conversations import Template
 from corpus.messages import Message
+from runtime import loader
 from corpus.prepare import prepare
 from corpus.shards import BEGINS, LEARNT, open_shard, read_meta
 from corpus.tokenizers import get_tokenizer, name_of
@@ -621,18 +622,30 @@ def test_layouts_train_on_answers_as_one_process(pool, tmp_path, reversals, one_
 
 
 def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_process, tmp_path):
-    """Loss and gradient norm are plain_train's, which divides by the learnt targets of the batch.
-    The mean of the microbatches' means is another number: they have unequal numbers of targets."""
+    """Loss and gradient norm are those of a plain model, whose loss is divided by the learnt targets
+    of the batch. The mean of the microbatches' means is another number: they have unequal numbers of targets."""
     dataset = data.TokenDataset(reversals, "train", WORDS.seq_len)
     config = train.Config(batch_size=8, steps=6, lr=1e-3, warmup_steps=5)
     plain = WORDS.build().initialize(config.seed).double()
-    history = list(train.plain_train(config, plain, dataset))
+    history = []
+    optimizer = train.plain_adamw(config, plain)
+    for step in range(1, 7):
+        ids = dataset.window_ids(config.seed, 8 * (step - 1), 8)
+        inputs, targets, positions = loader.as_tensors(dataset.rows(ids))
+        optimizer.zero_grad()
+        loss = plain(inputs, targets, positions=positions) / dataset.count_learnt(ids)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), config.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate(config, step)
+        optimizer.step()
+        history.append((loss.item(), norm.item()))
     rows = one_process["fp64"][0]
     assert relative([(row["loss"], row["grad_norm"]) for row in rows], history) < 1e-10
     ids = dataset.window_ids(config.seed, 0, 8)
     counts = [dataset.count_learnt([i]) for i in ids]
     assert len(set(counts)) > 1
-    inputs, targets, positions = train.as_tensors(dataset.rows(ids))
+    inputs, targets, positions = loader.as_tensors(dataset.rows(ids))
     first = WORDS.build().initialize(config.seed).double()
     losses = [first(x[None], y[None], positions=p[None]).item()
               for x, y, p in zip(inputs, targets, positions)]
@@ -663,7 +676,7 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, reversals, run_t
     ours, _ = checkpoint.load_model(tmp_path / "o/latest.pt")
     dataset = data.TokenDataset(reversals, "train", 32)
     ids = np.arange(6)
-    inputs, targets, positions = train.as_tensors(dataset.rows(ids))
+    inputs, targets, positions = loader.as_tensors(dataset.rows(ids))
     labels = torch.cat([torch.full((6, 1), -100), targets.where(targets >= 0, -100)], 1)
     tokens = torch.from_numpy(dataset.tokens_of(ids))
     positions_of_all = torch.cat([positions, torch.zeros(6, 1, dtype=torch.long)], 1)
@@ -687,7 +700,7 @@ def test_the_loss_of_a_conversation_does_not_depend_on_its_neighbors(reversals, 
         cfg = LlamaConfig(vocab_size=257, seq_len=96, n_layer=2, n_head=8, n_embd=32, n_kv_head=4)
     plain = cfg.build().initialize(0).double()
     dataset = data.TokenDataset(reversals, "val", 96)
-    inputs, targets, positions = train.as_tensors(dataset.rows(np.arange(dataset.n_windows)))
+    inputs, targets, positions = loader.as_tensors(dataset.rows(np.arange(dataset.n_windows)))
     packed = plain(inputs, targets, positions=positions)
     alone = 0
     parts = 0

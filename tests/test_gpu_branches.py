@@ -445,7 +445,7 @@ def new_run(folder, dtype, layers, backend):
 
 
 def make_step(run):
-    run.update(run.compute_gradients(run.next_batch()), 1e-3)
+    run.update(run.compute_gradients(run.loader.next()), 1e-3)
     run.step += 1
 
 

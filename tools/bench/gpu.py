@@ -117,7 +117,7 @@ def new_run(work: Work, folder: Path, cfg: GPTConfig, flags: list[str]) -> train
 
 def make_steps(run: train.Run, count: int) -> None:
     for _ in range(count):
-        run.update(run.compute_gradients(run.next_batch()), run.config.lr)
+        run.update(run.compute_gradients(run.loader.next()), run.config.lr)
         run.step += 1
 
 

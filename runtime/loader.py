@@ -1,0 +1,95 @@
+"""The rows of a batch that this rank reads, as microbatches. The disk is told of them in advance.
+train.Run calls `next` and `prefetch` once a step; evaluation.py and eval_answers.py `microbatches`.
+"""
+import numpy as np
+import torch
+
+from data import Batch, TokenDataset, split_microbatches
+from model import derive_seed
+from parallelism.context import own_positions
+from runtime import devices
+
+
+class Loader:
+    """Loads the batches of `run`, a train.Run.
+
+    prefetched      the batch of the next step, once it is loaded
+    """
+
+    def __init__(self, run):
+        self.run = run
+        self.prefetched = None
+
+    def next(self) -> Batch:
+        """The batch of this step. It is usually loaded during the step before, and loaded again if
+        sequences have been left out since."""
+        batch = self.prefetched
+        if batch is None or (batch.step, batch.start) != (self.run.step, self.run.batches.consumed):
+            batch = self.load(self.run.step)
+        batch = self.run.batches.move_past(batch)
+        if self.run.step < self.run.config.steps:
+            # The system reads the next batch from the disk while this step computes.
+            self.will_need(self.run.train_data, self.run.batches.next_window_ids())
+        return batch
+
+    def prefetch(self) -> None:
+        """Load the batch of the next step, if there is one."""
+        if self.run.step < self.run.config.steps:
+            self.prefetched = self.load(self.run.step + 1)
+
+    def will_need(self, dataset: TokenDataset, window_ids: np.ndarray) -> None:
+        if self.reads_rows(dataset):
+            dataset.will_need(self.own_windows(window_ids).ravel())
+
+    def reads_rows(self, dataset: TokenDataset) -> bool:
+        """The stages in the middle of a pipeline need no tokens, only conversations' positions."""
+        return self.run.grid.is_first or self.run.grid.is_last or dataset.has_conversations
+
+    def own_windows(self, window_ids: np.ndarray) -> np.ndarray:
+        """(B,) -> (m, b): the windows that this rank reads, by microbatches."""
+        grid = self.run.grid
+        return split_microbatches(window_ids, self.run.config.micro_batch, grid.dp_rank, grid.dp)
+
+    def load(self, step: int) -> Batch:
+        """Load the next batch of the data; `step` seeds its dropout."""
+        window_ids = self.run.batches.next_window_ids()
+        microbatches = self.microbatches(self.run.train_data, window_ids, step)
+        return Batch(step, self.run.batches.consumed, window_ids, microbatches)
+
+    def microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
+        """This rank's rows of the batch `window_ids` (B,), as a list of microbatches: (inputs
+        (b, T), targets (b, T), dropout seed, positions (b, T) of conversations or None). With --cp
+        inputs and targets have this rank's T / cp positions; `positions` stays whole, because
+        attention reads the keys of all."""
+        grid = self.run.grid
+        microbatches = []
+        # (`next` has not announced the first batch, nor those of an evaluation.)
+        self.will_need(dataset, window_ids)
+        for m, ids in enumerate(self.own_windows(window_ids)):                  # ids (b,)
+            inputs, targets, positions = None, None, None
+            if self.reads_rows(dataset):
+                inputs, targets, positions = as_tensors(dataset.rows(ids))
+                inputs = own_positions(inputs, grid.cp_rank, grid.cp)
+                targets = own_positions(targets, grid.cp_rank, grid.cp)
+                inputs, targets, positions = (devices.to_device(x, self.run.device)
+                                              for x in (inputs, targets, positions))
+            microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))
+        return microbatches
+
+    def dropout_seed(self, step: int, microbatch: int) -> int:
+        """Ranks with the same activations must draw the same dropout masks; ranks with different
+        rows or positions must not. The ranks of a cp group have different positions, and with
+        sequence parallelism those of a tp group do."""
+        grid = self.run.grid
+        number = microbatch * grid.dp + grid.dp_rank        # of the microbatch, in the whole batch
+        key = [self.run.config.seed, step, number]
+        if grid.cp > 1:
+            key.append(grid.cp_rank)
+        if grid.sequence_parallel:
+            key.append(grid.tp_rank)
+        return derive_seed(*key)
+
+
+def as_tensors(rows: tuple) -> list:
+    """Arrays to tensors; None stays None."""
+    return [None if x is None else torch.from_numpy(x) for x in rows]
