@@ -77,9 +77,9 @@ from model import GPT, GPTConfig
 from parallelism.build import Grid, build_stage, make_groups
 from parallelism.context import recompute_attention
 from parallelism.pipeline import recompute_blocks
-from parallelism.tensor import param_specs
+from parallelism.tensor import MAX_LOGITS, param_specs
 from parallelism.zero import FlatParameters, gather_before_use
-from runtime import console, processes
+from runtime import console, processes, run_state
 from runtime.options import Config
 
 torch.set_num_threads(1)
@@ -512,6 +512,14 @@ def after_backward(run, act):
     run.flat.finish_grad_sync = lambda: (finish(), act(run.step))
 
 
+def overflow_in(run, steps):
+    """As after an overflow, one of the gradients of these steps is infinite."""
+    def spoil(step):
+        if step in steps:
+            run.flat.buckets[0].shard["grad"][0] = math.inf
+    after_backward(run, spoil)
+
+
 def poison(run, times=1, at=40):
     """After step `at` the parameters are wrong, in the first `times` attempts: the next three
     losses are high, and the last of them rolls back."""
@@ -538,6 +546,17 @@ def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
     if zero > 0:
         gather_before_use(local, flat)
     flat.initialize(cfg, 0)
+    return local, flat
+
+
+def save_at_the_start(run):
+    run_state.save(run, is_start=True)
+
+
+def stage_of(plain, grid, recompute=False):
+    """This rank's part of an fp64 model, with its values -> (model, its FlatParameters)."""
+    local, flat = staged(plain.cfg, grid, torch.float64, recompute)
+    flat.load("master", lambda name, shape: plain.get_parameter(name)[:shape[0]])
     return local, flat
 
 
@@ -628,6 +647,18 @@ def outputs_and_dx(gpt, tokens, targets, x, dy):
     return dict(zip(("embedding", "block", "loss", "dx"), (*outputs, x.grad)))
 
 
+def gradient_pairs(flat, plain):
+    """{parameter: (the full gradient, the plain model's)}"""
+    return {name: (gradient, plain.get_parameter(name).grad[:len(gradient)])
+            for name, gradient in flat.full_gradients()}
+
+
+def tiles_of(positions, world):
+    """In the block, `world` ranks compute the logits of so many positions at once. (Of the 32 in a
+    batch of two, 7 are no divisor: the last tile is shorter.)"""
+    return mock.patch.dict(MAX_LOGITS, cpu=positions * (CFG.padded_vocab // world))
+
+
 class Alive(TorchDispatchMode):
     """Counts the bytes of the tensors that operations made in the block, while these live."""
 
@@ -646,6 +677,25 @@ class Alive(TorchDispatchMode):
             if isinstance(x, torch.Tensor):
                 self.made[x] = None
         self.peak = max(self.peak, self.bytes())
+        return out
+
+
+class Passes(TorchDispatchMode):
+    """`calls`: the names of the operations in the block. `names`: those that read or write all of a
+    matrix of this shape."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.shape, self.names, self.calls = shape, [], []
+
+    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        few = "gather", "scatter_", "alias", "detach", "view", "slice"
+        tensors = [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
+        name = function.name().removeprefix("aten::").split(".")[0]
+        self.calls.append(name)
+        if any(x.shape == self.shape for x in tensors) and name not in few:
+            self.names.append(name)
         return out
 
 

@@ -1,4 +1,4 @@
-"""The files of a run: which stay, which is taken, and how they reach the disk.
+"""The files of a run: which stay, which is taken, how they reach the disk, and what is refused.
 
     python -m pytest tests/test_checkpoint.py
 
@@ -7,16 +7,20 @@ What is in a file: test_all.py. What a file survives: test_survival.py.
 import os
 import threading
 import weakref
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 import checkpoint
+from model import GPT, GPTConfig
 from runtime import checkpoint_files, directory
-from tests.harness import (after_backward, assert_same_state, names_in, saved, saved_file, settings,
-                           small_state, watched)
+from runtime.options import Config
+from tests.harness import (CFG, after_backward, assert_same_state, names_in, overflow_in,
+                           save_at_the_start, saved, saved_file, settings, small_state, tokens_of,
+                           watched)
 
 
 def test_the_docstring_tells_the_version_of_the_format():
@@ -123,3 +127,42 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
     assert done == [1, 2, 3, 4, "file 2", 5, 6, "file 4", "file 6"] and living[:3] == [0, 0, 0]
     for step in whole:
         assert_same_state(saved(tmp_path / "fast", step), saved(tmp_path / "slow", step))
+
+
+def test_load_model_returns_the_plain_model_which_drops_nothing(tmp_path):
+    """With the parameters of the run, in eval mode."""
+    cfg = replace(CFG, dropout=0.5, n_layer=1)
+    watched(settings(tmp_path, steps=0), save_at_the_start, cfg=cfg)
+    loaded, _ = checkpoint.load_model(tmp_path / "latest.pt")
+    expected = dict(GPT(cfg).initialize(Config.seed).named_parameters())
+    assert all(p.equal(expected[name]) for name, p in loaded.named_parameters())
+    tokens = tokens_of(cfg, 1)
+    assert loaded(tokens, dropout_seed=1).equal(loaded(tokens, dropout_seed=2))
+
+
+@pytest.mark.parametrize("before, after, scale", [
+    ("fp16", "fp16", 15), ("fp32", "fp16", 16), ("fp16", "bf16", 0)])
+def test_a_loss_scale_stays_with_its_precision(tmp_path, before, after, scale):
+    """A resume in fp16 goes on with fp16's scale, 2 ** 15 after the overflow of step 2; after
+    another precision it begins at 2 ** 16."""
+    config = settings(tmp_path, dtype=before, steps=2)
+    watched(config, lambda run: overflow_in(run, [2]))
+    (row,) = watched(replace(config, dtype=after, steps=3), state=tmp_path / "latest.pt").rows
+    assert row["step"] == 3 and row["loss_scale"] == 2.0 ** scale
+
+
+@pytest.mark.parametrize("content, words", [
+    ([1, 2], "not a checkpoint of this project"),
+    (dict(format=None), "not a checkpoint of this project"),
+    (dict(new=0), r"differ: \['new'\]"), (dict(tokens=None), r"differ: \['tokens'\]"),
+    (dict(model=dict(width=3)), "width"),
+    (dict(model=asdict(GPTConfig(n_layer=1, n_embd=64))), "its parameters are not those"),
+    (dict(parameters={}), "its parameters are not those of its model"),
+    (dict(exp_avg=dict(x=torch.zeros(1))), "its exp_avg are not those of its model")])
+def test_other_files_and_states_that_contradict_themselves_are_refused(tmp_path, content, words):
+    """Refused with its name and the reason. A dict changes a whole state; None leaves a key out."""
+    if isinstance(content, dict):
+        content = {k: v for k, v in {**small_state(1), **content}.items() if v is not None}
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(checkpoint_files.CorruptCheckpoint, match=f"x.pt is refused: .*{words}"):
+        checkpoint.load(tmp_path / "x.pt")

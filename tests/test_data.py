@@ -5,6 +5,7 @@
 Section                       Claims                                    Compared with
 Corpora                       downloads, input, the vocabulary          a loopback server
 Files that people have        kinds, links, encodings, bad lines, disks the bytes of the files
+Documents                     split by seed and text; pieces; memory    GPT-2's pattern
 The files of a data set       whole or not there; damage is refused     the bytes of the files
 A run's data                  --data, --epochs; GPT-2's tokens          literals
 Data larger than memory       what is read of cold shards               /proc/self/io
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -1402,6 +1404,107 @@ def test_names_that_a_console_cannot_show_end_in_no_traceback(tmp_path):
                  file + b".txt", "--out", b"d" + file], cwd=tmp_path, env=os.environ | environment,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             assert (done.returncode, done.stderr) == (0, b"") and b"torchrun" in done.stdout
+
+
+# ---------------------------------------------------------------------------------------------
+# Documents: their split and their pieces
+# ---------------------------------------------------------------------------------------------
+
+def test_seed_and_text_alone_decide_the_split_of_a_document(tmp_path, monkeypatch, run_data):
+    """Each of 400 documents is in one split, in the order of the input, with its text unchanged,
+    <|endoftext|> within it too. Another order, or fewer documents, does not move one to the other
+    split; another seed does. Of 20 documents at least one validates and one trains."""
+    monkeypatch.setattr(index.os, "cpu_count", lambda: 1)        # 4 jobs, 3 of them under way
+    monkeypatch.chdir(tmp_path)
+    Path("in/sub").mkdir(parents=True)
+    Path("in/other.md").write_text("neither .txt nor .jsonl: not read")
+    Path("in/empty.txt").touch()
+    Path("in/link.jsonl").symlink_to("nowhere")
+    texts = [f"{i} " + "".join(random.Random(i).sample(NASTY, 9)) for i in range(400)]
+
+    def split(texts, seed=0):
+        shutil.rmtree("my data", ignore_errors=True)
+        Path("in/sub/a.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in texts))
+        status, told, _ = run_data("--input", "in", "--tokenizer", "bytes", "--out",
+                                   "my data", "--seed", seed)
+        assert status == 0 and "python train.py --data 'my data' --out 'out/my data'" in told
+        assert f"{len(texts)} documents, 0 duplicates dropped, 1 without text skipped" in told
+        to_train, val = (texts_of("my data", split) for split in SPLITS)
+        assert to_train == [t for t in texts if t not in val] and min(len(to_train), len(val)) > 0
+        assert val == [t for t in texts if t not in to_train]
+        meta = json.loads(Path("my data/meta.json").read_text())
+        assert meta["bytes_per_token"] == sum(len(t.encode()) for t in val) / meta["tokens"]["val"]
+        return set(val)
+    first = split(texts)
+    assert 5 <= len(first) <= 40 and split(texts[::-1]) == first != split(texts, 1)
+    assert split(texts[:300]) == first & set(texts[:300])
+    few = [len(split(texts[:20], seed)) for seed in range(12)]
+    assert min(few) == 1 and max(few) < 20
+
+
+def test_few_documents_each_give_their_last_5_percent_in_llm_cs_shards(tmp_path, monkeypatch,
+                                                                       run_data):
+    """With fewer than 20 documents each is cut at a character, at most 5% from its end. Duplicates
+    and blank documents are dropped and counted, line ends stay, and a shard has llm.c's header and
+    --shard-tokens tokens."""
+    set_block(monkeypatch, 70)
+    texts = ["é" * 101, "abcdefghij" * 200, "漢字" * 40 + "x", "one text\n", "one text\r\n"]
+    for number, text in enumerate([*texts, texts[1], texts[3], " \n", "\n"]):
+        (tmp_path / f"{number}.txt").write_bytes(text.encode())
+    status, told, _ = run_data("--input", tmp_path, "--tokenizer", "bytes", "--out",
+                               tmp_path / "out", "--shard-tokens", 1024)
+    assert status == 0 and told.startswith("5 documents, 2 duplicates dropped, 2 without text skip"
+                                           "ped; 2,342 tokens to train on, 130 to validate on.\n")
+    assert texts_of(tmp_path / "out", *SPLITS) == texts
+    tails = [len(tail.encode()) for tail in texts_of(tmp_path / "out", "val")]
+    assert tails == [10, 100, 13, 1, 1]
+    for name, count in [("train_000000", 1024), ("train_000001", 1024), ("train_000002", 294),
+                        ("val_000000", 130)]:
+        raw = (tmp_path / "out" / f"{name}.bin").read_bytes()
+        assert np.frombuffer(raw[:1024], "<i4").tolist() == [20240520, 1, count] + [0] * 253
+        assert len(raw) == 1024 + 2 * count
+
+
+def test_the_pieces_of_a_text_encode_to_the_tokens_of_the_whole(monkeypatch):
+    """Mechanism of the bounded memory: the pieces of 300 texts have the words of the whole, by
+    GPT-2's own pattern, and BPE merges nothing across words; cut anywhere, a third of these texts
+    would have others. A text without white space is cut at BLOCK."""
+    import regex
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    def words(parts):
+        return [word for part in parts for word in regex.findall(r50k_pat_str, part)]
+
+    def cut(blocks):
+        splits, (begin, *pieces) = zip(*encode.split_document(blocks, 10 ** 6))
+        assert set(splits) == {"train"} and begin == ""
+        return pieces
+
+    rng = random.Random(0)
+    cut_anywhere = 0
+    for size in rng.choices(range(100, 200), k=300):
+        text = "".join(rng.choices(NASTY, k=rng.randrange(1, 200)))
+        set_block(monkeypatch, size)
+        pieces = cut(text[i:i + 7] for i in range(0, len(text), 7))
+        assert "".join(pieces) == text and max(map(len, pieces)) <= size
+        assert words(pieces) == words([text])
+        cut_anywhere += words(text[i:i + size] for i in range(0, len(text), size)) != words(pieces)
+    assert cut_anywhere > 100
+    assert cut(["x" * 500]) == ["x" * size] * (500 // size) + ["x" * (500 % size)]
+
+
+def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch):
+    """Mechanism of the bounded memory: ten times the text takes at most 100 kB more."""
+    set_block(monkeypatch, 4096)
+    monkeypatch.setattr(index.os, "cpu_count", lambda: 2)
+    peaks = []
+    for size in (100_000, 1_000_000):
+        (tmp_path / "a.txt").write_text("All work and no play. " * (size // 22))
+        tracemalloc.start()
+        prepare([tmp_path / "a.txt"], tmp_path / f"{size}", "bytes")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 100_000, peaks
 
 
 # ---------------------------------------------------------------------------------------------

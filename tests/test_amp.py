@@ -1,0 +1,168 @@
+"""Mixed precision: the scale's floor, and sums and updates that 16 bits would lose.
+
+    python -m pytest tests/test_amp.py
+
+The loss scale beside torch's GradScaler: test_all.py.
+"""
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+
+import amp
+import model
+from model import GPTConfig
+from parallelism import collectives, cpu_kernels
+from parallelism.build import Grid
+from tests.harness import (CFG, assert_close, column, gridded, on_ranks, random_tensor, relative,
+                           run_steps, settings, staged, tokens_of, whole_gradient)
+
+
+def test_the_scale_stays_at_its_floor_and_grows_from_there():
+    """min_scale, which GradScaler lacks: a halving that would pass it ends there, also after the
+    state has been stored and loaded."""
+    scaler = amp.LossScaler(init_scale=5.0, growth_interval=2, min_scale=2.0)
+
+    def scales(*overflows):
+        found = []
+        for found_inf in overflows:
+            scaler.update(found_inf)
+            found.append(scaler.scale)
+        return found
+    assert scales(True, True, True, False, False) == [2.5, 2.0, 2.0, 2.0, 4.0]
+    state = scaler.state_dict()
+    scaler = amp.LossScaler()
+    scaler.load_state_dict(state)
+    assert scales(True, True, False, False) == [2.0, 2.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_update_below_the_last_bit_of_a_parameter_accumulates_in_the_master(dtype):
+    """Eight updates of an eighth of the last bit of 1 move a parameter to the next number of its
+    type; torch's AdamW, on parameters of that type alone, leaves it at 1."""
+    last_bit = torch.finfo(dtype).eps
+    _, flat = staged(replace(CFG, n_layer=1), Grid(1, 1, 1), dtype)
+    flat.load("master", lambda name, shape: torch.ones(shape))
+    theirs = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = torch.optim.AdamW([theirs], lr=last_bit / 8, weight_decay=0.0)
+    bucket = flat.buckets[-1]
+    spec = bucket.specs[0]
+    seen = []
+    for step in range(1, 9):
+        for each in flat.buckets:
+            each.grad.fill_(-1)             # AdamW adds the learning rate
+        flat.adamw_step(1.0, step, lr=last_bit / 8, beta1=0.9, beta2=0.999, weight_decay=0.0)
+        theirs.grad = torch.full_like(theirs, -1)
+        optimizer.step()
+        seen.append(bucket.view(bucket.data, spec).unique().tolist())
+    assert seen[:3] == 3 * [[1.0]] and seen[-1] == [1 + last_bit]
+    assert theirs.tolist() == 4 * [1.0]
+
+
+def test_16_bit_gradients_of_a_matrix_add_up_in_fp32():
+    """300 gradients of 1 in bf16 are 300; autograd's own sum ends at 256, because 257 rounds to
+    256. (For the token matrix: test_the_token_matrix_adds_its_gradient_to_main_grad.)"""
+    local, _ = staged(replace(CFG, n_layer=1), Grid(1, 1, 1), torch.bfloat16)
+    matrix = local.blocks["0"].mlp.up.weight
+    plain = nn.Parameter(matrix.detach().clone())
+    for _ in range(300):
+        matrix.sum().backward()
+        plain.sum().backward()
+    assert matrix.main_grad().unique().tolist() == [300] and plain.grad.unique().tolist() == [256]
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 0.0025), (torch.float16, 0.0004)])
+def test_16_bit_gradients_of_layer_norms_and_embeddings_add_up_in_fp32(dtype, bound):
+    """With 4,096 tokens in a microbatch the gradients of the LayerNorms of a training model, and of
+    a token that occurs 4,096 times in a plain one, are those of fp64 for the same input and
+    upstream gradient, to one rounding. PyTorch's own kernels are ten times as far off, or more."""
+    cfg = GPTConfig(n_layer=1)
+    local, flat = staged(cfg, Grid(1, 1, 1), dtype)
+    norms = {name: module for name, module in local.named_modules()
+             if isinstance(module, nn.LayerNorm)}
+    seen = {}
+
+    def watch(name, x, y):
+        seen[name] = [x.detach()]
+        y.register_hook(lambda dy: seen[name].append(dy))
+    for name, norm in norms.items():
+        norm.register_forward_hook(lambda _, x, y, name=name: watch(name, x[0], y))
+    tokens, targets = tokens_of(cfg, 32), tokens_of(cfg, 32, seed=1)
+    local.head.set_loss_factor(2.0 ** -8)
+    (local(tokens, targets) * 2.0 ** -8).backward()
+    pairs, torchs = {}, {}
+    for name, norm in norms.items():
+        x, dy = seen[name]
+        wide, theirs = (nn.LayerNorm(cfg.n_embd, dtype=d) for d in (torch.float64, dtype))
+        wide(x.double()).backward(dy.double())
+        theirs(x).backward(dy)
+        for kind in ("weight", "bias"):
+            expected = wide.get_parameter(kind).grad
+            pairs[f"{name}.{kind}"] = norm.get_parameter(kind).main_grad(), expected
+            torchs[f"{name}.{kind}"] = relative(theirs.get_parameter(kind).grad, expected)
+    assert len(pairs) == 6 and max(torchs.values()) > 10 * bound
+    assert_close(pairs, bound)
+
+    embed = model.Embed(cfg).to(dtype)
+    cpu_kernels.use_kernels(embed)
+    nn.init.zeros_(embed.token.weight)
+    theirs = nn.Embedding.from_pretrained(embed.token.weight.detach(), freeze=False)
+    dy = random_tensor(32, 128, cfg.n_embd, seed=2).add(0.1).to(dtype)
+    same = torch.zeros(32, 128, dtype=torch.long)
+    embed.token(same).backward(dy)
+    theirs(same).backward(dy)
+    expected = dy.double().sum((0, 1))
+    assert relative(embed.token.weight.grad[0], expected) < bound
+    assert relative(theirs.weight.grad[0], expected) > 10 * bound
+
+
+@on_ranks
+def test_a_16_bit_sum_of_slices_on_cpus_is_rounded_once(rank, world=8):
+    """Eight ranks reduce-scatter numbers in bf16 (sequence parallelism's activations, dK and dV of
+    context parallelism): the sum is that of fp64 rounded once. Added up in bf16 it is twice as far
+    from it."""
+    terms = [random_tensor(world * 1000, seed=seed).bfloat16() for seed in range(world)]
+    expected = sum(term.double() for term in terms).chunk(world)[rank]
+    one_by_one = sum(term.chunk(world)[rank] for term in terms)
+    with gridded(rank, world, tp=world, pp=1) as grid:
+        total = collectives.reduce_scatter(terms[rank], grid.groups["tp"]).wait()
+    assert relative(one_by_one, expected) > 2 * relative(expected.bfloat16(), expected)
+    assert relative(total, expected) < 1.05 * relative(expected.bfloat16(), expected)
+
+
+def test_without_a_loss_scale_small_gradients_vanish_in_fp16(tmp_path):
+    """Unscaled, most fp16 gradients of a large batch are all zero and the loss stalls, 0.15 nats
+    above fp64's; with make_scaler's scale the gradients are those of fp64 to 5%, the losses to
+    0.05. A batch of GPT-3 has 4M tokens (table 2.1), ours 128: a loss scale of 2^-15 makes the
+    gradients of a microbatch, which are those of a mean over the batch, as small."""
+    def train_with(dtype, init_scale):
+        def prepare(run):
+            run.scaler = amp.LossScaler(init_scale, min_scale=0.0)
+        config = settings(tmp_path, dtype=dtype, lr=4e-3, clip=0.0)
+        steps, gradients, _ = run_steps(0, 1, (1, 1, 1), config, replace(CFG, n_layer=2),
+                                        whole_gradient, prepare=prepare)
+        return np.array(column(steps, "loss")), gradients[0]
+    exact, expected = train_with("fp64", 1.0)
+    stalled, vanished = train_with("fp16", 2.0 ** -15)
+    scaled, gradient = train_with("fp16", 2.0 ** -15 * amp.make_scaler("fp16").scale)
+    assert sum(not tensor.any() for tensor in vanished.values()) > len(vanished) / 2
+    assert relative(gradient, expected) < 0.05
+    assert abs(scaled - exact).max() < 0.05
+    assert stalled[-1] - exact[-1] > 0.15
+
+
+def test_the_gradient_norm_is_exact_over_many_elements():
+    """The sum behind grad_norm, of 25M fp32 gradients, is their sum of squares in fp64, to 1e-10;
+    one fp32 sum over 10M is off by 7e-4. Clipping and the monitor rely on it."""
+    cfg = GPTConfig(vocab_size=50257, seq_len=16, n_layer=1, n_head=1, n_embd=384)
+    _, flat = staged(cfg, Grid(1, 1, 1))
+    generator = torch.Generator().manual_seed(0)
+    expected = 0.0
+    for bucket in flat.buckets:
+        for spec in bucket.specs:
+            gradient = bucket.view(bucket.grad, spec).normal_(0, 3, generator=generator)
+            expected += gradient.double().square().sum().item()
+    squares = {name: x.item() for name, x in flat.grad_norm_squares().items()}
+    assert squares == pytest.approx(dict(squares=expected, all_squares=expected), rel=1e-10)

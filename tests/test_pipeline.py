@@ -1,0 +1,148 @@
+"""Pipeline parallelism: stages, the papers' schedules, and what a stage keeps.
+
+    python -m pytest tests/test_pipeline.py
+
+That plain pipelines give the whole model's gradients: test_all.py. That no schedule can hang:
+test_gpu_branches.py.
+"""
+import itertools
+import weakref
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+import checkpoint
+from parallelism import pipeline
+from parallelism.build import Grid
+from parallelism.pipeline import run_schedule
+from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
+from tests.harness import (CFG, after_backward, assert_close, gradient_pairs, gridded, on_ranks,
+                           random_gpt, run_steps, settings, stage_of, staged, tokens_of,
+                           without_saves)
+from tools.schedule import bubble, clock, live_activations
+
+
+@on_ranks
+def test_stages_give_the_gradients_of_the_whole_model(rank, world=3):
+    """On three stages with four microbatches run_schedule gives each parameter the gradient of the
+    whole model, to 1e-12 in fp64."""
+    cfg = replace(CFG, n_layer=world)
+    tokens, targets = tokens_of(cfg, 8), tokens_of(cfg, 8, seed=1)
+    activation_like = torch.empty(2, cfg.seq_len, cfg.n_embd, dtype=torch.float64)
+    whole = random_gpt(cfg)
+    (whole(tokens, targets) / targets.numel()).backward()
+    batch = [(*pair, 0, None) for pair in zip(tokens.split(2), targets.split(2))]
+    with gridded(rank, world, tp=1, pp=world) as grid:
+        local, flat = stage_of(whole, grid)
+        if grid.is_last:
+            local.head.set_loss_factor(1 / targets.numel())
+        run_schedule(one_f_one_b(rank, world, 4), local, grid, batch, activation_like, flat)
+        flat.finish_grad_sync()
+        pairs = gradient_pairs(flat, whole)
+    assert pairs.keys() == set(checkpoint.parameter_shapes(cfg))
+    assert_close(pairs, 1e-12)
+
+
+def test_stages_share_the_layers_in_order_and_evenly():
+    """Stages differ by one layer at most; the first has the most, the last, with the head, the
+    fewest."""
+    for n_layer in range(1, 20):
+        for pp in range(1, n_layer + 1):
+            stages = [list(pipeline.stage_layers(n_layer, pp, s)) for s in range(pp)]
+            sizes = [len(layers) for layers in stages]
+            assert sum(stages, []) == list(range(n_layer)) and min(sizes) > 0
+            assert sizes[0] == max(sizes) <= min(sizes) + 1 and sizes[-1] == min(sizes)
+
+
+@pytest.mark.claim("Every schedule has the bubble and the live microbatches of its paper's "
+                   "formulas.")
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+def test_schedules_have_the_papers_bubble_and_live_microbatches(name):
+    """GPipe and 1F1B idle for (p - 1) / (m + p - 1) of the time, v chunks for (p - 1) / (v m + p -
+    1); stage s keeps m microbatches under GPipe, min(m, p - s) under 1F1B (Narayanan et al. 2021,
+    section 2.2), the first of v chunks p (1 + (p - 1) / (p v)), if there are so many (Korthikanti
+    et al. 2022, section 4.2.3). ZB-H1, whose F, B and W take one unit each, idles for a third of
+    1F1B's time, p - 1 of 3 m + p - 1 units if m is at least p, and keeps p microbatches on each
+    stage (Qi et al. 2024, section 2.1). No op is missing or repeated. Not in the papers, but our
+    own: ZB-H1's time for fewer microbatches, and 2 / v less on each stage after the first of v
+    chunks."""
+    for p, m, v in itertools.product(range(1, 9), (*range(1, 17), 32), (1, 2, 3, 4)):
+        if (v > 1) != (name == "interleaved") or v > 1 and (p == 1 or m % p):
+            continue
+        schedules = [SCHEDULES[name](s, p, m, v) for s in range(p)]
+        if name == "zb-h1":
+            ops = "FBW"
+            idle = 1 - 3 * m / max(3 * m + p - 1, 2 * m + 2 * p - 1)
+        else:
+            ops = "FB"
+            idle = (p - 1) / (v * m + p - 1)
+        assert bubble(clock(schedules)) == pytest.approx(idle)
+        for s, schedule in enumerate(schedules):
+            live = {"gpipe": m, "1f1b": p - s, "zb-h1": p,
+                    "interleaved": p * (1 + (p - 1) / (p * v)) - 2 * s / v}
+            assert live_activations(schedule) == pytest.approx(v * min(m, live[name]))
+            assert sorted(schedule) == sorted(itertools.product(ops, range(m), range(v)))
+
+
+def ops_of_a_step(rank, world, config, cfg):
+    """What the first step of a run carries out on this stage, in order: the kinds "F", "B", "W" by
+    what its layers do, as one text, and the ops (kind, microbatch, chunk)."""
+    kinds_of_ops, ops, seen = [], [], []
+
+    def note(op, function):
+        def noted(*args, **kwargs):
+            kinds_of_ops.append(op)
+            return function(*args, **kwargs)
+        return noted
+
+    def run_op(functions, op, x):
+        ops.append(op)
+        return pipeline_run_op(functions, op, x)
+
+    def prepare(run):
+        for block in run.model.blocks.values():
+            block.mlp.register_forward_pre_hook(lambda *_: kinds_of_ops.append("F"))
+        run.flat.prepare_grad_sync = note("B", run.flat.prepare_grad_sync)
+        after_backward(run, lambda step: seen.append(("".join(kinds_of_ops), list(ops))))
+        without_saves(run)
+    pipeline_run_op = pipeline.run_op
+    with mock.patch.multiple(pipeline, matmul=note("W", pipeline.matmul), run_op=run_op):
+        run_steps(rank, world, (1, 1, world), config, cfg, prepare=prepare)
+    kinds_of_blocks, ops = seen[0]
+    return kinds_of_blocks.replace("WWWW", "W"), ops        # a block has four products
+
+
+@pytest.mark.parametrize("schedule, chunks", [
+    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
+def test_a_run_executes_the_schedule_of_its_flags(pool, tmp_path, schedule, chunks):
+    """On two stages, with four microbatches and chunks of one block."""
+    config = settings(tmp_path, steps=1, pp=2, pp_schedule=schedule, pp_chunks=chunks)
+    found = pool.run(2, ops_of_a_step, config, replace(CFG, n_layer=2 * chunks))
+    for stage, (kinds_of_blocks, ops) in enumerate(found):
+        assert ops == SCHEDULES[schedule](stage, 2, 4, chunks)
+        assert kinds_of_blocks == "".join(kind for kind, *_ in ops)
+
+
+def test_a_run_recomputes_each_block_in_backward_with_the_flag(pool, tmp_path):
+    """Each backward begins by running its block's forward again."""
+    config = settings(tmp_path, steps=1, pp=2, recompute=True)
+    for kinds_of_blocks, _ in pool.run(2, ops_of_a_step, config, replace(CFG, n_layer=2)):
+        assert kinds_of_blocks == "FFFFBFBFBFBF"
+
+
+@pytest.mark.parametrize("schedule, expected", [
+    (gpipe(0, 1, 8), 8), (make_schedule("gpipe", Grid(1, 1, 1), 8), 1)])
+def test_backward_frees_what_its_microbatch_holds(schedule, expected):
+    """Of eight microbatches GPipe holds all graphs at once; without a pipeline there is one."""
+    local, flat = staged(CFG, Grid(1, 1, 1))
+    losses, live = [], []
+
+    def count(module, args, loss):
+        losses.append(weakref.ref(loss))
+        live.append(sum(loss() is not None for loss in losses))
+    local.register_forward_hook(count)
+    run_schedule(schedule, local, flat.grid,
+                 [(x, x, 0, None) for x in tokens_of(CFG, 8).split(1)], torch.empty(0), flat)
+    assert max(live) == expected and len(live) == 8

@@ -1,0 +1,156 @@
+"""sample.py: what is drawn, and the cache of keys and values.
+
+    python -m pytest tests/test_sample.py
+
+The command line: test_runtime.py. Conversations: test_conversations.py.
+"""
+import math
+import random
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+import checkpoint
+import sample
+from tests.harness import CFG, greedy, random_gpt, relative, tokens_of
+
+
+def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(run_sample, things):
+    """Greedy sampling, a temperature near 0, --top-k 1 and a small --top-p print the most probable
+    tokens of the plain model. Of a prompt longer than the context only the end counts, and a
+    warning says so."""
+    def text(*flags, **options):
+        status, out, error = run_sample("--max-tokens", 30, "--seed", 1, *flags, **options)
+        assert (status, error) == (0, "") and out.startswith("line ") and out.endswith("\n")
+        return out
+
+    prompt = ("--prompt", "line ")
+    assert text(*prompt) == text(*prompt) != text(*prompt, "--seed", 2)
+    tokens = greedy(checkpoint.load_model(things / "whole.pt")[0], b"line ", 30)
+    expected = "line " + bytes(tokens).decode(errors="replace") + "\n"
+    assert text(*prompt, "--temperature", 9) != expected
+    for flags in ("--temperature 0", "--temperature 1e-6", "--temperature 9 --top-k 1",
+                  "--temperature 9 --top-p 1e-6"):
+        assert text(*prompt, *flags.split()) == expected, flags
+    assert text("--prompt", "-", "--temperature", 0, stdin="line ") == expected
+    status, out, error = run_sample("--temperature", 0, "--prompt", "x" * 10 + "line 12: some wo")
+    assert status == 0 and error.count("\n") == 1 and "26 tokens" in error
+    assert run_sample("--temperature", 0, "--prompt", "line 12: some wo") == (0, out[10:], "")
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_samples_of_a_batch_equal_those_drawn_one_by_one(temperature):
+    """Sample i, token by token, is that of seed i alone: it does not depend on how many there are,
+    nor on when others end."""
+    def drawn(seeds, end):
+        """The tokens of each sample."""
+        generators = [torch.Generator().manual_seed(i) for i in seeds]
+        tokens = [[] for _ in seeds]
+        for of in sample.generate(random_gpt(CFG), [1, 2, 3], 40, {end}, temperature,
+                                  generators=generators):
+            for i, token in of.items():
+                tokens[i].append(token)
+        return tokens
+    alone = [drawn([i], end=-1)[0] for i in range(4)]
+    assert len(set(map(tuple, alone))) == (4 if temperature else 1)
+    end = alone[1][20]                                      # where the others go on, or all end
+    assert drawn(range(4), end) == [
+        tokens[:tokens.index(end) if end in tokens else None] for tokens in alone]
+
+
+def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
+    """At a temperature at which all tokens are nearly as probable, 256 comes within 2,000 tokens
+    and ends the sample, and none of the padding above it comes."""
+    drawn = list(sample.generate(random_gpt(CFG), [1], 2000, {256}, temperature=1000.0,
+                                 generators=[torch.Generator().manual_seed(0)]))
+    assert 0 < len(drawn) < 2000 and max(of.get(0, 0) for of in drawn) < 256
+
+
+def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token():
+    """Serves "greedy sampling": five tokens, the others one by one and the second again give the
+    logits of one forward to 100 eps."""
+    for batch, dtype in ((2, torch.float64), (1, torch.float32)):
+        plain = random_gpt(CFG).to(dtype)
+        tokens = tokens_of(CFG, batch)
+        whole = plain(tokens)
+        cache = plain.new_kv_cache(batch)
+        parts = [plain(tokens[:, :5], cache=cache)]
+        parts += [plain(tokens[:, i:i + 1], cache=cache, start=i) for i in range(5, CFG.seq_len)]
+        parts += [plain(tokens[:, 1:2], cache=cache, start=1)]
+        assert relative(torch.cat(parts, 1), whole[:, [*range(4, CFG.seq_len), 1]]) <= (
+            100 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("seq_len, positions", [
+    (1, [1] * 24), (5, [3, 1, 1] + [2, 1, 1, 1] * 5 + [2]), (16, [3] + [1] * 13 + [8] + [1] * 8)])
+def test_sampling_computes_each_token_once_until_its_window_is_full(seq_len, positions):
+    """Serves the speed of "greedy sampling": the number of positions in each forward; the tokens
+    are those of the plain model without a cache."""
+    plain = random_gpt(replace(CFG, seq_len=seq_len))
+    seen = []
+    plain.embed.register_forward_hook(lambda module, args, x: seen.append(x.shape[1]))
+    drawn = [of[0] for of in sample.generate(plain, [1, 2, 3], 40, {256}, temperature=0)]
+    assert seen[:len(positions)] == positions
+    assert drawn == greedy(plain, [1, 2, 3][-seq_len:], 40)
+
+
+def test_top_k_and_top_p_keep_the_most_probable_tokens():
+    """Serves --top-k and --top-p: the softmax of the tokens that stay, of each row for itself."""
+    one = torch.tensor([2.0, -1.0, 3.0, 0.5, 1.0])      # probabilities .238 .012 .647 .053 .088
+    logits = torch.stack([one, one.flip(0)])            # each row for itself
+    for k, p, kept in ((1, 1.0, 1), (2, 1.0, 2), (3, 1.0, 3), (0, 1.0, 5), (9, 1.0, 5),
+                       (0, 0.01, 1), (0, 0.6, 1), (0, 0.7, 2), (0, 0.9, 3)):
+        least = one.sort(descending=True).values[kept - 1]
+        expected = logits.where(logits >= least, -math.inf).softmax(-1)
+        torch.testing.assert_close(sample.filter_logits(logits, 1.0, k, p), expected)
+    torch.testing.assert_close(sample.filter_logits(one, 2.0, 0, 1.0), (one / 2).softmax(0))
+    assert sample.filter_logits(one, 1e-40, 0, 1.0).tolist() == [0, 0, 1, 0, 0]
+    rows = torch.tensor([[0.0, 0.0, 1.0, 1.0], [5.0, 5.0, 5.0, 5.0]])       # equal ones
+    for k, p in ((1, 1.0), (3, 0.5), (0, 0.5)):
+        alone = [sample.filter_logits(row, 0.7, k, p) for row in rows]
+        assert sample.filter_logits(rows, 0.7, k, p).equal(torch.stack(alone))
+
+
+def kept_by_hand(weights, k, p):
+    """The tokens that top-k, then top-p keep of probabilities in the ratio of these whole numbers,
+    in exact fractions: the most probable first, of equal ones the lowest."""
+    order = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
+    order = order[:k or None]
+    whole = sum(weights[token] for token in order)
+    reached = Fraction(0)
+    kept = []
+    for token in order:
+        if reached >= p:
+            break
+        reached += Fraction(weights[token], whole)
+        kept.append(token)
+    return sorted(kept)
+
+
+def test_top_k_keeps_exactly_k_and_top_p_the_smallest_set_that_reaches_p():
+    """Of equal tokens the lowest come first. The sums of probabilities that reach p exactly do so
+    in spite of rounding; in 16 bits many tokens are equal."""
+    def kept(logits, k, p, temperature=1.0):
+        return sample.filter_logits(logits, temperature, k, float(p)).nonzero()[:, 0].tolist()
+    equal = torch.zeros(300)
+    assert kept(equal, 1, 1.0) == [0] and kept(equal, 3, 1.0, 1e-6) == [0, 1, 2]
+    assert kept(equal, 1000, 1.0) == kept(equal, 300, 1.0) == list(range(300))
+    assert kept(torch.tensor([1.0, 3.0, 3.0, 3.0, 2.0]), 2, 1.0) == [1, 2]
+    assert kept(torch.tensor([1.0, 3.0, 2.0]), 2, 1.0, 1e30) == [1, 2]
+    for p, count in ((0.75, 2), (0.5, 1), (0.76, 3), (0.51, 2)):
+        assert kept(torch.tensor([0.5, 0.25, 0.25]).log(), 0, p) == list(range(count)), p
+    rng = random.Random(0)
+    for _ in range(300):
+        weights = [rng.choice((1, 2, 3, 10, 50)) for _ in range(rng.choice((2, 7, 300)))]
+        k = rng.choice((0, 1, 2, 5, 1000))
+        top = sorted(weights, reverse=True)[:k or None]         # p that some set reaches exactly
+        p = min(Fraction(sum(top[:rng.randint(1, len(top))]), sum(top)), Fraction(99, 100))
+        logits = torch.tensor(weights, dtype=torch.float64).log().float() + rng.uniform(-3, 3)
+        if len(set(logits.tolist())) == len(set(weights)):
+            assert kept(logits, k, p) == kept_by_hand(weights, k, p), (weights, k, p)
+    one = torch.randn(50257, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = kept(one, 40, 1.0)
+    assert found == sorted(sorted(range(50257), key=lambda i: (-one[i].item(), i))[:40])
+    assert len(kept(torch.zeros(50257), 0, 0.5)) == 25129

@@ -1,0 +1,168 @@
+"""Tensor parallelism: the memory and the passes of the loss, and what communication overlaps.
+
+    python -m pytest tests/test_tensor.py
+
+That the layers are the whole ones: test_all.py.
+"""
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model import IGNORE_INDEX, GPTConfig
+from parallelism.build import Grid, build_stage
+from parallelism.tensor import (MAX_LOGITS, ColumnParallelLinear, VocabParallelEmbedding,
+                                add_product, param_specs, tile_loss, tile_size)
+from tests.harness import (CFG, Alive, Passes, assert_close, gridded, in_turn, on_ranks, random_gpt,
+                           random_tensor, relative, stage_of, staged, tiles_of, tokens_of, traffic)
+
+
+@on_ranks
+def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradients(rank, world=2):
+    """Without FlatParameters they give autograd the plain model's gradients of a scaled loss, on
+    two ranks, to 1e-10 in fp64. With them a scaled loss is refused: a part of the gradients is in
+    main_grad already."""
+    cfg = replace(CFG, n_layer=2)
+    tokens, targets = tokens_of(cfg, 2), tokens_of(cfg, 2, seed=1)
+    plain = random_gpt(cfg)
+    with gridded(rank, world, tp=world, pp=1) as grid, tiles_of(7, world):
+        ours = build_stage(cfg, grid)
+        specs = param_specs(ours, cfg, grid)
+        for spec in specs:
+            full = plain.get_parameter(spec.name).detach()[:spec.shape[0]]
+            own_part = nn.Parameter(spec.cut(full, rank).clone())
+            for module, attribute in spec.owners:
+                setattr(module, attribute, own_part)
+        ours.head.set_loss_factor(3.0)             # by which the gradients are divided again
+        losses = [gpt(tokens, targets) / targets.numel() for gpt in (ours, plain)]
+        sum(losses).backward()
+    pairs = dict(loss=losses)
+    for spec in specs:
+        full = plain.get_parameter(spec.name).grad[:spec.shape[0]]
+        pairs[spec.name] = ours.get_parameter(spec.name).grad, spec.cut(full, rank)
+    assert_close(pairs, 1e-10)
+    local, _ = staged(replace(CFG, n_layer=1), Grid(1, 1, 1))
+    with pytest.raises(RuntimeError, match="multiply the loss by head.loss_factor"):
+        (local(tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)) / 2).backward()
+
+
+def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypatch):
+    """384 more positions of 16 channels take less than eight fp32 tensors of their shape (x after
+    LayerNorm, its gradient, the targets ...); their logits would take 512 times one of these."""
+    monkeypatch.setitem(MAX_LOGITS, "cpu", 2 ** 17)
+    peaks = []
+    for positions in (128, 512):
+        cfg = GPTConfig(vocab_size=8192, seq_len=positions, n_layer=1, n_head=1, n_embd=16)
+        local, _ = staged(cfg, Grid(1, 1, 1))
+        x = torch.randn(1, positions, 16, requires_grad=True)
+        with Alive() as alive:
+            local.head(x, tokens_of(cfg, 1)).backward()
+        peaks.append(alive.peak)
+    few, many = peaks
+    tile_of_logits = 4 * 2 ** 17
+    assert few > tile_of_logits
+    assert many - few < 8 * (4 * 384 * 16)
+
+
+@pytest.mark.parametrize("dtype, given", [
+    (torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])    # False: on a GPU
+def test_the_loss_of_a_tile_passes_over_its_logits_few_times(dtype, given):
+    """Loss and gradient of 7 positions are those of F.cross_entropy in fp64, to the type's eps.
+    Two operations reduce the logits; at most five more read or write all of them, of which two copy
+    a tensor to itself in fp32, which does nothing."""
+    logits, width = random_tensor(7, 384, seed=1).to(dtype), 300
+    targets = torch.tensor([0, 1, 299, IGNORE_INDEX, 128, 5, 5])
+    exact = logits[:, :width].double().requires_grad_()
+    expected_loss = F.cross_entropy(exact, targets, reduction="sum", ignore_index=IGNORE_INDEX)
+    (expected_loss / 4).backward()
+    p = None
+    if given:
+        p = logits.to(torch.float32)                    # in fp32 the logits themselves
+    with Passes(7, 384) as passes:
+        loss, columns, at_columns = tile_loss(logits, p, targets, torch.tensor(0.25), width,
+                                              Grid(1, 1, 1))
+    logits.scatter_(1, columns, at_columns.to(dtype))
+    assert {"amax", "sum"} < set(passes.names) and len(passes.names) <= 7
+    assert relative(loss, expected_loss.detach()) < 1e-6
+    assert relative(logits, F.pad(exact.grad, (0, 84))) < torch.finfo(dtype).eps
+
+
+def test_logits_are_computed_in_equal_tiles_of_at_most_MAX_LOGITS():
+    """A GPU's 2^28 logits hold 5336 positions of GPT-2: four microbatches of 4096 positions are
+    four tiles."""
+    assert tile_size(4 * 4096, 50304, "cuda") == 4096
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_the_token_matrix_adds_its_gradient_to_main_grad(dtype, bound):
+    """Mechanism (that 16-bit gradients add up in fp32): embedding and head add the token matrix's
+    to main_grad, here in three parts; autograd gets none. The sum is that of fp64, to `bound`."""
+    weight, total = nn.Parameter(torch.zeros(5000, 8, dtype=dtype)), torch.ones(5000, 8)
+    weight.main_grad = lambda: total
+    tokens, dx = torch.tensor([[7, 4999, 7, 0]]), random_tensor(1, 4, 8, seed=4)
+    dy, x = random_tensor(9, 5000, seed=1), random_tensor(9, 8, seed=2)
+    lookup = VocabParallelEmbedding(SimpleNamespace(weight=weight), Grid(1, 1, 1))
+    for _ in range(2):
+        lookup(tokens).backward(dx.to(dtype))
+        add_product(total, dy.to(dtype), x.to(dtype))
+    expected = 1 + 2 * (dy.t() @ x).index_add(0, tokens[0], dx[0])
+    assert weight.grad is None
+    assert relative(total.split(500), expected.split(500)) < bound
+
+
+@pytest.mark.parametrize("sequence_parallel, expected", [
+    (False, ["product", "start", "product", "wait"]),
+    (True, ["start", "product", "start", "wait", "product", "wait"])])
+@on_ranks
+def test_dx_is_reduced_while_dw_is_computed(rank, world=2, *, sequence_parallel, expected):
+    """Mechanism (that products hide tensor parallelism's communication): in the backward of a
+    column-parallel matrix dx is summed during the product of dW; with sequence parallelism x is
+    gathered again during that of dx."""
+    events = []
+
+    def product(*args, matmul=torch.matmul, **kwargs):
+        events.append("product")
+        return matmul(*args, **kwargs)
+    with gridded(rank, world, tp=world, pp=1, sequence_parallel=sequence_parallel) as grid:
+        layer = ColumnParallelLinear(nn.Linear(8, 12), grid)
+        y = layer(torch.randn(2, 4 // world, 8, requires_grad=True))
+        with traffic(lambda name, *_, **__: events.append(name)), \
+                mock.patch.object(torch, "matmul", product):
+            y.sum().backward()
+    assert in_turn(events) == expected, events
+
+
+class Copied(TorchDispatchMode):
+    """How many numbers copies wrote in the block."""
+    numbers = 0
+
+    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        if function.name() in ("aten::copy_", "aten::clone", "aten::cat"):
+            self.numbers += out.numel()
+        return out
+
+
+@pytest.mark.claim("Sequence parallelism copies few activations.")
+@pytest.mark.parametrize("sequences, attention", [(1, 0), (3, 1)])
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks
+def test_sequence_parallelism_copies_little(rank, world, sequences, attention):
+    """Mechanism (that it costs little beside its traffic): forward and backward of a block copy, in
+    units of x (B, T, C), 1 / tp for each of six all-gathers; of several sequences attention also
+    reorders q, k, v (3 / tp), its output, and the gradients of both."""
+    plain = random_gpt(replace(CFG, n_layer=1))
+    with gridded(rank, world, tp=world, pp=1, sequence_parallel=True) as grid:
+        local, flat = stage_of(plain, grid)
+        block = local.blocks["0"]
+        flat.prepare_grad_sync(block, False)
+        x, dy = (random_tensor(sequences, 16 // world, 32, seed=seed) for seed in (1, 2))
+        with Copied() as copied:
+            block(x.requires_grad_()).backward(dy)
+    unit = sequences * 16 * 32
+    assert copied.numbers / unit == 6 / world + attention * (2 * 3 / world + 2)

@@ -1,0 +1,128 @@
+"""train.py: fifty recorded losses, the learning rate, and the evaluation of a mixture.
+
+    python -m pytest tests/test_train.py
+
+That layouts and resumed runs are alike: test_all.py.
+"""
+import re
+import textwrap
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint
+import data
+import train
+from model import GPT, GPTConfig
+from runtime.options import Config
+from tests.harness import TINY, column, launch, read_metrics, relative, small_state, trained
+
+
+GOLDEN = GPTConfig(vocab_size=257, seq_len=16, n_layer=3, n_head=4, n_embd=16)
+
+
+GOLDEN_LOSSES = [
+    5.55859342554, 5.54993836079, 5.55928922506, 5.57521507225, 5.55341832377, 5.56903443908,
+    5.53138854180, 5.57396297904, 5.55446105077, 5.53090800447, 5.55036172769, 5.53649833564,
+    5.50409286957, 5.52529699706, 5.52753836086, 5.51024847885, 5.48547254518, 5.50549845205,
+    5.45782505804, 5.42085144855, 5.39062347425, 5.39965676384, 5.40952086666, 5.36618765570,
+    5.37158298166, 5.40663422933, 5.39841800383, 5.38075935571, 5.36821849766, 5.34220575404,
+    5.33095501145, 5.31837483140, 5.34466257152, 5.35467174986, 5.30130897040, 5.28853533772,
+    5.32006669590, 5.27005457866, 5.25036845347, 5.24546381000, 5.28323049477, 5.24434663133,
+    5.25224618006, 5.22539766955, 5.26769357355, 5.28794425309, 5.27352202707, 5.24853730414,
+    5.24752749178, 5.22088411553]
+
+
+def test_fifty_losses_equal_the_recorded_ones(pool, tmp_path):
+    """On any CPU 50 steps in fp64 give the losses in GOLDEN_LOSSES, to 1e-9: a
+    change of the code that moves a number shows here at once. The weights are integers, scaled by
+    exact divisions, because the normal distribution of torch and NumPy depends on the CPU."""
+    draw = np.random.default_rng(0)
+    parameters = {}
+    for name, shape in checkpoint.parameter_shapes(GOLDEN).items():
+        values = torch.from_numpy(draw.integers(-2 ** 20, 2 ** 20, size=shape) / 2 ** 24)
+        parameters[name] = values + 1 if re.search(r"norm.*weight", name) else values
+    file = tmp_path / "weights.pt"
+    torch.save(small_state(0) | dict(model=asdict(GOLDEN), parameters=parameters, exp_avg={},
+                                     exp_avg_sq={}), file)
+    rows, _, _ = trained(pool, (1, 1, 1), tmp_path, GOLDEN, dtype="fp64", steps=50, lr=3e-3,
+                         init_from=str(file), micro_batch=8)
+    assert relative(column(rows, "loss"), GOLDEN_LOSSES) <= 1e-9
+
+
+def test_the_example_of_plain_train_prints_the_losses_of_train_py(
+        run_train, library, tmp_path, monkeypatch, capsys):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "python").symlink_to(library)
+    monkeypatch.chdir(tmp_path)
+    example = re.search(r"( {8}from train .*?)\n\n", train.plain_train.__doc__, re.S)[1]
+    exec(textwrap.dedent(example).replace("steps=20", "steps=3"), {})
+    losses = [float(line) for line in capsys.readouterr().out.split()]
+    run_train("--data", library, "--out", tmp_path / "o", "--steps", 3)
+    expected = column(read_metrics(tmp_path / "o")[0], "loss")
+    assert len(losses) == 3 and relative(losses, expected) <= 1e-5
+
+
+def test_learning_rate_warms_up_then_decays_to_the_ratio():
+    """To 0.1 of a peak of 2 at step 110, where it stays, after a warm-up of 10; a quarter of the
+    way is step 35."""
+    config = Config(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1)
+    for schedule, at_a_quarter in [("cosine", 1.7363961), ("linear", 1.55)]:
+        rates = [train.learning_rate(replace(config, lr_schedule=schedule), step)
+                 for step in (1, 5, 10, 35, 60, 110, 111, 500)]
+        assert rates == pytest.approx([0.2, 1.0, 2.0, at_a_quarter, 1.1, 0.2, 0.2, 0.2]), schedule
+        short = replace(config, lr_schedule=schedule, steps=10)
+        assert train.learning_rate(short, 11) == pytest.approx(0.2)
+    assert train.learning_rate(replace(config, warmup_steps=0, steps=1), 1) == pytest.approx(0.2)
+
+
+def test_wsd_is_constant_until_its_last_fifth_also_in_a_prolonged_run():
+    """A peak of 2 after a warm-up of 10 steps; of 110 the last 22 decay, linearly, to 0.1 of it."""
+    config = Config(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1, lr_schedule="wsd")
+
+    def rates(*steps, **changes):
+        return [train.learning_rate(replace(config, **changes), step) for step in steps]
+    assert rates(5, 10, 11, 88, 99, 110) == pytest.approx([1.0, 2.0, 2.0, 2.0, 1.1, 0.2])
+    assert rates(88, 110, 176, 198, 220, steps=220) == pytest.approx([2.0, 2.0, 2.0, 1.1, 0.2])
+    assert rates(55, 110, decay_ratio=0.5) == pytest.approx([2.0, 0.2])
+    assert rates(109, 110, decay_ratio=0.0) == pytest.approx([2.0, 2.0])
+    assert rates(10, 60, 110, decay_ratio=0.99) == pytest.approx([2.0, 1.1, 0.2])
+
+
+@pytest.mark.parametrize("ranks, dropout", [(1, 0.0), (2, 0.5)])
+def test_a_mixture_is_evaluated_by_source_on_evenly_spaced_windows(monkeypatch, tmp_path,
+                                                                   two_sources, ranks, dropout):
+    """Each source is evaluated on at most 128 windows, without dropout, which is on again in the
+    next step. Compared with a plain model in two steps whose learning rate is 0, to 1e-10 in fp64;
+    so is the training loss, on the batches that the mixture draws."""
+    monkeypatch.chdir(two_sources)
+    plain = GPT(GPTConfig(257, 16, 2, 2, 16)).initialize(Config.seed).double()
+    both = data.TokenDataset("a=3,b=1", "train", 16)
+    each = []
+
+    def loss(source, windows):
+        tokens = torch.from_numpy(source.tokens_of(windows))
+        return plain(tokens[:, :-1], tokens[:, 1:]).item() / tokens[:, 1:].numel()
+    for name in "ab":
+        val = data.TokenDataset(name, "val", 16)
+        spaced = np.linspace(0, val.n_windows - 1, min(val.n_windows, 128)).astype(int)
+        each.append(pytest.approx(loss(val, spaced), rel=1e-10))
+    assert val.n_windows > 128
+    assert TINY[-2:] == ["--eval-tokens", "64"]         # left out
+    ends = [command.finish() for command in launch(
+        ranks, "--data", "a=3,b=1", "--out", tmp_path, *TINY[:-2], "--batch-size", 8, "--steps", 2,
+        "--eval-every", 1, "--lr", 0, "--dtype", "fp64", "--dropout", dropout, "--pp", ranks,
+        cwd=two_sources)]
+    assert ends[0][1].count(" bits a byte") == 2 * 3, ends
+    for step, row in enumerate(read_metrics(tmp_path)[0]):
+        assert [row["val_loss/a"], row["val_loss/b"]] == each
+        mean = (3 * row["val_loss/a"] + row["val_loss/b"]) / 4
+        assert row["val_loss"] == pytest.approx(mean, rel=1e-14)
+        assert [row["epochs/a"], row["epochs/b"]] == [
+            n * (step + 1) / source.n_windows for n, source in zip((6, 2), both.sources.values())]
+        expected = loss(both, both.window_ids(Config.seed, 8 * step, 8))
+        assert (row["loss"] == pytest.approx(expected, rel=1e-10)) == (dropout == 0)
+    assert both.average([4.0, 1.0]) == 3.25 and both.average([4.0, None]) is None
+    assert data.TokenDataset("a=1,b=0", "val", 16).average([4.0, None]) == 4.0

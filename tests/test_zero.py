@@ -1,0 +1,229 @@
+"""ZeRO: what a rank keeps, and when it communicates.
+
+    python -m pytest tests/test_zero.py
+
+That replicas train as one process: test_all.py.
+"""
+import functools
+import itertools
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+import amp
+import train
+from parallelism.buckets import state_bytes
+from parallelism.build import Grid, build_stage
+from parallelism.pipeline import run_schedule
+from parallelism.schedules import one_f_one_b
+from parallelism.tensor import param_specs
+from parallelism.zero import FlatParameters
+from runtime import run_state
+from tests.harness import (CFG, FORMULA, Memory, Passes, gridded, in_turn, settings, staged,
+                           tokens_of, traffic)
+
+
+def held_by(flat):
+    """{(device, kind): bytes} of the tensors in a FlatParameters' buckets."""
+    sizes = {}                  # storage -> ((device, kind), bytes)
+    for bucket in flat.buckets:
+        own = bucket.shard
+        for kind, x in [("parameters", bucket.data), ("parameters", own["data"]),
+                        ("gradients", bucket.grad), ("gradients", own.get("grad")),
+                        ("masters", own["master"]), ("moments", own.get("exp_avg")),
+                        ("moments", own.get("exp_avg_sq"))]:
+            if x is not None:
+                storage = x.untyped_storage()
+                sizes.setdefault(storage._cdata, ((x.device.type, kind), storage.nbytes()))
+    if flat.staging is not None:
+        sizes["staging"] = ("cpu", "staging"), flat.staging.nbytes
+    places = {place for place, _ in sizes.values()}
+    return {place: sum(size for at, size in sizes.values() if at == place) for place in places}
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
+    """On every rank of dp 2 x pp 2 x tp 2, by kind, exactly; the total is ZeRO's published formula.
+    Parameters on another device than the optimizer, here torch's meta device, are --offload."""
+    dtypes = amp.PRECISIONS[dtype]
+    offload = device == "meta"
+    pp = 1 if zero == 3 else 2
+    for rank in range(4 * pp):
+        grid = Grid(dp=2, pp=pp, tp=2, rank=rank)
+        specs = param_specs(build_stage(CFG, grid), CFG, grid)
+        flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu")
+        numel = sum(bucket.numel for bucket in flat.buckets)
+        longest = max(bucket.numel for bucket in flat.buckets)
+        on_device, on_host = state_bytes(numel, longest, grid.dp, dtypes, zero, offload)
+        expected = {(device, kind): size for kind, size in on_device.items() if size > 0}
+        expected |= {("cpu", kind): size for kind, size in on_host.items()}
+        assert held_by(flat) == expected
+        if not offload:
+            formula = FORMULA["bf16" if dtype == "bf16" else "fp32"](2)[zero]
+            assert sum(on_device.values()) == formula * numel * dtypes[1].itemsize / 4
+        # An evaluation keeps the parameters alone.
+        flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu", training=False)
+        assert held_by(flat) == {(device, "parameters"): on_device["parameters"]}
+
+
+def test_a_run_offloads_and_shards_as_its_flags_say(tmp_path):
+    """With --offload masters and moments of a model on another device, here torch's meta device,
+    are on the host; with --zero 1, 2 and 3 one of two replicas has half of them."""
+    def kept(device, **flags):
+        with mock.patch.object(run_state, "restore"):
+            run = train.Run(settings(tmp_path, **flags), CFG, Grid(dp=2, pp=1, tp=1),
+                            torch.device(device), Memory(CFG), Memory(CFG), None)
+        found = [bucket.shard[name] for bucket in run.flat.buckets
+                 for name in ("master", "exp_avg", "exp_avg_sq")]
+        assert len({x.device for x in found}) == 1
+        return found[0].device.type, sum(x.numel() for x in found)
+    _, whole = kept("cpu")
+    assert kept("meta") == ("meta", whole) and kept("meta", offload=True) == ("cpu", whole)
+    for zero in (1, 2, 3):
+        assert kept("cpu", zero=zero) == ("cpu", whole // 2)
+
+
+def events_of_a_step(rank, world, zero):
+    """What a step of two microbatches does, in order, and then the next forward: (what, of which
+    bucket or part of the model). And the most buckets of blocks that had memory for gradients at
+    once."""
+    events, held = [], []
+    storages = {}               # of tensors on their way: (what they are, their bucket)
+
+    def note_gradient(name, gradient):
+        events.append(("gradient", name))
+        held.append(sum(bucket.grad is not None for bucket in flat.buckets[2:]))
+
+    def note_message(name, x, *_, **__):
+        storage = x.untyped_storage().data_ptr()
+        if name == "isend":
+            for bucket in flat.buckets:
+                for kind, tensor in (("sum", bucket.grad), ("gather", bucket.data)):
+                    if tensor is not None and tensor.untyped_storage().data_ptr() == storage:
+                        storages[storage] = kind, bucket.name
+                        events.append((f"{kind} starts", bucket.name))
+        if name == "wait" and storage in storages:      # (not for what is received)
+            kind, bucket = storages.pop(storage)        # other tensors may take this memory
+            events.append((f"{kind} ends", bucket))
+    with gridded(rank, world, tp=1, pp=1) as grid:
+        local, flat = staged(replace(CFG, n_layer=2), grid, zero=zero)
+        for bucket in flat.buckets:
+            for module, attribute in sum((spec.owners for spec in bucket.specs), []):
+                parameter = getattr(module, attribute)
+                parameter.register_hook(functools.partial(note_gradient, bucket.name))
+        parts = {f"block {name}": block.norm1 for name, block in local.blocks.items()}
+        parts |= dict(embedding=local.embed.token, head=local.head.norm)
+        batch = [(tokens, tokens, 0, None) for tokens in tokens_of(CFG, 4).split(2)]
+        with traffic(note_message):
+            flat.zero_grad()
+            run_schedule(one_f_one_b(0, 1, 2), local, grid, batch, torch.empty(0), flat)
+            flat.finish_grad_sync()
+            events.append(("update", ""))
+            flat.adamw_step(1.0, 1, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
+            for name, first in parts.items():
+                first.register_forward_pre_hook(lambda *_, name=name: events.append((name, "")))
+            with torch.no_grad():
+                local(*batch[0][:2])
+    return events, max(held)
+
+
+@pytest.mark.parametrize("zero, most_held", [(0, 4), (1, 4), (2, 1)])
+def test_sums_of_buckets_overlap_backward(pool, zero, most_held):
+    """Mechanism (that backward hides communication, and that ZeRO 2 needs its memory): the sum of a
+    bucket starts between its last gradient and the first of the next bucket. ZeRO 0 and 1 sum after
+    the last microbatch; ZeRO 2 after each, and keeps the gradients of half a block at once. With
+    ZeRO a CPU has one sum on its way at a time. At last ZeRO gathers the updated parameters, and
+    the next forward awaits those of each part before the part runs, not earlier."""
+    completed = ["1.mlp", "1.attn", "0.mlp", "0.attn", "ends", "tied"]      # in this order
+    for events, held in pool.run(2, events_of_a_step, zero):
+        assert held == most_held
+        update = events.index(("update", ""))
+        backward, after = events[:update], events[update:]
+        started = [bucket for what, bucket in backward if what == "sum starts"]
+        assert started == completed * (2 if zero == 2 else 1)
+        last = {event: i for i, event in enumerate(backward)}
+        for bucket, following in itertools.pairwise(completed):
+            assert last["gradient", bucket] < last["sum starts", bucket] < last[
+                "gradient", following], (bucket, backward)
+        sums = [what for what, _ in backward if what in ("sum starts", "sum ends")]
+        if zero > 0:
+            assert sums == len(started) * ["sum starts", "sum ends"]
+        else:
+            assert sums == len(started) * ["sum starts"] + len(started) * ["sum ends"]
+            assert {what for what, _ in after} == {"update", "embedding", "block 0", "block 1",
+                                                   "head"}
+            continue
+        place = {event: i for i, event in enumerate(after)}
+        for part, previous, buckets in [
+                ("embedding", "update", ("tied", "ends")),
+                ("block 0", "embedding", ("0.attn", "0.mlp")),
+                ("block 1", "block 0", ("1.attn", "1.mlp"))]:
+            for bucket in buckets:
+                assert place["gather starts", bucket] < place["embedding", ""]
+                assert place[previous, ""] < place["gather ends", bucket] < place[part, ""]
+
+
+@pytest.mark.parametrize("stage, expected", [
+    (0, "2.mlp 2.attn 1.mlp 1.attn 0.mlp 0.attn ends tied"),
+    (1, "tied 4.mlp 4.attn 3.mlp 3.attn ends")])
+def test_buckets_are_summed_in_the_order_of_their_completion(stage, expected):
+    """Mechanism (that backward hides the largest one): on a pipeline's last stage the tied matrix
+    is first, because only the head uses it there."""
+    local, flat = staged(CFG, Grid(dp=1, pp=2, tp=1, rank=stage))
+    order = []
+    flat._start_grad_sync = lambda bucket: order.append(bucket.name)
+    x = tokens_of(CFG, 2) if stage == 0 else torch.randn(2, 16, 32, requires_grad=True)
+    flat.prepare_grad_sync(local, True)
+    local(x, tokens_of(CFG, 2)).sum().backward()
+    assert " ".join(order) == expected
+
+
+@pytest.mark.parametrize("dtype, copies", [(torch.float32, 0), (torch.bfloat16, 1)])
+def test_a_step_calls_each_operation_on_all_buckets_once(dtype, copies):
+    """Mechanism (that a GPU does not wait for the host): not once a bucket, of which there are 12.
+    AdamW takes two calls: for what decays, and for what does not."""
+    local, flat = staged(CFG, Grid(1, 1, 1), dtype)
+    assert len(flat.buckets) == 12
+    with Passes() as seen:
+        flat.zero_grad()
+        flat.adamw_step(0.5, 1, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
+    counts = {name: seen.calls.count(name) for name in ("_foreach_zero_", "_foreach_mul_",
+                                                        "_fused_adamw_", "_foreach_copy_", "copy_")}
+    assert list(counts.values()) == [1, 1, 2, copies, 0]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_zero_3_holds_one_block_and_gathers_the_next(recompute):
+    """Mechanism (of ZeRO 3's memory and overlap): which buckets have memory, the two halves of a
+    block each, and + what is on its way: in a block's forward, its backward (recomputation sees it
+    in both) and after."""
+    tokens = tokens_of(CFG, 2)
+    seen = []
+    local, flat = staged(replace(CFG, n_layer=3), Grid(1, 1, 1), recompute=recompute, zero=3)
+
+    def look(*_):
+        held = []
+        for bucket in flat.buckets:
+            if bucket.data.untyped_storage().size() > 0:
+                part = bucket.name.split(".")[0]
+                held.append(part if bucket.unsharding is None else part + "+")
+        seen.append(" ".join(held))
+    local.embed.token.register_forward_hook(look)
+    for block in local.blocks.values():
+        block.norm2.register_forward_hook(look)
+        block.norm2.weight.register_post_accumulate_grad_hook(look)
+    loss = local(tokens, tokens)
+    look()                                      # the head has made its gradients already
+    flat.prepare_grad_sync(local, True)
+    loss.backward()
+    look()
+    with torch.no_grad():
+        local(tokens, tokens)
+    look()
+    forward = ["tied ends 0+ 0+", "tied ends 0 0 1+ 1+", "tied ends 1 1 2+ 2+", "tied ends 2 2"]
+    backward = ["ends 2 2", "ends 1+ 1+ 2 2", "ends 0+ 0+ 1 1", "ends 0 0"]
+    assert in_turn(seen) == [*forward, *backward, "", *forward, ""]
