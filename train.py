@@ -1,28 +1,31 @@
-"""Train a GPT: first the plain algorithm on one CPU, then the same algorithm on many ranks.
+"""Train a GPT: first the plain program in one process, then the same on many ranks.
 
+    python train.py --plain                                     # the plain program
     python train.py                                             # one process
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (pp * cp * tp) = 2
 
-New to training? Read `plain_train` and `learning_rate`, the whole algorithm. `Run` does the same on
-any number of ranks and in any precision; a test checks that the results agree. New to parallel
-training? Read on: the picture of the ranks, then Run.train, compute_gradients and update.
+New to training? Read the plain program. It is the whole algorithm: a batch, forward and backward,
+clipping, AdamW, evaluation, saving. `Run` does the same on any number of ranks and in any
+precision. Tests check that the results agree. New to parallel training? Continue with the picture
+of the ranks, then Run.train, compute_gradients and update.
 
     plain_train             Run.train, on each rank
-    rows of the batch       Loader.next: this rank's rows, in microbatches
-    learning rate           learning_rate: the same function
+    plain_batch             Loader.next: this rank's rows of the batch, in microbatches
+    learning_rate           the same function
                             compute_gradients:
     zero_grad                 the same, in the flat buffers of zero.FlatParameters
-    forward and backward      for each microbatch; with pp in the order of a schedule
+    forward and backward      for each microbatch, with pp in the order of a schedule
                               finish_grad_sync: waits for the sums of gradients over the replicas
     norm                      step_stats: loss and squared norm are summed over all ranks
                             update:
     clipping                  all ranks clip by the same factor, or all skip the step
     AdamW                     on all of the rank's parameters, or on a shard
+    plain_evaluate          evaluation.evaluate
+    plain_save              checkpoint_writer.Writer: the same file, from the shards of all ranks
 
 Everything else that a long run needs is in runtime/: flags, signals, what a checkpoint holds
-(run_state.py; checkpoint.py writes the file), and monitors.py, which writes metrics.jsonl and takes
-a diverged run back to an older checkpoint. To change the loss, see model.Head; docs/extend.md says
-where other changes go.
+beside tensors, and the monitors, which take a diverged run back to an older checkpoint. To change
+the loss, see model.Head. docs/extend.md says where other changes go.
 """
 import signal
 
@@ -30,10 +33,8 @@ if __name__ == "__main__":      # before the slow `import torch`, so that Ctrl-C
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import math
-import sys
-import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Iterator
@@ -46,27 +47,26 @@ import torch
 import checkpoint
 from amp import NOT_FINITE, PRECISIONS, clip_factor
 from checkpoint import plain_load, plain_save
-from corpus.shards import read_meta
-from data import Batch, TokenDataset, plain_batch, open_shards, plain_windows
-from model import GPT, GPTConfig, ceil_div
+from data import Batch, Batches, TokenDataset, open_shards, plain_batch, plain_windows
+from model import GPT, GPTConfig
 from parallelism.build import Grid, build_rank, make_groups
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import (checks, console, directory, evaluation, processes, run_state,
-                     startup)
-from runtime.checkpoint_files import remove_old
+from runtime import checks, console, directory, evaluation, plain_run, processes, run_state, startup
 from runtime.loader import Loader
 from runtime.monitors import Monitors
 from runtime.options import Config
-from runtime.processes import Job, RunError, all_ranks
+from runtime.processes import Job, RunError
 from runtime.signals import StopSignal
 
 
+# ---- The plain program ----------------------------------------------------------------------
+
 def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, shards: list,
-                begin: int = 1) -> Iterator[tuple[float, float]]:
-    """Train from step `begin` to the last one. Yields the loss and the gradient norm of each step.
-    To try it, after `python data.py`:
+                first_step: int = 1) -> Iterator[tuple[float, float]]:
+    """Train until step config.steps. Yields the loss and the gradient norm of each step. To try
+    it, after `python data.py`:
 
         from train import *
         shards = open_shards("data/python", "train")
@@ -77,13 +77,13 @@ def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, sh
 
     prints the same losses as `python train.py --steps 20`."""
     device = model.head.weight.device
-    for step in range(begin, config.steps + 1):
+    for step in range(first_step, config.steps + 1):
         # The data are windows of T + 1 tokens, shuffled by the seed. The batch is the batch_size
         # windows after those consumed. Each gives a row: its first T tokens are the inputs, its
         # last T the targets.
         consumed = (step - 1) * config.batch_size
         rows = plain_batch(shards, model.cfg.seq_len, config.seed, consumed, config.batch_size)
-        rows = torch.from_numpy(rows).to(device)                    # (B, T+1)
+        rows = torch.from_numpy(rows).to(device)                    # (B, T + 1)
         inputs, targets = rows[:, :-1], rows[:, 1:]                 # (B, T) each
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
@@ -97,9 +97,9 @@ def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, sh
 
 
 def plain_adamw(config: Config, model: GPT) -> torch.optim.AdamW:
-    """Weight decay is for matrices, not for biases and the weights of LayerNorm."""
+    """PyTorch's AdamW, with weight decay for the matrices only."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]       # biases, LayerNorm
     return torch.optim.AdamW([dict(params=matrices, weight_decay=config.weight_decay),
                               dict(params=vectors, weight_decay=0.0)],
                              betas=(config.beta1, config.beta2))
@@ -131,66 +131,50 @@ def learning_rate(config: Config, step: int) -> float:
 def plain_evaluate(config: Config, model: GPT, shards: list) -> float:
     """The mean loss in nats on windows at equal distances, the same in every evaluation."""
     device, seq_len = model.head.weight.device, model.cfg.seq_len
-    n = sum((len(tokens) - 1) // seq_len for tokens in shards)
-    count = min(n, evaluation.DEFAULT_SEQUENCES)
-    if config.eval_tokens is not None:
-        count = min(n, ceil_div(config.eval_tokens, seq_len))
-    numbers = np.linspace(0, n - 1, count).astype(np.int64)
-    total = 0.0
+    n_windows = sum((len(tokens) - 1) // seq_len for tokens in shards)
+    count = evaluation.eval_sequences(config, model.cfg, n_windows)
+    window_ids = np.linspace(0, n_windows - 1, count).astype(np.int64)
+    loss_sum = 0.0
     for first in range(0, count, config.batch_size):
-        some = numbers[first:first + config.batch_size]
-        rows = torch.from_numpy(plain_windows(shards, seq_len, some)).to(device)
-        total += model(rows[:, :-1], rows[:, 1:]).item()
-    return total / (count * seq_len)
+        batch = window_ids[first:first + config.batch_size]
+        rows = torch.from_numpy(plain_windows(shards, seq_len, batch)).to(device)   # (B, T + 1)
+        loss_sum += model(rows[:, :-1], rows[:, 1:]).item()
+    return loss_sum / (count * seq_len)
 
 
 def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> None:
-    """`python train.py --plain`: train, evaluate and save by the plain forms alone. The directory
-    is one of `python train.py`: either goes on with what the other has saved."""
+    """`python train.py --plain`: train, evaluate, save and resume. The directory --out is like that
+    of any other run: either program continues what the other has saved."""
     config, model_config, begin = startup.prepare(given, job, device, stack)    # flags, --out
-    out = Path(config.out)
-    meta = read_meta(Path(config.data))
-    train_shards = open_shards(config.data, "train")
-    val_shards = open_shards(config.data, "val")
     model = model_config.build().initialize(config.seed).to(device)
     optimizer = plain_adamw(config, model)
-    if begin.path is None:
-        facts = run_state.plain_facts(config, model_config, meta, begin)
-    else:
+    facts = plain_run.new_facts(config, model_config, begin)    # in a checkpoint, beside tensors
+    if begin.path is not None:
         facts = plain_load(model, optimizer, begin.path)
-        run_state.check_plain(facts, config)        # whether it left out batches
-    metrics = directory.Metrics(out, rank=0)
-    done = facts["step"]
-    metrics.write(event="resume" if done else "start", step=done, config=asdict(config))
-    seconds = time.perf_counter()
-    for loss, norm in plain_train(config, model, optimizer, train_shards, done + 1):
-        if not math.isfinite(loss + norm):
-            raise RunError(f"step {done + 1} has loss {loss}, gradient norm {norm}: lower --lr")
-        done += 1
-        consumed = done * config.batch_size
-        seconds, before = time.perf_counter(), seconds
-        row = dict(step=done, tokens=consumed * model_config.seq_len, loss=loss,
-                   lr=learning_rate(config, done), batch_size=config.batch_size, grad_norm=norm,
-                   tokens_per_second=config.batch_size * model_config.seq_len / (seconds - before))
-        if is_due(done, config.eval_every, config):
+        plain_run.continue_facts(facts, config, model_config)
+    step = facts["step"]
+    if step >= config.steps:
+        print(f"{begin.path} is step {step} of {config.steps}: nothing left to do; raise --steps")
+        return
+    train_shards, val_shards = open_shards(config.data, "train"), open_shards(config.data, "val")
+    log = plain_run.Log(config, model_config, facts)            # metrics.jsonl and the console
+    stop = plain_run.StopSignal()
+    training = plain_train(config, model, optimizer, train_shards, step + 1)
+    for loss, norm in log.timed(training):
+        step += 1
+        if not math.isfinite(norm):
+            raise RunError(f"step {step} has loss {loss} and gradient norm {norm}: lower --lr")
+        row = dict(step=step, loss=loss, lr=learning_rate(config, step), grad_norm=norm)
+        if config.is_due(step, config.eval_every):
             row["val_loss"] = plain_evaluate(config, model, val_shards)
-            row["bits_per_byte"] = evaluation.bits_per_byte(row["val_loss"],
-                                                            meta["bytes_per_token"])
-        if is_due(done, config.log_every or ceil_div(config.steps, 50), config):
-            print(", ".join(f"{name} {value:.6g}" for name, value in row.items()), flush=True)
-        metrics.write(**row)
-        if is_due(done, config.save_every, config):
-            facts |= dict(step=done, consumed_samples=consumed, tokens=row["tokens"],
-                          config=asdict(config))
-            plain_save(model, optimizer, facts, out)
-            kept = {file for _, file, _ in facts["monitor"]["checkpoints"]}    # a Run may go back to
-            remove_old(out, config.keep, kept)
-    metrics.write(event="end", step=done)
-
-
-def is_due(step: int, every: int, config: Config) -> bool:
-    """Whether this step is one of every so many (0: none), or the last one."""
-    return step == config.steps or (every > 0 and step % every == 0)
+        log.write(row)
+        if config.is_due(step, config.save_every) or stop.number is not None:
+            plain_run.update_facts(facts, config, model_config, step)
+            plain_save(model, optimizer, facts, Path(config.out))
+            plain_run.remove_others(facts, config)
+        if stop.number is not None:
+            stop.end(log, step)
+    log.end()
 
 
 # ---- The same on many ranks -----------------------------------------------------------------
@@ -216,8 +200,9 @@ def is_due(step: int, every: int, config: Config) -> bool:
 @dataclass
 class StepStats:
     """The statistics of a step. Every rank has the same, except for local_loss."""
-    loss: float                 # mean over the learnt targets of the global batch, in nats
-    activation_norm: float      # mean over the tokens of the norm of the final hidden state
+    loss: float                 # mean over the targets of the global batch that count, in nats
+    activation_norm: float      # mean over the tokens of the norm of the final hidden state. The
+                                # monitor of divergence watches it, as the OPT-175B team did
     grad_norm: float            # of the whole model, unscaled, before clipping
     skipped: str                # the reason to skip the update, such as NOT_FINITE; "" if none
     loss_scale: float           # the loss scale used in this step
@@ -238,15 +223,16 @@ class Run:
                         and AdamW's state
     scaler              amp.LossScaler, which adjusts the loss scale
     writer              checkpoint.Writer
-    monitors            monitors.Monitors: divergence, the gradient noise scale, the log
-    stop                signals.StopSignal, once the run trains; before, None
+    monitors            monitors.Monitors: divergence, flipped bits, the log
+    stop                signals.StopSignal, once the run trains. Before that it is None
     """
+    learning_rate = staticmethod(learning_rate)         # console.report_resume asks for it, too
 
     def __init__(self, config: Config, model_config: GPTConfig, grid: Grid, device: torch.device,
                  train_data: TokenDataset, val_data: TokenDataset, state: dict | None,
                  identity: dict | None = None):
         """`state` is a loaded checkpoint, or None for a run that begins with step 1. `identity` is
-        the run's id and origin (directory.new_run); None: a new id, with weights from the seed."""
+        the run's id and origin (directory.new_run). None: a new id, with weights from the seed."""
         self.config, self.model_config = config, model_config
         self.grid, self.device = grid, device
         self.train_data, self.val_data = train_data, val_data
@@ -262,8 +248,27 @@ class Run:
                                         config.timeout)
         # An empty tensor, of the shape and dtype that one stage sends to the next.
         self.activation_like = like_activations(config, model_config, grid, dtype, device)
+        self.restore(state)
+
+    def restore(self, state: dict | None) -> None:
+        """Continue from the state in a checkpoint, or begin before step 1 without one. A rollback
+        calls it, too. On the CPU, in the same layout and with as many threads, a resumed run ends
+        with the same bits as an uninterrupted run."""
+        self.monitors.restore(state)
+        progress = run_state.progress_in(state, self)
+        self.step = progress.step + 1
+        self.finished_step = progress.step
+        self.saved_step = None if state is None else progress.step
+        self.optimizer_steps = progress.optimizer_steps
+        self.scaler = progress.scaler
+        self.batches = Batches(self.train_data, self.config, progress.consumed,
+                               progress.sequences_trained)
         self.loader = Loader(self)
-        run_state.restore(self, state)      # step, optimizer_steps, batches, scaler; the weights
+        if state is None:
+            self.flat.initialize(self.model_config, self.config.seed,
+                                 run_state.initial_weights(self.config))
+        else:
+            checkpoint.restore(state, self.flat)
 
     # ---- The loop ---------------------------------------------------------------------------
 
@@ -272,46 +277,39 @@ class Run:
         `stop.held()` is active, because the state is being changed."""
         self.model.train()
         while self.step <= self.config.steps:
-            self.monitors.before_step()     # skips what --skip-steps or a rollback excludes
+            self.monitors.begin_step()      # leaves out what --skip-steps or a rollback excludes
             batch = self.loader.next()          # this rank's rows, in microbatches
-            lr = learning_rate(self.config, self.step) * self.monitors.lr_factor
+            lr = self.learning_rate(self.config, self.step) * self.monitors.lr_factor
             stats = self.compute_gradients(batch)
             with self.stop.held():
                 self.update(stats, lr)
-                row = self.monitors.after_step(batch, stats, lr)     # of metrics.jsonl
-            if row is not None:     # None: the run diverged; an older checkpoint has been restored
+                row = self.monitors.judge_step(batch, stats, lr)    # of metrics.jsonl
+            if row is not None:     # None: the run diverged, and went back to a checkpoint
                 self.evaluate_and_save(row)
-            self.step = self.finished_step + 1      # finished_step may be the older checkpoint's
+            self.step = self.finished_step + 1
         with self.stop.held():
             self.finish()
 
     def evaluate_and_save(self, row: dict) -> None:
-        """Evaluate and save if the step is the last one, or one of every --eval-every and
-        --save-every. `row` is the step's row of metrics.jsonl."""
-        last = self.step == self.config.steps
-        if last or self.is_due(self.config.eval_every):
-            console.announce_evaluation(self)
-            row.update(evaluation.evaluate(self))
-        saving = last or self.is_due(self.config.save_every)
-        difference = self.monitors.before_save(saving)      # between copies that should be equal
+        """Evaluate and save after the last step, and after each of every --eval-every and
+        --save-every steps. `row` is the step's row of metrics.jsonl."""
+        if self.config.is_due(self.step, self.config.eval_every):
+            row.update(console.announce_and_evaluate(self))
+        saving = self.config.is_due(self.step, self.config.save_every)
+        intact = self.monitors.copies_are_equal(saving)         # of the state: no bit has flipped
         with self.stop.held():
             self.monitors.log.write_row(self, row)
-            if difference is not None:
-                self.monitors.go_back(difference)         # to an older checkpoint
+            if not intact:
+                self.monitors.go_back()             # to the last checkpoint
             elif saving:
-                if last:
-                    self.monitors.before_end(row)       # fails if the validation loss is not finite
+                self.monitors.fail_if_diverged(row)
                 run_state.save(self)
 
     def finish(self) -> None:
-        self.flat.wait_params()     # other ranks may still be receiving this rank's shard
-        # Wait for the last checkpoint. (all_ranks raises one rank's error on every rank.)
-        all_ranks(lambda: self.writer.wait(required=True))
-        self.stop.close()           # a signal comes too late from here on, on every rank
+        self.flat.wait_params()             # other ranks may still be receiving this rank's shard
+        run_state.wait_for_last_save(self)
+        self.stop.close()                   # a signal comes too late from here on, on every rank
         console.report_end(self)
-
-    def is_due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
 
     # ---- One step ---------------------------------------------------------------------------
 
@@ -320,14 +318,14 @@ class Run:
         holds."""
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
-        tokens_in_batch = batch.size * self.model_config.seq_len        # of all ranks
-        learnt = self.train_data.count_learnt(batch.window_ids)         # targets that have a loss
+        tokens_in_batch = batch.size * self.model_config.seq_len            # of all ranks
+        targets_in_batch = self.train_data.count_learnt(batch.window_ids)   # that count in the loss
 
         # 1. Forward and backward. The model returns the sum of a microbatch's losses. Times
         #    loss_factor it is the microbatch's share of the mean loss of the batch, times the loss
         #    scale. The gradients of all microbatches and replicas add up to that of this mean.
-        loss_factor = self.scaler.scale / learnt
-        flat.zero_grad(self.scaler.scale, tokens_in_batch, learnt)      # --exact needs the counts
+        loss_factor = self.scaler.scale / targets_in_batch
+        flat.zero_grad(self.scaler.scale, tokens_in_batch, targets_in_batch)    # for --exact
         if grid.is_last:
             # The head computes its gradients in forward, so it needs the factor now. Its backward
             # returns them and does not apply the factor again.
@@ -341,47 +339,46 @@ class Run:
                 loss = model(inputs, targets, dropout_seed, positions=positions)
                 (loss * loss_factor).backward()
                 loss_sum += loss.detach()
-                self.monitors.after_microbatch(m)
-        else:       # a pipeline: the same in the order of a schedule; stages exchange messages
+        else:       # a pipeline: the same in the order of a schedule, and stages exchange messages
             schedule = make_schedule(config.pp_schedule, grid, len(microbatches))
             loss_sum = run_schedule(schedule, model, grid, microbatches, self.activation_like, flat)
-        self.loader.prefetch()          # while the GPU computes: the next lines wait for it
-        self.monitors.after_backward()
+        self.loader.prefetch()      # the next batch, while the GPU computes: the next line waits
 
-        # 2. Wait for the all-reduces of the gradients over the replicas. (With ZeRO they are
-        #    reduce-scatters: this rank gets the sum of its shard.)
+        # 2. Wait for the all-reduces of the gradients over the replicas. With ZeRO they are
+        #    reduce-scatters, and this rank gets the sum of its shard.
         flat.finish_grad_sync()
 
         # 3. Sum the loss and the squared norm over all ranks, so that all make the same decision.
-        return self.step_stats(loss_sum, tokens_in_batch, learnt)
+        return self.step_stats(loss_sum, tokens_in_batch, targets_in_batch)
 
-    def step_stats(self, loss_sum: torch.Tensor, tokens_in_batch: int, learnt: int) -> StepStats:
+    def step_stats(self, loss_sum: torch.Tensor, tokens_in_batch: int,
+                   targets_in_batch: int) -> StepStats:
         """Compute the step's statistics with one all-reduce."""
         grid, scaler = self.grid, self.scaler
-        loss, activation_norm = self.scalar(0.0), self.scalar(0.0)
+        local = dict(loss=self.scalar(0.0), activation_norm=self.scalar(0.0))
         # All tp ranks have the same loss: count it once. Their last activations are the same too,
         # unless sequence parallelism splits the positions.
         if grid.is_last and grid.tp_rank == 0:
-            loss = loss_sum
+            local["loss"] = loss_sum
         if grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel):
-            activation_norm = self.model.head.norms.to(loss.dtype)
-        total = self.sum_across_ranks(dict(loss=loss, activation_norm=activation_norm,
-                                           **self.flat.grad_norm_squares()))
-        norm, skipped = self.flat.global_norm(total)
+            local["activation_norm"] = self.model.head.norms.to(loss_sum.dtype)
+        local |= self.flat.grad_norm_squares()          # of this rank's part of the model
+        total = self.sum_across_ranks(local)
+        norm, skipped = self.flat.grad_norm(total)      # of the whole model
         if not math.isfinite(total["loss"]):
             skipped = NOT_FINITE
         return StepStats(
-            loss=total["loss"] / learnt,
+            loss=total["loss"] / targets_in_batch,
             activation_norm=total["activation_norm"] / tokens_in_batch,
             grad_norm=norm / scaler.scale, skipped=skipped, loss_scale=scaler.scale,
             local_loss=loss_sum)
 
     def update(self, stats: StepStats, lr: float) -> None:
-        """Update the weights. Every rank skips it if the loss or a gradient is inf or NaN (or, with
-        --exact, too large for an exact sum)."""
+        """Update the weights. Every rank skips it if the loss or a gradient is inf or NaN. With
+        --exact also if one is too large for an exact sum."""
         config = self.config
         # 4. Clip, and AdamW. One factor both clips the gradients and undoes the loss scale. With
-        #    ZeRO each rank updates its shard; the others receive it during the next forward.
+        #    ZeRO each rank updates its shard. The others receive it during the next forward.
         if not stats.skipped:
             self.optimizer_steps += 1
             factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
@@ -392,7 +389,7 @@ class Run:
 
     def sum_across_ranks(self, local: dict) -> dict:
         """{name: scalar tensor} -> {name: its sum over all ranks, a number}. Blocks until the sums
-        arrive; with several ranks, at most --timeout. It also tells every rank if one has received
+        arrive, with several ranks at most --timeout. It also tells every rank if one has received
         a signal."""
         has_signal = self.stop is not None and self.stop.since is not None
         numbers = [*local.values(), self.scalar(float(has_signal))]
@@ -430,7 +427,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
         elif startup.has_ended(run):
             console.print_finished(run, state, given, begin)
         else:
-            startup.begin_training(run, state, begin, given, learning_rate, stack)
+            startup.begin_training(run, state, begin, given, stack)
             with StopSignal(run):       # sets run.stop
                 run.train()
     except PeerError as error:
@@ -438,7 +435,12 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
 
 
 def main() -> None:
-    processes.run_process(startup.parse, plain_launch if "--plain" in sys.argv else launch)
+    job, given, device, timeout = startup.parse()       # a mistake in the flags ends here
+    with processes.running(job, device, timeout) as stack:
+        if given.get("plain"):
+            plain_launch(given, device, job, stack)
+        else:
+            launch(given, device, job, stack)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def make_groups(grid: Grid, device=torch.device("cpu"), timeout: timedelta | Non
 def connect(grid: Grid, device: torch.device) -> None:
     """NCCL connects two ranks at their first message, and connecting waits for all work queued on
     the device. If that work is a receive whose sender is itself waiting to connect, both hang (seen
-    with GPipe on two H100s). So connect everything first (see also `processes.run_process`)."""
+    with GPipe on two H100s). So connect everything first (see also `processes.running`)."""
     x = torch.zeros(grid.tp, device=device)         # tp ranks send a part of a message each
     for group in grid.groups.values():
         all_reduce(x, group).wait()

@@ -359,8 +359,8 @@ class ExactParameters(FlatParameters):
         return dict(squares=high, low_squares=low, all_squares=squares.sum(),
                     out_of_range=exact.checked(torch.zeros_like(high)))
 
-    def global_norm(self, total):
-        _, skipped = super().global_norm(total)
+    def grad_norm(self, total):
+        _, skipped = super().grad_norm(total)
         in_range = self.grid.exact.in_range(total["squares"]) and total["out_of_range"] == 0
         if not skipped and not in_range:
             skipped = "too large for an exact sum (--exact)"

@@ -51,10 +51,8 @@ class FlatParameters(FullTensors):
     A training step calls zero_grad, then prepare_grad_sync before each backward, and at the end
     finish_grad_sync, grad_norm_squares and adamw_step. In ZeRO 1 and 2 `adamw_step` only starts to
     gather the updated parameters: `gather_before_use` or `wait_params` waits for them. (With
-    --exact exact.ExactParameters replaces add_grad, sum_squares, global_norm, update_shards.)
+    --exact exact.ExactParameters replaces add_grad, sum_squares, grad_norm, update_shards.)
 
-    sync_at_end         in this step the all-reduces start in finish_grad_sync, not during backward:
-                        until then bucket.grad has the gradient of this rank's tokens
     grads_are_summed    from finish_grad_sync to the next zero_grad
     grad_factor         by which the gradients are then multiplied: the loss scale; after
                         adamw_step also the factor of clipping"""
@@ -69,7 +67,6 @@ class FlatParameters(FullTensors):
         self.buckets = make_buckets(specs, grid.replicas, self.num_shards, self.shard_rank)
         self.buckets_to_sync = []       # those that this backward communicates, the next one last
         self.in_flight = []             # [(bucket, Work)] of gradients
-        self.sync_at_end = False
         self.grads_are_summed = False
         self.grad_factor = 1.0
         self.shapes = None              # of all stages' parameters, once FullTensors has asked
@@ -201,7 +198,7 @@ class FlatParameters(FullTensors):
         for parameter in chunk.parameters():
             parameter.bucket.pending_grads += 1
         self.buckets_to_sync = []
-        if (last or self.zero >= 2) and not self.sync_at_end:
+        if last or self.zero >= 2:
             self.buckets_to_sync = [bucket for bucket in self.buckets if bucket.pending_grads > 0]
             if self.buckets_to_sync[0].specs[0].is_tied_copy:   # the head's gradient is ready first
                 self.buckets_to_sync.append(self.buckets_to_sync.pop(0))
@@ -214,8 +211,6 @@ class FlatParameters(FullTensors):
             self.add_grad(parameter.main_grad(), parameter.grad)
             parameter.grad = None
         parameter.bucket.pending_grads -= 1
-        if self.sync_at_end and parameter.bucket.pending_grads == 0:
-            self.reshard([parameter.bucket])
         # All ranks must communicate in the same order. A bucket completed out of turn waits.
         while self.buckets_to_sync and self.buckets_to_sync[-1].pending_grads == 0:
             self._start_grad_sync(self.buckets_to_sync.pop())
@@ -255,9 +250,6 @@ class FlatParameters(FullTensors):
         tensor parallelism replicates: with sequence parallelism (TP2) all, without it those of
         norms that see this rank's heads alone."""
         assert not self.buckets_to_sync, "a parameter got no gradient"
-        if self.sync_at_end:
-            for bucket in reversed(self.buckets):
-                self._start_grad_sync(bucket)
         self._wait_grad_sync()
         if self.buckets[0].name == "tied":
             all_reduce(self.buckets[0].shard["grad"], self.grid.groups["embedding"]).wait()
@@ -293,7 +285,7 @@ class FlatParameters(FullTensors):
         squares = torch.stack(torch._foreach_norm(counted + others, 2, dtype=dtype)).square()
         return dict(squares=squares[:len(counted)].sum(), all_squares=squares.sum())
 
-    def global_norm(self, total: dict[str, float]) -> tuple[float, str]:
+    def grad_norm(self, total: dict[str, float]) -> tuple[float, str]:
         """From the sums of `grad_norm_squares` over all ranks: (the gradient norm of the whole
         model, times the loss scale; why the step must be skipped, "" if it need not)."""
         skipped = "" if math.isfinite(total["all_squares"]) else NOT_FINITE

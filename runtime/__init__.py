@@ -15,7 +15,7 @@ The others stand above it. Their argument `run` is a train.Run, but none imports
     run_state                           what a run's checkpoints hold: save, restore, go back
     loader                              the rows of the batches that a rank reads
     monitors                            what watches a run: divergence, rollback, flipped_bits,
-                                        noise_scale, and console with the log
+                                        and console with the log
     evaluation, eval_answers            the validation loss; answers that are right
     signals, start_follow               the end by a signal; dashboards
 

@@ -23,8 +23,7 @@ from parallelism.exact import MOST_STRIPS
 from parallelism.pipeline import chunk_layers
 from parallelism.tensor import param_specs
 from runtime.batch_ramp import batch_sizes, steps_of_epochs
-from runtime.options import (CHANGE_THE_BATCH, OF_PLAIN, Config, merge_config,
-                             new_run_advice)
+from runtime.options import Config, merge_config, new_run_advice
 from runtime.processes import warn
 
 
@@ -189,21 +188,6 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     refuse(problems)
 
 
-def check_plain(given: dict, config: Config, dataset: TokenDataset, world: int) -> None:
-    """Raise ValueError unless train.py --plain can run this."""
-    if world > 1:
-        raise ValueError(f"--plain is for one process, not {world}: drop it, or torchrun")
-    default = Config()
-    flags = set(given) - OF_PLAIN
-    flags |= {name for name in CHANGE_THE_BATCH if getattr(config, name) != getattr(default, name)}
-    if flags:
-        names = ", ".join("--" + name.replace("_", "-") for name in sorted(flags))
-        raise ValueError(f"--plain has no {names}: drop one or the other")
-    if dataset.has_conversations or len(dataset.sources) > 1 or "=" in config.data:
-        raise ValueError(f"--plain reads one directory of text, and {config.data} is a mixture or "
-                         f"has conversations: drop --plain, or give another --data")
-
-
 def largest_microbatch(pp: int, device_type: str) -> int:
     """The most sequences of a microbatch by default. GPUs gain from large products, but a pipeline
     loses more: with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40%
@@ -255,15 +239,6 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
         config = dataclasses.replace(config, batch_size=sizes[0])
     for size in sizes:
         check_layout(model_config, world, size, config)
-    if config.noise_scale > 0 and dp == 1 and not config.eval_only:
-        if config.pp > 1:
-            raise ValueError("--noise-scale with --pp requires dp 2 or more, because a "
-                             "pipeline mixes the gradients of microbatches: give more processes, "
-                             "or drop one")
-        if min(sizes) == config.micro_batch:
-            raise ValueError(f"--noise-scale compares two batch sizes, but with dp 1 there is a "
-                             f"single microbatch of {config.micro_batch}: give a smaller "
-                             f"--micro-batch")
     return config, model_config
 
 
@@ -324,14 +299,9 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     config, shape = merge_config(given, state, weights_only, file)
     data = TokenDataset(config.data, "train", shape["seq_len"])
     val_data = TokenDataset(config.data, "val", shape["seq_len"])
-    if config.noise_scale > 0 and data.has_conversations:
-        raise ValueError("--noise-scale needs microbatches with equally many targets, which those "
-                         "of conversations have not: give --noise-scale 0")
     if "decay_ratio" in given and config.lr_schedule != "wsd":
         raise ValueError(f"--decay-ratio is for --lr-schedule wsd, not {config.lr_schedule}, which "
                          f"decays until the last step: give --lr-schedule wsd, or drop the flag")
-    if config.plain:
-        check_plain(given, config, data, world)
     vocab_size = data.meta["vocab_size"] if state is None else state["model"]["vocab_size"]
     config, model_config = check_config(config, shape, vocab_size, world, device_type)
     resumed = None if weights_only else state

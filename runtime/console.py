@@ -30,7 +30,7 @@ from runtime.cpu_threads import Threads
 from runtime.directory import Metrics, Start
 from runtime.evaluation import describe_data, eval_sequences, evaluate
 from runtime.flops import flops_per_token, parameter_count, peak_flops
-from runtime.options import RESTORED, Config, step_range
+from runtime.options import RESTORED, Config, restored_flags, step_range
 from runtime.processes import print_rank0
 
 COMPARE_RANKS_EVERY = 100       # steps
@@ -78,7 +78,7 @@ class RunLog:
         config, step = run.config, row["step"]
         now = time.monotonic()
         seconds = statistics.median_low(self.recent_seconds)
-        is_due = step == config.steps or run.is_due(config.eval_every)
+        is_due = config.is_due(step, config.eval_every)
         if config.log_every is not None:
             is_due = is_due or step % config.log_every == 0
         elif self.printed_at is None:
@@ -100,9 +100,6 @@ class RunLog:
         self.unwritten = None
         if "val_loss" in row:
             print_rank0(format_eval(row, run))
-            if run.monitors.noise.sequences is not None:
-                print_rank0(format_noise(run.monitors.noise.sequences, run.model_config.seq_len,
-                                         row))
         # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
         on_cpus = run.grid.world > 1 and run.device.type == "cpu"
         if row["step"] % COMPARE_RANKS_EVERY == 0 and on_cpus:
@@ -128,14 +125,17 @@ def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
 def evaluated_tokens(run) -> str:
     """How many tokens an evaluation reads."""
     sources = run.val_data.sources.values()
-    count = sum(eval_sequences(run.config, run.model_config, source) for source in sources)
+    count = sum(eval_sequences(run.config, run.model_config, source.n_windows)
+                for source in sources)
     if run.val_data.has_conversations:
         return f"{count:,} of {run.val_data.n_windows:,} windows of conversations"
     return f"{count * run.model_config.seq_len:,} of {run.val_data.n_tokens:,} tokens"
 
 
-def announce_evaluation(run) -> None:
+def announce_and_evaluate(run) -> dict:
+    """Say on what a train.Run is evaluated, and return the results (evaluation.evaluate)."""
     print_rank0(f"evaluate on {evaluated_tokens(run)}")
+    return evaluate(run)
 
 
 def format_step(run, row: dict, seconds: float) -> str:
@@ -200,11 +200,6 @@ def align(lines: list[list[str]]) -> list[str]:
     columns = zip_longest(*lines, fillvalue="")
     padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
     return [" ".join(line) for line in zip(*padded)]
-
-
-def format_noise(sequences: float, seq_len: int, row: dict) -> str:
-    return (f"noise scale: {sequences:,.1f} sequences, {sequences * seq_len:,.0f} tokens; the "
-            f"batch has {row['batch_size']} sequences")
 
 
 def print_summary(run) -> None:
@@ -317,7 +312,16 @@ def report_start(run, begin: Start) -> None:
     if begin.kind == "init-from":
         line = f"weights  from {run.config.init_from}"
     run.monitors.log.event("start", line, step=0, config=dataclasses.asdict(run.config),
-                           data=describe_data(run), environment=environment(run.grid))
+                           **circumstances(run))
+
+
+def circumstances(run) -> dict:
+    """What a start or a resume of a train.Run writes of its data and machines. Only rank 0, which
+    writes the event, reads the shards."""
+    if run.grid.rank > 0:
+        return {}
+    return dict(data=describe_data(run.val_data, run.config, run.model_config),
+                environment=environment(run.grid.hosts))
 
 
 def changed_settings(run, state: dict) -> dict:
@@ -339,12 +343,13 @@ def describe(changed: dict) -> list[str]:
             f"{'the default' if old is None else old}" for name, (old, new) in changed.items()]
 
 
-def report_resume(run, state: dict, begin: Start, given: dict,
-                  lr_before: float, lr_now: float) -> None:
+def report_resume(run, state: dict, begin: Start, given: dict) -> None:
     """The events of a resume, and its line: which settings differ from the stored ones, and how the
-    next step's learning rate changes. `lr_before` is that of the stored settings; if they make no
-    more steps, that of their last one."""
+    next step's learning rate changes."""
     config, factor = run.config, run.monitors.divergence.lr_factor
+    stored = Config(**restored_flags(state))
+    lr_before = run.learning_rate(stored, min(run.step, stored.steps))      # it may have ended
+    lr_now = run.learning_rate(config, run.step)
     changed = changed_settings(run, state)
     done = run.step - 1
     line = ", ".join([f"resume   {begin.path}, after step {done}", *describe(changed)])
@@ -356,7 +361,7 @@ def report_resume(run, state: dict, begin: Start, given: dict,
         run.monitors.log.metrics.write(**event, step=done)
     run.monitors.log.event("resume", line, path=str(begin.path), given=given, changed=changed,
                            lr_factor=factor, config=dataclasses.asdict(config),
-                           data=describe_data(run), environment=environment(run.grid), step=done)
+                           **circumstances(run), step=done)
 
 
 def report_stop(run, done: int) -> None:
@@ -380,13 +385,13 @@ def report_end(run) -> None:
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}{chat}")
 
 
-def environment(grid: Grid) -> dict:
+def environment(hosts: list[str]) -> dict:
     """Versions, the git commit that this source is based on (None without a repository), and each
-    rank's machine, for an event, which rank 0 writes."""
+    rank's machine, for an event."""
     folder = Path(__file__).resolve().parent.parent
     commit = None
-    if grid.rank == 0 and shutil.which("git") is not None and (folder / ".git").exists():
+    if shutil.which("git") is not None and (folder / ".git").exists():
         command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
     return dict(python=platform.python_version(), pytorch=torch.__version__, commit=commit,
-                hosts=grid.hosts)
+                hosts=hosts)

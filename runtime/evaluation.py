@@ -11,7 +11,7 @@ import math
 import numpy as np
 import torch
 
-from data import Source, pad_window_ids
+from data import Source, TokenDataset, pad_window_ids
 from model import GPTConfig
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import make_schedule
@@ -50,7 +50,7 @@ def evaluate_source(run, source: Source) -> float:
     """Mean loss in nats on fixed validation windows, the same in every layout."""
     grid, config = run.grid, run.config
     run.model.eval()
-    count = eval_sequences(config, run.model_config, source)
+    count = eval_sequences(config, run.model_config, source.n_windows)
     at_once = grid.dp * config.micro_batch              # a microbatch for each dp rank
     evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
     window_ids = pad_window_ids(source.first + evenly_spaced, at_once)
@@ -83,11 +83,11 @@ def forward(run, microbatches: list) -> torch.Tensor:
     return run_schedule(forward_only, run.model, run.grid, microbatches, run.activation_like)
 
 
-def eval_sequences(config: Config, model_config: GPTConfig, source: Source) -> int:
-    """Number of validation sequences that an evaluation reads of a source."""
+def eval_sequences(config: Config, model_config: GPTConfig, n_windows: int) -> int:
+    """Number of validation sequences that an evaluation reads of a source of so many windows."""
     if config.eval_tokens is not None:
-        return min(source.n_windows, math.ceil(config.eval_tokens / model_config.seq_len))
-    return source.n_windows if config.eval_only else min(source.n_windows, DEFAULT_SEQUENCES)
+        return min(n_windows, math.ceil(config.eval_tokens / model_config.seq_len))
+    return n_windows if config.eval_only else min(n_windows, DEFAULT_SEQUENCES)
 
 
 def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
@@ -96,13 +96,10 @@ def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
     return loss / math.log(2) / bytes_per_token if bytes_per_token else None
 
 
-def describe_data(run) -> dict | None:
-    """What a train.Run is trained and evaluated on, for the event of a start or a resume: two
+def describe_data(data: TokenDataset, config: Config, model_config: GPTConfig) -> dict:
+    """What a run is evaluated on, its validation `data`, for the event of a start or a resume: two
     evaluations can be compared if tokenizer, seq_len, and each source's weight, validation shards
-    and sequences are equal. Only rank 0, which writes the event, reads the shards."""
-    if run.grid.rank > 0:
-        return None
-    data = run.val_data
+    and sequences are equal."""
     sources = {}
     for source in data.sources.values():
         sources[source.name] = dict(
@@ -110,7 +107,7 @@ def describe_data(run) -> dict | None:
             fingerprint=source.meta["fingerprint"],
             val_fingerprint=sampled_fingerprint(source.windows.arrays()),
             val_tokens=source.windows.n_tokens, all_sequences=source.n_windows,
-            sequences=eval_sequences(run.config, run.model_config, source))
+            sequences=eval_sequences(config, model_config, source.n_windows))
     return dict(tokenizer=data.meta["tokenizer"], vocab_size=data.meta["vocab_size"],
                 bytes_per_token=data.meta["bytes_per_token"], seq_len=data.seq_len,
                 sources=sources)

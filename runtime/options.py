@@ -65,8 +65,8 @@ class Config:
     beta2: float = flag(0.95, "AdamW beta2: the same of their squares", low=0, below=1)
     clip: float = flag(1.0, "maximum global gradient norm; 0: no clipping", low=0)
     seed: int = flag(1337, "random seed of initial weights, data order and dropout", low=0)
-    plain: bool = flag(False, "train by train.plain_train, in one process; some flags are not for "
-                       "it", group="layout")
+    plain: bool = flag(False, "train by the plain forms alone, in one process: the program to read",
+                       group="layout")
     tp: int = flag(1, "tensor-parallel ranks", low=1)
     pp: int = flag(1, "pipeline stages", low=1)
     cp: int = flag(1, "context-parallel ranks: each has a part of every sequence", low=1)
@@ -104,8 +104,6 @@ class Config:
     eval_answers: int = flag(0, "at each evaluation, in about so many validation conversations, "
                              "the share of answers that greedy decoding gives; 0: none", low=0)
     eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
-    noise_scale: int = flag(0, "steps between measurements of the gradient noise scale; 0: none",
-                            low=0)
     log_every: int = flag(None, "steps between lines on the console (default: about 50 lines in "
                           "the run, at most one a second)", low=1)
     rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning rate",
@@ -114,22 +112,19 @@ class Config:
     skip_steps: str = flag(None, "skip the batches of steps A to B, inclusive; none: skip nothing",
                            form="A:B")
 
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether `step` is one of every so many (0: none), or the last one."""
+        return step == self.steps or (every > 0 and step % every == 0)
+
 
 OF_LLAMA = ("n_kv_head", "head_dim", "hidden", "rope_theta")
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation", *OF_LLAMA)
 # These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
 # is stored as the resulting --steps.)
 LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "log_every", "plain", "tp", "pp",
-         "cp",
-         "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch", "zero",
+         "cp", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch", "zero",
          "recompute", "sequence_parallel", "offload", "dtype", "exact", "epochs"}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
-# The flags that go with --plain. A run that it continues may have had others: they are ignored.
-OF_PLAIN = {"plain", "data", "out", "model", *SHAPE, "batch_size", "steps", "epochs", "lr",
-            "min_lr_ratio", "warmup_steps", "lr_schedule", "decay_ratio", "weight_decay", "beta1",
-            "beta2", "clip", "seed", "device", "save_every", "keep", "eval_every", "eval_tokens",
-            "log_every"}
-CHANGE_THE_BATCH = ("dropout", "batch_ramp", "skip_steps")      # but not these
 # Losses under different values of these flags are not compared (`losses_stay_comparable`).
 FLAGS_THAT_CHANGE_THE_LOSS = (
     "dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio", "warmup_steps",

@@ -1,6 +1,7 @@
 """The processes of a run: start together, fail together. (runtime/signals.py: stop by a signal.)
 
-train.py starts by `run_process`; whatever must fail alike on all ranks goes through `all_ranks`.
+train.py runs in a block of `running`; whatever must fail alike on all ranks goes through
+`all_ranks`.
 
 Exit status: 0 done; 1 the run failed; 2 usage error, reported in one line. A run that has saved
 after a signal exits with 0 under torchrun, and by that signal without.
@@ -203,35 +204,20 @@ def refuse_tasks_without_ranks() -> None:
                      f"each)")
 
 
-def run_process(parse: Callable, launch: Callable) -> None:
-    """The life of one process, from its flags to its exit status.
-
-    parse(job) -> (given flags, device, --timeout as a timedelta); it must not communicate, and
-    raises ValueError for a mistake. launch(given, device, job, stack) trains; `stack` is left when
-    it ends, also by an error.
-    """
-    job = Job()
+@contextmanager
+def running(job: Job, device: torch.device, timeout: timedelta):
+    """The life of one process after its flags, up to its exit status. Yields an ExitStack, which is
+    left when the block ends, also by an error."""
     # NCCL: a group's first operation connects its ranks for all later ones (`groups.connect`).
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     # PyTorch: let communication kernels start before queued matrix products.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-    try:
-        refuse_tasks_without_ranks()
-        job = Job.from_environment()
-        given, device, timeout = parse(job)
-    except ValueError as error:
-        if job.rank > 0:
-            time.sleep(5)           # torchrun ends all ranks when one exits: rank 0 prints first
-        if job.local_rank == 0:
-            print_error(error)
-        forbid_restart(job)
-        sys.exit(2)
     status = 0
     try:
         with process_group(job.rank, job.world, device, timeout):
             try:
                 with ExitStack() as stack:
-                    launch(given, device, job, stack)
+                    yield stack
             except RunError as error:               # every rank raises the same error
                 status = error.status
                 if job.rank == 0:
@@ -250,3 +236,13 @@ def run_process(parse: Callable, launch: Callable) -> None:
             traceback.print_exc()
         os._exit(1)                 # at once, so that the other ranks notice
     sys.exit(status)
+
+
+def exit_for_mistake(error: ValueError, job: Job) -> None:
+    """Tell a mistake that needs no communication, on one rank of a machine, and exit with 2."""
+    if job.rank > 0:
+        time.sleep(5)               # torchrun ends all ranks when one exits: rank 0 prints first
+    if job.local_rank == 0:
+        print_error(error)
+    forbid_restart(job)
+    sys.exit(2)

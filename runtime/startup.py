@@ -1,12 +1,11 @@
-"""The start of a run. train.launch calls, in this order, `prepare`, `load_start`, `open_data` and,
-when the ranks have built the run, `begin_training`; `parse` comes before all communication.
+"""The start of a run. train.py calls, in this order, `parse`, before all communication, `prepare`,
+`load_start`, `open_data` and, when the ranks have built the run, `begin_training`.
 """
 import os
 import sys
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,21 +14,31 @@ from amp import PRECISIONS
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
-from runtime import checks, console, devices, evaluation, run_state, start_follow
+from runtime import checks, console, devices, plain_run, run_state, start_follow
 from runtime.checkpoint_files import list_checkpoints
 from runtime.cpu_threads import Threads
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
                                lock_output_dir, start_branch)
-from runtime.options import Config, parse_flags, restored_flags
-from runtime.processes import Job, all_ranks, assert_equal_across_ranks, on_rank0
+from runtime.options import Config, parse_flags
+from runtime.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_mistake,
+                               on_rank0, refuse_tasks_without_ranks)
 
 
-def parse(job: Job) -> tuple[dict, torch.device, timedelta]:
-    """The flags that were given, the device, and --timeout. Raises ValueError."""
-    given = parse_flags(sys.argv[1:])
-    config = Config(**given)
-    checks.check_grid(job.world, config)
-    return given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
+def parse() -> tuple[Job, dict, torch.device, timedelta]:
+    """This process among the others, the flags that were given, the device, and --timeout. A
+    mistake ends the process with a message of one line."""
+    job = Job()
+    try:
+        refuse_tasks_without_ranks()
+        job = Job.from_environment()
+        given = parse_flags(sys.argv[1:])
+        config = Config(**given)
+        if config.plain:
+            plain_run.check_flags(given, job.world)
+        checks.check_grid(job.world, config)
+        return job, given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
+    except ValueError as error:
+        exit_for_mistake(error, job)
 
 
 def prepare(given: dict, job: Job, device: torch.device,
@@ -111,11 +120,10 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
     return train_data, val_data
 
 
-def begin_training(run, state: dict | None, begin: Start, given: dict, learning_rate: Callable,
-                   stack: ExitStack) -> None:
+def begin_training(run, state: dict | None, begin: Start, given: dict, stack: ExitStack) -> None:
     """Open the log of a train.Run, report how it begins and, if it begins from a file, save its
-    starting state. `state` is that of `load_start`, without the tensors; learning_rate(config,
-    step) is train.py's. `stack` ends tools/follow.py."""
+    starting state. `state` is that of `load_start`, without the tensors. `stack` ends
+    tools/follow.py."""
     config = run.config
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
     run.monitors.log = console.RunLog(metrics, Threads(run.device, run.grid.world))
@@ -125,20 +133,16 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
     if state is None:
         console.report_start(run, begin)
     else:
-        stored = Config(**restored_flags(state))
-        before = learning_rate(stored, min(run.step, stored.steps))     # it may have ended
-        console.report_resume(run, state, begin, given, before, learning_rate(config, run.step))
+        console.report_resume(run, state, begin, given)
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
     console.print_notes(run, given, resumed=state is not None)
     run.monitors.log.threads.compare()
     row = on_rank0(lambda: find_unevaluated(config, state))
     if row is not None:
-        console.announce_evaluation(run)
-        row |= evaluation.evaluate(run)
+        row |= console.announce_and_evaluate(run)
         run.monitors.log.write_row(run, row)
-        if row["step"] == config.steps:
-            run.monitors.before_end(row)
+        run.monitors.fail_if_diverged(row)
 
 
 def find_unevaluated(config: Config, state: dict | None) -> dict | None:

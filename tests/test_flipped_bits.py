@@ -188,14 +188,13 @@ def test_the_second_time_on_the_same_machine_the_run_ends(shards, tmp_path):
     out = tmp_path / "out"
     code = """
 import sys, functools, train
-from runtime import run_state
 from tests.test_flipped_bits import Flip, inject
-restore = run_state.restore
+restore = train.Run.restore
 def restore_and_turn(run, state):
     restore(run, state)
     if not hasattr(run, "turned"):
         inject(Flip(1, 3, "update", "data", 0.5, 20), True, run)
-run_state.restore = restore_and_turn
+train.Run.restore = restore_and_turn
 train.main()
 """
     (tmp_path / "faulty.py").write_text(code)

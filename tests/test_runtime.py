@@ -506,7 +506,7 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         """model n_layer n_head n_embd seq_len activation n_kv_head head_dim hidden rope_theta
         dropout batch_size batch_ramp steps lr
         min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip seed
-        save_every keep check_every eval_every eval_tokens eval_answers noise_scale rollback
+        save_every keep check_every eval_every eval_tokens eval_answers rollback
         max_rollbacks skip_steps""".split())
 
 
@@ -1267,7 +1267,6 @@ def test_a_long_run_prints_fifty_lines_and_at_most_one_a_second(monkeypatch, cap
     run = SimpleNamespace(config=config, device=torch.device("cpu"))
     row = dict(loss=1.0, lr=1.0, grad_norm=1.0, tokens_per_second=1.0, skipped=0)
     for step in range(1, config.steps + 1):
-        run.is_due = lambda every: every > 0 and step % every == 0
         monkeypatch.setattr(console.time, "monotonic", lambda: step * seconds)
         log.print_step(run, row | dict(step=step))
     text = capsys.readouterr().out
@@ -2162,7 +2161,7 @@ def test_losses_are_compared_under_the_same_flags_only(tmp_path):
     show the mistake."""
     def count(run):
         counts.append(len(run.monitors.divergence.losses))
-        run_state.restore(run, checkpoint.load(file))          # as a rollback does
+        run.restore(checkpoint.load(file))          # as a rollback does
         counts.append(len(run.monitors.divergence.losses))
         raise ZeroDivisionError                     # there is no need to train
     config = settings(tmp_path)

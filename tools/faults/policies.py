@@ -181,7 +181,7 @@ class PolicyRun(train.Run):
         self.val_loss = None
         self.alarm = False
         self.monitors.log = console.RunLog(SimpleNamespace(write=self.note))
-        self.monitors.before_end = lambda row: None     # the policy alone ends a run
+        self.monitors.fail_if_diverged = lambda row: None     # the policy alone ends a run
 
     def note(self, **row) -> None:
         """In place of metrics.jsonl."""
