@@ -14,6 +14,7 @@ The others stand above it. Their argument `run` is a train.Run, but none imports
     startup, checks, directory          where a run begins, and what is refused
     run_state                           what a run's checkpoints hold: save, restore, go back
     loader                              the rows of the batches that a rank reads
+    plain_run                           what train.py --plain needs beside training
     monitors                            what watches a run: divergence, rollback, flipped_bits,
                                         and console with the log
     evaluation, eval_answers            the validation loss; answers that are right

@@ -31,14 +31,19 @@ def parse() -> tuple[Job, dict, torch.device, timedelta]:
     try:
         refuse_tasks_without_ranks()
         job = Job.from_environment()
-        given = parse_flags(sys.argv[1:])
-        config = Config(**given)
-        if config.plain:
-            plain_run.check_flags(given, job.world)
-        checks.check_grid(job.world, config)
-        return job, given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
+        return job, *read_flags(job)
     except ValueError as error:
         exit_for_mistake(error, job)
+
+
+def read_flags(job: Job) -> tuple[dict, torch.device, timedelta]:
+    """The flags that were given, the device, and --timeout. Raises ValueError."""
+    given = parse_flags(sys.argv[1:])
+    config = Config(**given)
+    if config.plain:
+        plain_run.check_flags(given, job.world)
+    checks.check_grid(job.world, config)
+    return given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
 
 
 def prepare(given: dict, job: Job, device: torch.device,

@@ -427,7 +427,7 @@ def refusal(shards, flags):
     given = ["train.py", "--data", str(shards), "--out", "o", *TINY, *flags]
     try:
         with ExitStack() as stack, mock.patch.object(sys, "argv", given):
-            given, device, _ = startup.parse(job)
+            given, device, _ = startup.read_flags(job)
             startup.resolve(given, job, device, stack)
     except (ValueError, OSError, RunError) as error:
         return str(error)
