@@ -93,10 +93,6 @@ def take_data(facts: dict, config: Config, model_config: GPTConfig) -> None:
     if train.has_conversations:
         raise RunError(f"--plain reads text, and {config.data} has conversations: drop it, or give "
                        f"another --data", 2)
-    phases = train.phases
-    if "data" in facts and train.by_current_keys(facts["data"]) != phases:
-        raise RunError(f"this run has read other data than {config.data}: continue without "
-                       f"--plain, or give the --data that it had", 2)
     if "data" not in facts:
         try:
             for split in ("train", "val"):
@@ -104,7 +100,7 @@ def take_data(facts: dict, config: Config, model_config: GPTConfig) -> None:
                 dataset.check(0, 1, model_config.vocab_size)
         except ValueError as error:
             raise RunError(str(error), 2) from None
-    facts["data"] = phases
+    facts["data"] = train.phases
     facts["tokenizer"] = train.meta["tokenizer"]
     facts.update({key: train.meta[key] for key in checkpoint.OPTIONAL if key in train.meta})
 
