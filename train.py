@@ -91,7 +91,8 @@ def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, sh
         optimizer.zero_grad()
         loss = model(inputs, targets) / targets.numel()             # the model returns the sum
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+        max_norm = config.clip or math.inf                          # --clip 0: no clipping
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         yield loss.item(), norm.item()
 
@@ -143,36 +144,39 @@ def plain_evaluate(config: Config, model: GPT, shards: list) -> float:
 
 
 def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> None:
-    """`python train.py --plain`: train, evaluate, save and resume. The directory --out is like that
-    of any other run: either program continues what the other has saved."""
+    """`python train.py --plain`: train, evaluate, save and resume. Its --out is like that of any
+    other run: `Run` continues what it has saved, and it continues what a `Run` has saved."""
     config, model_config, begin = startup.prepare(given, job, device, stack)    # flags, --out
     model = model_config.build().initialize(config.seed).to(device)
     optimizer = plain_adamw(config, model)
-    facts = plain_run.new_facts(config, model_config, begin)    # in a checkpoint, beside tensors
-    if begin.path is not None:
+    # `facts` are what a checkpoint holds beside tensors: the step, the flags, the data ...
+    if begin.path is None:
+        facts = plain_run.new_facts(config, model_config, begin)
+    else:
         facts = plain_load(model, optimizer, begin.path)
         plain_run.continue_facts(facts, config, model_config)
-    step = facts["step"]
-    if step >= config.steps:
-        print(f"{begin.path} is step {step} of {config.steps}: nothing left to do; raise --steps")
+    done = facts["step"]
+    if done >= config.steps:
+        print(f"{begin.path} is step {done} of {config.steps}: nothing left to do; raise --steps")
         return
-    train_shards, val_shards = open_shards(config.data, "train"), open_shards(config.data, "val")
-    log = plain_run.Log(config, model_config, facts)            # metrics.jsonl and the console
+
+    train_shards = open_shards(config.data, "train")
+    val_shards = open_shards(config.data, "val")
+    log = plain_run.Log(config, model_config, done)             # metrics.jsonl and the console
     stop = plain_run.StopSignal()
-    training = plain_train(config, model, optimizer, train_shards, step + 1)
-    for loss, norm in log.timed(training):
-        step += 1
+    training = plain_train(config, model, optimizer, train_shards, first_step=done + 1)
+    for step, (loss, norm) in enumerate(log.timed(training), start=done + 1):
         if not math.isfinite(norm):
             raise RunError(f"step {step} has loss {loss} and gradient norm {norm}: lower --lr")
         row = dict(step=step, loss=loss, lr=learning_rate(config, step), grad_norm=norm)
         if config.is_due(step, config.eval_every):
             row["val_loss"] = plain_evaluate(config, model, val_shards)
         log.write(row)
-        if config.is_due(step, config.save_every) or stop.number is not None:
+        if config.is_due(step, config.save_every) or stop.received:
             plain_run.update_facts(facts, config, model_config, step)
             plain_save(model, optimizer, facts, Path(config.out))
             plain_run.remove_others(facts, config)
-        if stop.number is not None:
+        if stop.received:
             stop.end(log, step)
     log.end()
 
@@ -188,13 +192,14 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
 #     stage 1, last    rank 2  <-- tp -->  rank 3          rank 6  <-- tp -->  rank 7
 #
 #           divides                   what the ranks exchange                         parallelism/
-#     tp    each matrix               activations, twice a block; their gradients     tensor.py
+#     tp    each matrix               activations twice a block, and their gradients  tensor.py
 #     pp    the layers, in stages     activations, and their gradients                pipeline.py
 #     dp    the rows of the batch     gradients: rank 0 with 4, 1 with 5, 2 with 6 .. zero.py
-#     cp    the positions of a row    keys and values; gradients, as in dp            context.py
+#     cp    the positions of a row    keys and values, and gradients as in dp         context.py
 #
 # Ranks at the same place in different replicas, such as 0 and 4, train the same parameters. With
-# --zero 0 each updates all of them; with 1 to 3 it updates one shard and sends it to the others.
+# --zero 0 each updates all of them. With --zero 1 to 3 each updates one shard and sends it to the
+# others.
 
 
 @dataclass

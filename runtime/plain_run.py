@@ -5,6 +5,7 @@ runtime/startup.py calls `check_flags`.
 The directory of a plain run is that of any other run: either continues what the other has saved.
 """
 import dataclasses
+import shlex
 import signal
 import socket
 import time
@@ -21,7 +22,7 @@ from runtime.directory import Metrics, Start
 from runtime.divergence import STATISTICS, DivergenceMonitor
 from runtime.evaluation import bits_per_byte, describe_data
 from runtime.options import SHAPE, Config
-from runtime.processes import RunError
+from runtime.processes import RunError, print_rank0
 from runtime.signals import exit_like_signal
 
 # The flags that --plain takes. (A run that it continues may have had others: they are ignored.)
@@ -59,7 +60,8 @@ def new_facts(config: Config, model_config: GPTConfig, begin: Start) -> dict:
 def continue_facts(facts: dict, config: Config, model_config: GPTConfig) -> None:
     """Continue those of a checkpoint, of whichever layout. Raises RunError unless the plain forms
     continue where it is in its data."""
-    monitor, default = facts["monitor"], Config()
+    monitor = facts["monitor"]
+    default = Config()
     changed = [name for name in CHANGE_THE_BATCH
                if getattr(config, name) != getattr(default, name)]
     if changed:
@@ -116,15 +118,18 @@ def remove_others(facts: dict, config: Config) -> None:
 class Log:
     """The rows of metrics.jsonl, and lines of them on the console."""
 
-    def __init__(self, config: Config, model_config: GPTConfig, facts: dict):
+    def __init__(self, config: Config, model_config: GPTConfig, done: int):
+        """`done`: the step of the checkpoint with which the run continues, or 0."""
         self.config = config
         self.tokens = config.batch_size * model_config.seq_len          # of a step
         self.seconds = 0.0                                              # of the last step
         self.metrics = Metrics(Path(config.out), rank=0)
         val_data = TokenDataset(config.data, "val", model_config.seq_len)
         self.bytes_per_token = val_data.meta["bytes_per_token"]
-        event = "start" if facts["step"] == 0 else "resume"
-        self.metrics.write(event=event, step=facts["step"], config=dataclasses.asdict(config),
+        if done > 0:
+            print_rank0(f"resume   {config.out}, after step {done}")
+        event = "start" if done == 0 else "resume"
+        self.metrics.write(event=event, step=done, config=dataclasses.asdict(config),
                            data=describe_data(val_data, config, model_config),
                            environment=environment([socket.gethostname()]))
 
@@ -143,16 +148,17 @@ class Log:
         row |= dict(tokens=step * self.tokens, batch_size=config.batch_size, loss_scale=1.0,
                     tokens_per_second=round(speed, 1))
         if config.is_due(step, config.log_every or ceil_div(config.steps, LINES)):
-            print(f"step {step}/{config.steps}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm "
-                  f"{row['grad_norm']:.3f}  {speed:,.0f} tok/s", flush=True)
+            print_rank0(f"step {step}/{config.steps}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
+                        f"norm {row['grad_norm']:.3f}  {speed:,.0f} tok/s")
         if "val_loss" in row:
             row["bits_per_byte"] = bits_per_byte(row["val_loss"], self.bytes_per_token)
-            print(f"validation: {row['val_loss']:.4f} nats a token", flush=True)
+            print_rank0(f"validation: {row['val_loss']:.4f} nats a token")
         self.metrics.write(**row)
 
     def end(self) -> None:
         self.metrics.write(event="end", step=self.config.steps)
-        print(f"Now sample from it:\npython sample.py --ckpt {self.config.out}/latest.pt")
+        file = shlex.quote(f"{self.config.out}/latest.pt")
+        print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
 
 
 class StopSignal:
@@ -166,15 +172,19 @@ class StopSignal:
             if number is not None and signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.receive)
 
+    @property
+    def received(self) -> bool:
+        return self.number is not None
+
     def receive(self, number: int, frame) -> None:
-        if self.number is not None:
+        if self.received:
             exit_like_signal(number)
         self.number = number
-        print("saving after the step in progress; a second signal ends at once, without saving",
-              flush=True)
+        print_rank0("saving after the step in progress; a second signal ends at once, without "
+                    "saving")
 
     def end(self, log: Log, step: int) -> None:
         """End the process by the signal, after the save of this step."""
         log.metrics.write(event="stop", step=step)
-        print(f"stopped and saved after step {step}; run the same command to continue", flush=True)
+        print_rank0(f"stopped and saved after step {step}; run the same command to continue")
         exit_like_signal(self.number)
