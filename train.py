@@ -209,9 +209,9 @@ class StepStats:
     activation_norm: float      # mean over the tokens of the norm of the final hidden state. The
                                 # monitor of divergence watches it, as the OPT-175B team did
     grad_norm: float            # of the whole model, unscaled, before clipping
-    skipped: str                # the reason to skip the update, such as NOT_FINITE; "" if none
+    skipped: str                # why the update is skipped, such as NOT_FINITE, or ""
     loss_scale: float           # the loss scale used in this step
-    local_loss: torch.Tensor    # this rank's summed loss; shows where an inf or NaN first appeared
+    local_loss: torch.Tensor    # this rank's summed loss, to find where an inf or NaN began
 
 
 class Run:
