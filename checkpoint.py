@@ -15,7 +15,7 @@ layout can load what any other layout wrote, and so can sample.py in one process
     tokenizer   its name (tokenizer_file: its content, of one's own)
     template    of conversations, if it was trained on some (template_file: a model's own)
     ends        tokens at which a published model's generation ends
-                                              data       data.TokenDataset's phases
+                                              data       mixtures.Mixture's phases
     scaler      its state_dict()              monitor    DivergenceMonitor as a dict
     run         {"id": the run's random id, "origin": [kind, id, step of the file it began from]}
     parameters, exp_avg, exp_avg_sq           {global name: tensor}

@@ -15,7 +15,8 @@
     tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json
     model_folders       what a model's files say of its tokenizer
     bpe         trains a tokenizer             shards      the files of a data set
-    windows     of tokens, of conversations    downloads   files from the network
+    windows     of tokens, of conversations    mixtures    several sources in one run
+    downloads   files from the network
     console     notes, progress, errors        file_changes        whether a file has changed
     tables      Parquet and Arrow
     temporary_folder        files that are not complete yet

@@ -153,7 +153,7 @@ def publish(folder: Path, out: Path, meta: dict) -> None:
     """Move the complete files to `out`, meta.json last."""
     meta_path = out / "meta.json"
     with named(meta_path):
-        # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
+        # If this is interrupted, open_source refuses the meta.json that has the source alone.
         meta_path.write_text(json.dumps(dict(source=meta["source"])))
         for path in folder.iterdir():
             os.replace(path, out / path.name)

@@ -1,4 +1,4 @@
-"""The files of a data set: written by prepare.py, read by data.TokenDataset.
+"""The files of a data set: written by prepare.py, read by mixtures.py.
 
     train_000000.bin, ...       shards of the splits train and val, in llm.c's format (data.py)
     train_000000.learn, ...     beside a shard of conversations: a byte for each of its tokens, the
@@ -112,9 +112,9 @@ def count_tokens(directory: Path, split: str) -> int:
 
 def read_meta(directory: Path) -> dict:
     """The entries of meta.json that training needs. Shards without it that data.py did not make
-    are taken for GPT-2's tokens; their fingerprint is of samples of the files, and `former` is the
-    one of names and sizes that older checkpoints have. Raises ValueError if meta.json is damaged
-    or lost."""
+    are taken for GPT-2's tokens. Their fingerprint is of samples of the files. Older checkpoints
+    have `old_fingerprint`, the one of names and sizes. Raises ValueError if meta.json is damaged or
+    lost."""
     path = directory / "meta.json"
     try:
         meta = json.loads(path.read_text())
@@ -135,7 +135,7 @@ def read_meta(directory: Path) -> dict:
         names = [(file.name, file.stat().st_size) for file in files]
         return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None, tokens={},
                     template=None, fingerprint=sha256_of_samples(files),
-                    former=hashlib.sha256(repr(names).encode()).hexdigest())
+                    old_fingerprint=hashlib.sha256(repr(names).encode()).hexdigest())
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
                          f"again") from None
@@ -155,7 +155,7 @@ def same_tokenizer(one: dict, other: dict) -> bool:
 
 def fits_tokenizer(state: dict, meta: dict) -> bool:
     """Whether the `read_meta` of data has the tokenizer of a checkpoint's state, maybe with more
-    added tokens: whether the model has rows for those that occur, TokenDataset.check tells."""
+    added tokens. Mixture.check tells whether the model has rows for those that occur."""
     return same_tokenizer(state, meta) or has_added(state.get("tokenizer_file"),
                                                     meta.get("tokenizer_file"))
 
@@ -190,6 +190,7 @@ class Shards:
     def __init__(self):
         self.most = max(1, min(most_open_files() // 4, 10_000))     # Linux maps 65,530 at most
         self.paths = []
+        self.lengths = []       # tokens of each
         self.mapped = {}        # by number
 
     def __getitem__(self, number: int) -> np.memmap:
@@ -200,10 +201,9 @@ class Shards:
             self.mapped[number] = tokens
         return self.mapped[number]
 
-    def append(self, path: Path) -> int:
-        """Add a shard. Returns the number of its tokens."""
+    def append(self, path: Path) -> None:
         self.paths.append(path)
-        return len(self[len(self.paths) - 1])
+        self.lengths.append(len(self[len(self.paths) - 1]))
 
 
 def most_open_files() -> int:

@@ -1,5 +1,5 @@
-"""The windows of a source: T + 1 tokens each, of text or of conversations. data.TokenDataset makes
-them when it opens the shards, for the --seq-len of the run.
+"""The windows of a source: T + 1 tokens each, of text or of conversations. mixtures.py makes them
+when it opens the shards, for the --seq-len of the run.
 
 Text is cut into windows wherever one ends. Conversations are packed, whole ones with padding:
 

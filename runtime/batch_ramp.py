@@ -55,7 +55,7 @@ def steps_of_epochs(config, data, state: dict | None) -> int:
     if state is not None:
         step = state["step"]
         sequences_trained = state["tokens"] // state["model"]["seq_len"]
-    epoch = sum(source.n_windows for source in data.sources.values() if source.weight > 0)
+    epoch = sum(source.n_windows for source in data.mixture.sources.values() if source.weight > 0)
     left = config.epochs * epoch - sequences_trained
     for size, most in equal_steps(config, sequences_trained):
         count = min(max(divide_up(left, size), 0), most)

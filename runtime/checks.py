@@ -254,8 +254,8 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
     found = config.data
     if "data" not in given:
         found += " (the default: --data was left out)"
-    # A model may have more rows than its tokenizer has tokens, as Qwen's, or fewer: TokenDataset's
-    # check finds tokens without a row.
+    # A model may have more rows than its tokenizer has tokens, as Qwen's, or fewer:
+    # Mixture.check finds tokens without a row.
     if not fits_tokenizer(state, meta):
         advice = "make --data with that tokenizer, or use another --out or checkpoint"
         if stored is not None and not fine_tunes:
@@ -264,7 +264,7 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
                          f"has {meta['tokenizer']} with {meta['vocab_size']}: {advice}")
     trained_on = {}
     if state["data"]:                                               # None: weights alone
-        _, trained_on = dataset.by_current_keys(state["data"])[-1]
+        _, trained_on = dataset.mixture.update_fingerprints(state["data"])[-1]
         if trained_on.keys() != state["data"][-1][1].keys():
             warn(f"{file} is of a version that told shards without meta.json apart by names and "
                  f"sizes: make sure that {found} is what it was trained on; from its next "
@@ -276,7 +276,7 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
             own = "DIR, the folder of its model,"
         warn(f"{file} was trained on conversations by the template {template}, and {config.data} "
              f"has {meta['template']}: data.py --template {own} makes it alike")
-    if fine_tunes or set(trained_on) <= set(dataset.sources):
+    if fine_tunes or set(trained_on) <= set(dataset.mixture.sources):
         return
     problem = f"{file} was trained on the text that {stored} had, not on that of {found}"
     if not config.eval_only:

@@ -124,7 +124,7 @@ def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
 
 def evaluated_tokens(run) -> str:
     """How many tokens an evaluation reads."""
-    sources = run.val_data.sources.values()
+    sources = run.val_data.mixture.sources.values()
     count = sum(eval_sequences(run.config, run.model_config, source.n_windows)
                 for source in sources)
     if run.val_data.has_conversations:
@@ -169,7 +169,7 @@ def time_left(steps: int, seconds: float) -> timedelta:
 def format_eval(row: dict, run) -> str:
     """The validation loss in three units; of several sources a table, a line for each."""
     dataset = run.val_data
-    sources = dataset.sources.values()
+    sources = dataset.mixture.sources.values()
     uniform = math.log(run.model_config.vocab_size)
     lines = [("validation:", "", f" (on {evaluated_tokens(run)})")]     # (name, what ends the keys
                                                                         # of its numbers, note)
@@ -234,7 +234,7 @@ def print_summary(run) -> None:
     trained = run.batches.sequences_trained
     steps_left = config.steps - run.step + 1
     end = run.batches.consumed + sequences_after(config, trained, steps_left) - trained
-    epochs = [f"{count:.2f} epochs of {name}" for name, count in data.epochs(end).items()]
+    epochs = [f"{count:.2f} epochs of {name}" for name, count in data.mixture.epochs(end).items()]
     print_rank0(
         f"model    {parameter_count(model_config):,} parameters: {model_config.n_layer} layers, "
         f"{model_config.n_head} heads, width {model_config.n_embd}, {model_config.seq_len} "
@@ -245,7 +245,7 @@ def print_summary(run) -> None:
         f"batch    {batch}; {config.batch_size * model_config.seq_len:,} tokens a step\n"
         f"data     {data.n_tokens:,} tokens ({data.meta['tokenizer']}) in {config.data}; "
         f"{config.steps} steps read {', '.join(epochs)}")
-    for source in data.sources.values():
+    for source in data.mixture.sources.values():
         if source.meta["template"] is not None:
             print_rank0(source.windows.describe())
 
@@ -332,7 +332,7 @@ def changed_settings(run, state: dict) -> dict:
         now = getattr(run.config, name)
         if stored[name] != now:
             changed[name] = [stored[name], now]
-    if state["data"] != run.train_data.phases:
+    if state["data"] != run.train_data.mixture.phases:
         changed["data"] = [state["config"]["data"], run.config.data]
     return changed
 

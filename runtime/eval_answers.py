@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from data import NOT_LEARNT, TokenDataset, pad_window_ids
+from data import IGNORE_INDEX, TokenDataset, pad_window_ids
 from model import ceil_div
 from parallelism.collectives import all_reduce
 from parallelism.context import own_positions
@@ -49,7 +49,7 @@ def greedy_accuracy(run, forward) -> tuple[float, int]:
 def choose_windows(data: TokenDataset, n_conversations: int) -> np.ndarray:
     """Evenly spaced windows of all sources of conversations, with about so many in all."""
     all_ids, held = [], 0
-    for source in data.sources.values():
+    for source in data.mixture.sources.values():
         if source.meta["template"] is not None:
             all_ids += range(source.first, source.first + source.n_windows)
             held += source.windows.n_conversations
@@ -60,7 +60,7 @@ def choose_windows(data: TokenDataset, n_conversations: int) -> np.ndarray:
 def number_answers(targets: np.ndarray) -> tuple[torch.Tensor, int]:
     """targets (B, T) -> (for each the number of the answer that it belongs to, the number of
     answers). Targets that are not learnt belong to answer number `count`."""
-    is_learnt = targets != NOT_LEARNT
+    is_learnt = targets != IGNORE_INDEX
     before = np.pad(is_learnt, ((0, 0), (1, 0)))[:, :-1]    # whether the target before is learnt
     begins = is_learnt & ~before
     numbers = begins.cumsum().reshape(targets.shape) - 1
@@ -76,7 +76,7 @@ def compare_greedy(run, microbatches: list, forward) -> list[torch.Tensor]:
     def loss(x, targets, loss_factor):
         """In place of the head's own."""
         x = by_sequences(gather_positions(x, grid).wait(), grid)        # (b, T / cp, C)
-        is_learnt = targets != NOT_LEARNT
+        is_learnt = targets != IGNORE_INDEX
         found.append(torch.ones_like(is_learnt))
         found[-1][is_learnt] = is_argmax(head, x[is_learnt], targets[is_learnt])
         return run.scalar(0.0)

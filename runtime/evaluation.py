@@ -11,7 +11,8 @@ import math
 import numpy as np
 import torch
 
-from data import Source, TokenDataset, pad_window_ids
+from corpus.mixtures import Source
+from data import TokenDataset, pad_window_ids
 from model import GPTConfig
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import make_schedule
@@ -29,16 +30,16 @@ def evaluate(run) -> dict:
     several sources also both, and the epochs, of each; `val_answers_right`, the share of
     `val_answers`, with --eval-answers."""
     data = run.val_data
-    sources = list(data.sources.values())
+    sources = list(data.mixture.sources.values())
     losses = [evaluate_source(run, source) for source in sources]
-    mean = data.average(losses)
+    mean = data.mixture.average(losses)
     row = dict(val_loss=mean, bits_per_byte=bits_per_byte(mean, data.meta["bytes_per_token"]))
     if len(sources) > 1:
         for source, loss in zip(sources, losses):
             row[f"val_loss/{source.name}"] = loss
             row[f"bits_per_byte/{source.name}"] = bits_per_byte(loss,
                                                                 source.meta["bytes_per_token"])
-        epochs = run.train_data.epochs(run.batches.consumed)
+        epochs = run.train_data.mixture.epochs(run.batches.consumed)
         row.update({f"epochs/{name}": count for name, count in epochs.items()})
     if run.config.eval_answers > 0:
         row["val_answers_right"], row["val_answers"] = greedy_accuracy(run, forward)
@@ -101,7 +102,7 @@ def describe_data(data: TokenDataset, config: Config, model_config: GPTConfig) -
     evaluations can be compared if tokenizer, seq_len, and each source's weight, validation shards
     and sequences are equal."""
     sources = {}
-    for source in data.sources.values():
+    for source in data.mixture.sources.values():
         sources[source.name] = dict(
             weight=source.weight, bytes_per_token=source.meta["bytes_per_token"],
             fingerprint=source.meta["fingerprint"],

@@ -39,7 +39,7 @@ class Loader:
 
     def will_need(self, dataset: TokenDataset, window_ids: np.ndarray) -> None:
         if self.reads_rows(dataset):
-            dataset.will_need(self.own_windows(window_ids).ravel())
+            dataset.mixture.will_need(self.own_windows(window_ids).ravel())
 
     def reads_rows(self, dataset: TokenDataset) -> bool:
         """The stages in the middle of a pipeline need no tokens, only conversations' positions."""

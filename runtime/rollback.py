@@ -159,8 +159,8 @@ def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> b
         return True
     stored = dataclasses.asdict(Config()) | state["config"]     # an older file lacks flags
     same_flags = all(stored[name] == getattr(config, name) for name in FLAGS_THAT_CHANGE_THE_LOSS)
-    _, weights = data.by_current_keys(state["data"])[-1]        # of the last phase
-    return same_flags and weights == data.phases[-1][1]
+    _, weights = data.mixture.update_fingerprints(state["data"])[-1]    # of the last phase
+    return same_flags and weights == data.mixture.phases[-1][1]
 
 
 def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:

@@ -102,7 +102,7 @@ def submit(run, progress: Progress) -> None:
         tokens=progress.sequences_trained * run.model_config.seq_len,
         optimizer_steps=progress.optimizer_steps, config=dataclasses.asdict(run.config),
         model=dataclasses.asdict(run.model_config),
-        data=run.train_data.phases, scaler=progress.scaler.state_dict(),
+        data=run.train_data.mixture.phases, scaler=progress.scaler.state_dict(),
         monitor=dataclasses.asdict(progress.monitor),
         **{key: value for key, value in run.train_data.meta.items()
            if key in ("tokenizer", *checkpoint.OPTIONAL)}))

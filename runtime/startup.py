@@ -109,19 +109,19 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
     new to this run is checked for tokens beyond the vocabulary. Every rank calls it."""
     train_data = all_ranks(lambda: TokenDataset(config.data, "train", model_config.seq_len))
     val_data = all_ranks(lambda: TokenDataset(config.data, "val", model_config.seq_len))
-    fingerprints = list(train_data.sources)
+    fingerprints = list(train_data.mixture.sources)
     assert_equal_across_ranks(fingerprints, f"{config.data} differs between ranks: copy it")
     known = set()
     if state is not None:
-        state["data"] = train_data.by_current_keys(state["data"])
+        state["data"] = train_data.mixture.update_fingerprints(state["data"])
         _, weights = state["data"][-1]          # of the last phase
         known = set(weights)
-        train_data.go_on(state["data"], state["consumed_samples"])
+        train_data.mixture.resume(state["data"], state["consumed_samples"])
     rows = model_config.vocab_size      # of an imported model may be fewer than its tokenizer's
     if not known.issuperset(fingerprints):
         if not config.eval_only:
-            all_ranks(lambda: train_data.check(job.rank, job.world, rows))
-        all_ranks(lambda: val_data.check(job.rank, job.world, rows))
+            all_ranks(lambda: train_data.mixture.check(job.rank, job.world, rows))
+        all_ranks(lambda: val_data.mixture.check(job.rank, job.world, rows))
     return train_data, val_data
 
 

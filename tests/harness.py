@@ -71,6 +71,7 @@ import parallel
 import sample
 import train
 from corpus import compressed, downloads, encode, formats, inputs, program
+from corpus.mixtures import Mixture, Source
 from corpus.prepare import prepare
 from corpus.windows import TextWindows
 from model import GPT, GPTConfig
@@ -326,15 +327,12 @@ class Memory(data.TokenDataset):
         self.meta = dict(tokenizer="bytes", vocab_size=cfg.vocab_size, bytes_per_token=1.0)
         self.has_conversations = False
         windows = TextWindows([tokens], range(1), [len(tokens)], cfg.seq_len)
-        self.sources = {"memory": data.Source("memory", 1, 0, windows, self.meta)}
-        self.phases = [[0, {"memory": 1}]]
+        self.mixture = Mixture({"memory": Source("memory", 1, 0, windows, self.meta)})
+        self.mixture.will_need = nothing
 
     def window_ids(self, seed, first, count):
         permutation = np.random.default_rng(seed).permutation(self.n_windows)
         return permutation[np.arange(first, first + count) % self.n_windows]
-
-    def will_need(self, window_ids):
-        pass
 
 
 class Rows:

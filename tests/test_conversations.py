@@ -239,7 +239,7 @@ def test_packing_fills_windows_and_is_a_function_of_the_lengths(lengths, size):
 
 def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
     """Of the windows of both splits together: each conversation once, as the shards have it; its
-    learnt targets are its answers and their ends; every count is known without reading; PADDING has
+    learnt targets are its answers and their ends; every count is known without reading; NO_WINDOW has
     none."""
     for split in ("train", "val"):
         made = data.TokenDataset(reversals, split, 96)
@@ -256,14 +256,14 @@ def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
             found += [written([*row[a:b], last] if b == len(row) else row[a:b]).rstrip("\0")
                       for a, b in zip(begins, ends)]
         for target in targets:
-            answers_found += written(target[target != data.NOT_LEARNT])
+            answers_found += written(target[target != data.IGNORE_INDEX])
         assert sorted(found) == expected
         answers_there = "".join(re.findall("assistant:\n([a-f]*E)", text))
         assert sorted(answers_found) == sorted(answers_there)
-        padded = made.rows([data.PADDING, 0])[1]
-        assert (padded[0] == data.NOT_LEARNT).all() and (padded[1] == targets[0]).all()
-        assert made.count_learnt([data.PADDING]) == 0
-    assert data.NOT_LEARNT == model.IGNORE_INDEX
+        padded = made.rows([data.NO_WINDOW, 0])[1]
+        assert (padded[0] == data.IGNORE_INDEX).all() and (padded[1] == targets[0]).all()
+        assert made.count_learnt([data.NO_WINDOW]) == 0
+    assert data.IGNORE_INDEX == model.IGNORE_INDEX
 
 
 def test_shards_of_any_size_have_the_same_windows(reversals, tmp_path):
@@ -789,7 +789,7 @@ def test_as_many_answers_are_evaluated_as_there_are(tmp_path, reversals, run_tra
 def test_conversations_longer_than_a_window_are_told(tmp_path, reversals, run_train):
     status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 32)
     assert status == 0 and "tokens are learnt" in out
-    source, = data.TokenDataset(reversals, "train", 32).sources.values()
+    source, = data.TokenDataset(reversals, "train", 32).mixture.sources.values()
     assert source.windows.n_truncated > 0
     assert (f"{source.windows.n_truncated:,} conversations lose their end, "
             f"{source.windows.n_left_out:,} have no answer") in out

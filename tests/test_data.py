@@ -42,7 +42,7 @@ import checkpoint
 import corpus.prepare
 import corpus.shards
 import data
-from corpus import (bpe, compressed, console, downloads, encode, formats, index, inputs,
+from corpus import (bpe, compressed, console, downloads, encode, formats, index, inputs, mixtures,
                     near_duplicates, tokenizers)
 from corpus.prepare import prepare
 from corpus.shards import SPLITS, open_shard
@@ -1577,7 +1577,7 @@ def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path):
         found = []
         for part in range(3):
             try:
-                bad.check(part, 3)
+                bad.mixture.check(part, 3)
             except ValueError as error:
                 found.append(str(error))
         file = "train_0.bin" if at < 200_000 else "train_1.bin"
@@ -1613,11 +1613,11 @@ def test_shards_of_equal_names_and_sizes_are_told_apart_by_their_tokens(tmp_path
             changed[at:at + 200_000 if at > 0 else None] = 7
         dataset(folder, dict(train_0=range(9), train_1=changed, val_0=range(9)))
         (folder / "meta.json").unlink()
-        fingerprints |= set(data.TokenDataset(folder, "train", 4).sources)
+        fingerprints |= set(data.TokenDataset(folder, "train", 4).mixture.sources)
     assert len(fingerprints) == 4
     with pytest.raises(ValueError, match="hold the same text"):
         data.TokenDataset(f"{tmp_path / '0'}=1,{tmp_path / '1'}=1", "train", 4)
-    assert len(data.TokenDataset(f"{tmp_path / '0'}=1,{tmp_path / '2'}=1", "train", 4).sources) == 2
+    assert len(data.TokenDataset(f"{tmp_path / '0'}=1,{tmp_path / '2'}=1", "train", 4).mixture.sources) == 2
 
 
 def test_a_run_notices_other_shards_and_goes_on_from_a_file_with_the_older_fingerprint(
@@ -1628,7 +1628,7 @@ def test_a_run_notices_other_shards_and_goes_on_from_a_file_with_the_older_finge
     for name, first in (("a", 0), ("b", 1)):
         dataset(tmp_path / name, dict(train_0=range(first, first + 200), val_0=range(9)))
         (tmp_path / name / "meta.json").unlink()
-        keys.append(next(iter(data.TokenDataset(tmp_path / name, "train", 4).sources)))
+        keys.append(next(iter(data.TokenDataset(tmp_path / name, "train", 4).mixture.sources)))
     out = tmp_path / "out"
     flags = ["--out", out, "--n-layer", 1, "--n-head", 1, "--n-embd", 8, "--seq-len", 4,
              "--batch-size", 4, "--eval-every", 0]
@@ -1668,7 +1668,7 @@ def test_more_shards_than_open_files_are_read(tmp_path):
 import resource, sys, data
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 made = data.TokenDataset(sys.argv[1], "train", 4)
-made.check(0, 1)
+made.mixture.check(0, 1)
 ids = made.window_ids(1, 0, made.n_windows)
 tokens = made.tokens_of(ids)
 assert (tokens[:, 0] == ids // 2 + ids % 2 * 4).all()
@@ -1890,8 +1890,8 @@ def test_a_vocabulary_above_65536_has_tokens_of_32_bits(tmp_path, cl100k, run_tr
     tokens = [token for one in made for token in one if token != cl100k.eot_token]
     assert cl100k.decode(tokens) == text and max(tokens) > 1 << 16
     dataset_32 = data.TokenDataset(tmp_path / "d", "train", 16)
-    dataset_32.check(0, 1)
-    dataset_32.will_need([0, 1])
+    dataset_32.mixture.check(0, 1)
+    dataset_32.mixture.will_need([0, 1])
     assert dataset_32.tokens_of([1])[0].tolist() == made[0][16:33]
     assert run_train("--data", tmp_path / "d", "--out", tmp_path / "o", *TINY)[0] == 0
     (tmp_path / "d/train_000001.bin").write_bytes(b"\0" * 2000)
@@ -1951,7 +1951,7 @@ def test_data_is_a_directory_or_several_by_weight(tmp_path, monkeypatch):
     Path("day=1").mkdir()
     for text, weights in {"day=1": {"day=1": 1}, "data/a=0.7,b=0.3": {"data/a": 7, "b": 3},
                           "a=.000001,b=1000,k=v=0": {"a": 1, "b": 10 ** 9, "k=v": 0}}.items():
-        assert data.parse_mixture(text) == {Path(folder): w for folder, w in weights.items()}
+        assert mixtures.parse_mixture(text) == {Path(folder): w for folder, w in weights.items()}
 
 
 def test_epochs_make_the_steps_that_read_the_data_so_often(run_train, tmp_path, monkeypatch):
@@ -2039,7 +2039,7 @@ def test_windows_are_read_from_the_disk_alone_and_in_advance(tmp_path):
         drop_from_memory(file)
         before = bytes_read_from_disk()
         if advised:
-            made.will_need([*windows, data.PADDING])
+            made.mixture.will_need([*windows, data.NO_WINDOW])
             read["in advance"] = bytes_read_from_disk() - before
         texts[advised] = made.tokens_of(windows)
         read[advised] = bytes_read_from_disk() - before
@@ -2052,7 +2052,7 @@ def test_a_run_tells_the_kernel_each_window_one_batch_ahead(run_train, shards, t
                                                             monkeypatch):
     """Six batches of four: while each is computed, the next has been told and is not yet read."""
     told, read = [], []
-    will_need, read_windows = data.TokenDataset.will_need, data.TokenDataset.read
+    will_need, read_windows = mixtures.Mixture.will_need, data.TokenDataset.read
 
     def look(self, ids):
         told.append((len(read), list(ids)))
@@ -2061,7 +2061,7 @@ def test_a_run_tells_the_kernel_each_window_one_batch_ahead(run_train, shards, t
     def note_read(self, ids):
         read.extend(ids)
         return read_windows(self, ids)
-    monkeypatch.setattr(data.TokenDataset, "will_need", look)
+    monkeypatch.setattr(mixtures.Mixture, "will_need", look)
     monkeypatch.setattr(data.TokenDataset, "read", note_read)
     status, _, _ = run_train("--data", shards, "--out", tmp_path / "out", *TINY, "--steps", 6,
                              "--eval-every", 0)
@@ -2073,17 +2073,17 @@ def test_a_run_tells_the_kernel_each_window_one_batch_ahead(run_train, shards, t
 def test_a_check_of_all_tokens_is_told_and_read_once_by_all_ranks(tmp_path, monkeypatch, capsys):
     """Three ranks read a third of each shard each; the first tells how far it is."""
     made = dataset(tmp_path, {f"train_{number}": range(200) for number in range(6)})
-    monkeypatch.setattr(data, "CHECKED_AT_ONCE", 30)
+    monkeypatch.setattr(mixtures, "CHECKED_AT_ONCE", 30)
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=itertools.count(0, 6).__next__))
     read = []
-    tell = data.progress
+    tell = mixtures.progress
 
     def progress(*arguments, **options):
         note = tell(*arguments, **options)
         return lambda count: (read.append(count), note(count))
-    monkeypatch.setattr(data, "progress", progress)
+    monkeypatch.setattr(mixtures, "progress", progress)
     for part, lines in ((0, 18), (1, 0), (2, 0)):
-        made.check(part, 3)
+        made.mixture.check(part, 3)
         told = capsys.readouterr().err
         assert told.count("\n") == lines and told.count("reading all tokens once") == lines
     assert sum(read) == 2 * made.n_tokens

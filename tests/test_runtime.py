@@ -1545,7 +1545,7 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
     """From the file of step 4, after 32 sequences. The same weights in other words end bit-equal to
     the straight run; others are told, hold from there on, and the monitor forgets the losses."""
     monkeypatch.chdir(two_sources)
-    a, b = data.TokenDataset("a=1,b=1", "train", 16).sources
+    a, b = data.TokenDataset("a=1,b=1", "train", 16).mixture.sources
     flags = [*TINY, "--batch-size", 8, "--steps", 10, "--save-every", 4]
     for first, then, weights in [
             ("a=0.7,b=0.3", "b=3,a=7", None), ("a", "a=0.5", None),
@@ -2179,7 +2179,7 @@ def test_losses_are_compared_under_the_same_flags_only(tmp_path):
         assert counts == [kept, kept], changes
 
     def begin_another_mixture(run):
-        run.train_data.phases = [[0, {"memory": 1}], [20 * 8, {"memory": 1}]]
+        run.train_data.mixture.phases = [[0, {"memory": 1}], [20 * 8, {"memory": 1}]]
     for lr, kept in ((2.9e-3, 1), (3.1e-3, 21)):            # after a step
         seen = watched(replace(config, lr=lr, steps=21), begin_another_mixture, file)
         assert len(seen.run.monitors.divergence.losses) == kept
@@ -2190,7 +2190,7 @@ def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_ba
     """Serves the same claim: their number after each of four steps, of which the third skips the
     batch with which the other mixture begins."""
     def prepare(run):
-        run.train_data.phases = [[0, {"memory": 1}], [16, {"memory": 1}]]
+        run.train_data.mixture.phases = [[0, {"memory": 1}], [16, {"memory": 1}]]
     _, seen, _ = run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=4, skip_steps="3:3"),
                            replace(CFG, n_layer=1), lambda run: len(run.monitors.divergence.losses),
                            prepare=prepare)

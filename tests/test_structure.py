@@ -41,8 +41,7 @@ MAY_IMPORT = {
     "models.*": ("model models.*", ""),
     "amp": ("", ""),
     # corpus.program: where data.py is the program
-    "data": ("corpus.console corpus.program corpus.shards corpus.windows runtime "
-             "runtime.batch_ramp", ""),
+    "data": ("corpus.mixtures corpus.program corpus.shards runtime runtime.batch_ramp", ""),
     "corpus.*": ("corpus.* runtime.commandline runtime.other_names", ""),
     "parallel": ("model data", ""),               # data: in `main` alone
     "checkpoint": ("model models* parallelism.* runtime.processes runtime.checkpoint_files", ""),

@@ -1,0 +1,262 @@
+"""A mixture: one directory of shards, or several, each with its share of a run's sequences.
+
+    --data A=0.7,B=0.3
+
+    sequence    0   1   2   3   4   5   6   7   8   9  ...      what the run reads, in this order
+    source      B   A   A   B   A   A   B   A   A   A  ...      7 in 10 are of A, 3 in 10 of B
+    its number  0   0   1   1   2   3   2   4   5   6  ...      how many the source gave before
+
+A source gives its sequences in the order in which it would give them alone. It may give less than
+an epoch, or several epochs, as in The Pile (Gao et al. 2020, section 2).
+
+The weights may change at a resume. Then a new phase begins, in which each source continues where it
+stopped. `Mixture.counts` is all of the arithmetic, and it needs no memory: which source gives
+sequence n is a function of n and the phases.
+
+data.TokenDataset opens the mixture of a run, which may have one source, and reads its windows.
+"""
+import math
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from corpus.console import progress
+from corpus.shards import (Shards, find_shards, open_flags, read_meta, same_tokenizer,
+                           show_token)
+from corpus.windows import ConversationWindows, TextWindows
+
+NO_WINDOW = -1                  # in place of a window's number: a row without tokens
+CHECKED_AT_ONCE = 1 << 24       # tokens
+FOREVER = np.iinfo(np.int64).max
+OPTIONAL = ("tokenizer_file", "template", "template_file", "ends")      # entries of read_meta
+
+
+class Source(NamedTuple):
+    """A directory of shards. Its windows are numbers first, first + 1, ... of the mixture's."""
+    name: str
+    weight: int             # of its sequences, relative to those of the other sources
+    first: int
+    windows: TextWindows | ConversationWindows
+    meta: dict              # read_meta
+
+    @property
+    def n_windows(self) -> int:
+        return self.windows.count
+
+
+class Mixture:
+    """The sources of one split.
+
+    sources     {fingerprint: Source}
+    shards      the files of all of them
+    meta        what all have in common: the tokenizer, the template of conversations
+    phases      [[first sequence, {fingerprint: weight}], ...]. Checkpoints store it
+    """
+
+    def __init__(self, sources: dict[str, Source], shards: Shards | None = None):
+        self.sources = sources
+        self.shards = shards
+        self.phases = [[0, {key: source.weight for key, source in sources.items()}]]
+        metas = [source.meta for source in sources.values()]
+        self.meta = dict(tokenizer=metas[0]["tokenizer"], vocab_size=metas[0]["vocab_size"],
+                         bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
+        for key in OPTIONAL:
+            for meta in metas:
+                if key not in self.meta and meta.get(key) is not None:
+                    self.meta[key] = meta[key]
+
+    # ---- Which source gives a sequence -------------------------------------------------------
+
+    def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
+        """{fingerprint: int64 (B,)}: how many of the first n (B,) sequences each source gives.
+
+        The first source takes its share of all sequences of a phase, rounded down. The next takes
+        its share of what is left, and so on: of 9 sequences A takes 9 * 7 // 10 = 6 and B takes
+        3 * 3 // 3 = 3. From n to n + 1 one count grows by one, and its source gives sequence n.
+        Within a phase a count differs from its exact share by less than the number of sources."""
+        counts = {key: np.zeros_like(n) for key in self.sources}
+        ends = [first for first, _ in self.phases[1:]] + [FOREVER]
+        for (first, weights), end in zip(self.phases, ends):
+            left = np.clip(n, first, end) - first           # sequences of this phase
+            weight_left = sum(weights.values())
+            for key, weight in weights.items():
+                if weight > 0:
+                    taken = left * weight // weight_left
+                    counts[key] = counts[key] + taken
+                    left = left - taken
+                    weight_left -= weight
+        return counts
+
+    def turns(self, start: int, count: int) -> Iterator[tuple[Source, np.ndarray, np.ndarray]]:
+        """Yield (source, gives, numbers) of each source. `gives`, bool (count,), says which of the
+        sequences start, start + 1, ... the source gives. `numbers`, int64 (k,), says of each of
+        these how many it gave before."""
+        counts = self.counts(np.arange(start, start + count + 1))
+        for key, source in self.sources.items():
+            before, after = counts[key][:-1], counts[key][1:]
+            gives = after > before
+            yield source, gives, before[gives]
+
+    def epochs(self, n: int) -> dict[str, float]:
+        """{name of a source: how many times the first n sequences have read it}."""
+        counts = self.counts(np.array([n]))
+        return {source.name: (counts[key] / source.n_windows).item()
+                for key, source in self.sources.items()}
+
+    # ---- Phases ------------------------------------------------------------------------------
+
+    def resume(self, phases: list, consumed: int) -> None:
+        """Continue a run that has these phases and has consumed so many sequences. If the weights
+        differ, a new phase begins here."""
+        weights = self.phases[-1][1]
+        if weights != phases[-1][1]:
+            phases = [phase for phase in phases if phase[0] < consumed] + [[consumed, weights]]
+        self.phases = phases
+
+    def phase_begins(self, first: int, end: int) -> bool:
+        """Whether a phase after the first begins at one of the sequences first ... end - 1."""
+        return any(first <= begin < end for begin, _ in self.phases[1:])
+
+    def update_fingerprints(self, phases: list) -> list:
+        """Phases of a checkpoint, with today's fingerprint of a source in place of its old one."""
+        today = {source.meta.get("old_fingerprint"): key for key, source in self.sources.items()}
+        return [[first, {today.get(key, key): weight for key, weight in weights.items()}]
+                for first, weights in phases]
+
+    # ---- Windows and tokens ------------------------------------------------------------------
+
+    def find(self, window_ids) -> Iterator[tuple[int, TextWindows | ConversationWindows, int]]:
+        """Yield (row, the windows of its source, its number there) of each but NO_WINDOW."""
+        for row, window in enumerate(window_ids):
+            if window != NO_WINDOW:
+                source = self.source_of(window)
+                yield row, source.windows, int(window) - source.first
+
+    def source_of(self, window: int) -> Source:
+        for source in self.sources.values():
+            if window < source.first + source.n_windows:
+                return source
+        raise IndexError(f"there is no window {window}")
+
+    def will_need(self, window_ids) -> None:
+        """Tell the kernel which windows are read soon, where a system has a call for it."""
+        if hasattr(mmap, "MADV_WILLNEED"):
+            for _, windows, number in self.find(window_ids):
+                windows.will_need(number)
+
+    def check(self, part: int, parts: int, rows: int | None = None) -> None:
+        """Raise ValueError if a token is beyond the vocabulary, or beyond the `rows` of a model, if
+        it has fewer. Rank number `part` of `parts` reads its share of each shard, so all ranks
+        together read the data once. The first tells how far it is, on standard error."""
+        share = self.shards[0].itemsize * sum(self.shards.lengths) // parts
+        count_bytes = progress("reading all tokens once, to check them", share, quiet=part > 0)
+        for tokens in self.shards:
+            own = np.array_split(tokens, parts)[part]
+            for start in range(0, len(own), CHECKED_AT_ONCE):
+                block = own[start:start + CHECKED_AT_ONCE]
+                largest = int(block.max(initial=0))
+                if largest >= self.meta["vocab_size"]:
+                    raise ValueError(f"{tokens.filename} holds token {largest}, beyond a "
+                                     f"vocabulary of {self.meta['vocab_size']}: run data.py again")
+                if rows is not None and largest >= rows:
+                    raise ValueError(f"{tokens.filename} holds the token "
+                                     f"{show_token(self.meta, largest)}, and the model has "
+                                     f"rows for {rows:,} tokens: make --data without that token, "
+                                     f"or take a model that has it")
+                count_bytes(block.nbytes)
+
+    def average(self, values) -> float | None:
+        """The weighted mean of one number for each source. None if a number is None."""
+        pairs = [(source.weight, value) for source, value in zip(self.sources.values(), values)
+                 if source.weight > 0]
+        if any(value is None for _, value in pairs):
+            return None
+        return sum(weight * value for weight, value in pairs) / sum(weight for weight, _ in pairs)
+
+
+# ---- Opening ---------------------------------------------------------------------------------
+
+def open_mixture(text: str, split: str, seq_len: int) -> Mixture:
+    """Open the shards of a directory, or of a mixture "A=0.7,B=0.3" of sources with one tokenizer.
+    Raises FileNotFoundError or ValueError for missing, damaged or short shards."""
+    sources, shards = {}, Shards()
+    first = 0
+    weights = parse_mixture(text)
+    for folder, weight in weights.items():
+        source = open_source(folder, weight, first, split, seq_len, shards)
+        for other, opened in zip(weights, sources.values()):
+            check_pair(f"--data {text}: {other} and {folder}", opened.meta, source.meta)
+        sources[source.meta["fingerprint"]] = source
+        first += source.n_windows
+    return Mixture(sources, shards)
+
+
+def open_source(folder: Path, weight: int, first: int, split: str, seq_len: int,
+                shards: Shards) -> Source:
+    """Append the files of this folder to the shards of the mixture, and find their windows."""
+    paths = find_shards(folder, split)
+    before = len(shards.paths)
+    for path in paths:
+        shards.append(path)
+    numbers, lengths = range(before, len(shards.paths)), shards.lengths[before:]
+    meta = read_meta(folder)
+    if meta["template"] is None:
+        windows = TextWindows(shards, numbers, lengths, seq_len)
+    else:
+        flags = [open_flags(path, length) for path, length in zip(paths, lengths)]
+        windows = ConversationWindows(shards, numbers, flags, seq_len)
+    n_tokens = sum(lengths)
+    expected = meta["tokens"].get(split, n_tokens)
+    if n_tokens != expected:
+        raise ValueError(f"{folder} has {n_tokens:,} {split} tokens, but its meta.json says "
+                         f"{expected:,}: a shard is missing or of other data: copy all files again")
+    return Source(folder.absolute().name, weight, first, windows, meta)
+
+
+def check_pair(pair: str, one: dict, other: dict) -> None:
+    """Raise ValueError if a mixture cannot have both sources, of which these are the read_meta."""
+    if one["fingerprint"] == other["fingerprint"]:
+        raise ValueError(f"{pair} hold the same text: drop one")
+    if not same_tokenizer(one, other) or one["vocab_size"] != other["vocab_size"]:
+        raise ValueError(f"{pair} have different tokenizers, {one['tokenizer']} and "
+                         f"{other['tokenizer']}: make both with one --tokenizer")
+    if len({one["template"], other["template"], None}) > 2:
+        raise ValueError(f"{pair} have different templates, {one['template']} and "
+                         f"{other['template']}: make both with one --template")
+
+
+def parse_mixture(text: str) -> dict[Path, int]:
+    """"DIR" -> {DIR: 1}; "A=0.7,B=0.3" -> {A: 7, B: 3}. Raises ValueError."""
+    if not set("=,") & set(text) or Path(text).is_dir():
+        return {Path(text): 1}
+    def refuse(problem):
+        raise ValueError(f"--data {text}: a mixture is DIR=WEIGHT,DIR=WEIGHT: {problem}")
+    weights = {}
+    names = {}                  # {last part of a folder: the folder}
+    for part in text.split(","):
+        folder, _, number = part.rpartition("=")
+        if not part:
+            refuse("a comma stands at an end, or twice: drop it")
+        if not folder:
+            refuse(f"{part!r} lacks its DIR or its =WEIGHT: give both, as in a=0.7")
+        try:
+            weight = float(number)
+        except ValueError:
+            refuse(f"the weight {number!r} of {folder} is no number: give one, as in {folder}=0.7")
+        if weight != 0 and not 1e-6 <= weight <= 1000:
+            refuse(f"the weight of {folder} must be 0 or 1e-6 to 1000: only their ratios count, so "
+                   f"scale all of them; {folder}=0 leaves it out")
+        other = names.setdefault(Path(folder).absolute().name, folder)
+        if Path(folder) in weights:
+            refuse(f"{folder} stands there twice: give it once, with the sum of the weights")
+        if other != folder:
+            refuse(f"{other} and {folder} have the same last part, which names a source in "
+                   f"metrics.jsonl: rename one")
+        weights[Path(folder)] = round(1e6 * weight)
+    divisor = math.gcd(*weights.values())
+    if divisor == 0:
+        refuse("all weights are 0: give one that is not")
+    return {folder: weight // divisor for folder, weight in weights.items()}
