@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import data
+from corpus.mixtures import Mixture, Source
 from runtime.batch_ramp import batch_size_at, sequences_after, steps_of_epochs
 from runtime.options import Config
 from tests.harness import batches_from, dataset, megatrons_batch_size
@@ -31,20 +32,22 @@ def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
     for size in (9, 9, 8):
         dataset(tmp_path, {"train_2": range(size)})
         (tmp_path / "meta.json").unlink()
-        keys.append(data.TokenDataset(tmp_path, "train", 4).sources.keys())
+        keys.append(data.TokenDataset(tmp_path, "train", 4).mixture.sources.keys())
     assert keys[0] == keys[1] != keys[2]
 
 
 def mixture(n_windows, phases):
     """A TokenDataset without tokens; phases are [first sequence, {source: weight}] each."""
     made = data.TokenDataset.__new__(data.TokenDataset)
-    made.sources = {}
-    made.phases = phases
+    sources = {}
     first = 0
     for name, n in n_windows.items():
         windows = SimpleNamespace(count=n)
-        made.sources[name] = data.Source(name, phases[-1][1][name], first, windows, {})
+        meta = dict(tokenizer="bytes", vocab_size=257, bytes_per_token=1.0)
+        sources[name] = Source(name, phases[-1][1][name], first, windows, meta)
         first += n
+    made.mixture = Mixture(sources)
+    made.mixture.phases = phases
     return made
 
 
@@ -86,11 +89,11 @@ def test_a_mixture_is_exact_in_proportion_and_reads_each_source_without_replacem
     for first, count in [(0, 1), (17, 16), (90, 99), (n - 3, 3), (5, 0)]:
         assert np.array_equal(made.window_ids(7, first, count), windows[first:first + count])
     ends = [*(first for first, _ in phases[1:]), n]
-    for name, source in made.sources.items():
+    for name, source in made.mixture.sources.items():
         its = (source.first <= windows) & (windows < source.first + source.n_windows)
         alone = mixture({name: source.n_windows}, [[0, {name: 1}]]).window_ids(7, 0, its.sum())
         assert np.array_equal(windows[its] - source.first, alone)
-        assert made.epochs(n)[name] == its.sum() / source.n_windows
+        assert made.mixture.epochs(n)[name] == its.sum() / source.n_windows
         for (first, weights), end in zip(phases, ends):
             share = weights.get(name, 0) / sum(weights.values())
             off = np.cumsum(its[first:end]) - np.arange(1, end - first + 1) * share
@@ -98,10 +101,11 @@ def test_a_mixture_is_exact_in_proportion_and_reads_each_source_without_replacem
 
 
 def test_new_weights_replace_the_phases_of_later_files():
-    """A run that goes back to sequence 60 forgets the phase that it began at 100."""
+    """A run that goes back to sequence 60 forgets the phases that it began there and at 100."""
     made = mixture(dict(a=50, b=300), [[0, dict(a=1, b=2)]])
-    made.go_on([[0, dict(a=7, b=3)], [100, dict(a=1, b=1)]], 60)
-    assert made.phases == [[0, dict(a=7, b=3)], [60, dict(a=1, b=2)]]
+    later = [[60, dict(a=3, b=1)], [100, dict(a=1, b=1)]]
+    made.mixture.resume([[0, dict(a=7, b=3)], *later], 60)
+    assert made.mixture.phases == [[0, dict(a=7, b=3)], [60, dict(a=1, b=2)]]
 
 
 @pytest.mark.parametrize("batch_size, ramp, steps", [
@@ -152,7 +156,7 @@ def test_a_mixture_of_a_long_run_is_exact_too_and_takes_no_memory():
     made = mixture(dict(a=10 ** 9, b=10), [[0, dict(a=total - 1, b=1)]])
     made.window_ids(1337, 0, 1)         # the first call imports a module
     tracemalloc.start()
-    counts, windows = made.counts(np.array([n, n + 1])), made.window_ids(1337, n, 256)
+    counts, windows = made.mixture.counts(np.array([n, n + 1])), made.window_ids(1337, n, 256)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     expected = [(n + i) * (total - 1) // total for i in (0, 1)]

@@ -732,7 +732,8 @@ def test_a_mixture_of_text_and_conversations(pool, tmp_path, reversals, shards):
     assert dataset.meta["template"] == "plain"
     ids = dataset.window_ids(1337, 0, 8)
     inputs, targets, positions = dataset.rows(ids)
-    text = [row for row, its, _ in dataset.find(ids) if isinstance(its, windows.TextWindows)]
+    text = [row for row, its, _ in dataset.mixture.find(ids)
+            if isinstance(its, windows.TextWindows)]
     assert len(text) == 4 and (targets[text] >= 0).all()
     assert (positions[text] == np.arange(32)).all()
     assert 0 < dataset.count_learnt(ids) - 4 * 32 == (targets >= 0).sum() - 4 * 32 < 4 * 32

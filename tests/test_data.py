@@ -1673,7 +1673,7 @@ ids = made.window_ids(1, 0, made.n_windows)
 tokens = made.tokens_of(ids)
 assert (tokens[:, 0] == ids // 2 + ids % 2 * 4).all()
 files = [open(sys.argv[0]) for _ in range(64)]
-print(len(ids), len(made.shards.mapped))
+print(len(ids), len(made.mixture.shards.mapped))
 """)
     assert Command(tmp_path / "program.py", tmp_path).finish() == (0, "2200 64\n", "")
 

@@ -121,8 +121,9 @@ def test_a_mixture_is_evaluated_by_source_on_evenly_spaced_windows(monkeypatch, 
         mean = (3 * row["val_loss/a"] + row["val_loss/b"]) / 4
         assert row["val_loss"] == pytest.approx(mean, rel=1e-14)
         assert [row["epochs/a"], row["epochs/b"]] == [
-            n * (step + 1) / source.n_windows for n, source in zip((6, 2), both.sources.values())]
+            n * (step + 1) / source.n_windows
+            for n, source in zip((6, 2), both.mixture.sources.values())]
         expected = loss(both, both.window_ids(Config.seed, 8 * step, 8))
         assert (row["loss"] == pytest.approx(expected, rel=1e-10)) == (dropout == 0)
-    assert both.average([4.0, 1.0]) == 3.25 and both.average([4.0, None]) is None
-    assert data.TokenDataset("a=1,b=0", "val", 16).average([4.0, None]) == 4.0
+    assert both.mixture.average([4.0, 1.0]) == 3.25 and both.mixture.average([4.0, None]) is None
+    assert data.TokenDataset("a=1,b=0", "val", 16).mixture.average([4.0, None]) == 4.0
