@@ -99,10 +99,10 @@ def take_data(facts: dict, config: Config, model_config: GPTConfig) -> None:
         try:
             for split in ("train", "val"):
                 dataset = TokenDataset(config.data, split, model_config.seq_len)
-                dataset.check(0, 1, model_config.vocab_size)
+                dataset.mixture.check(0, 1, model_config.vocab_size)
         except ValueError as error:
             raise RunError(str(error), 2) from None
-    facts["data"] = train.phases
+    facts["data"] = train.mixture.phases
     facts["tokenizer"] = train.meta["tokenizer"]
     facts.update({key: train.meta[key] for key in checkpoint.OPTIONAL if key in train.meta})
 
