@@ -184,10 +184,10 @@ class TokenDataset:
             return inputs, targets, None
         return inputs, targets, positions[:, :-1]
 
-    def count_learnt(self, window_ids) -> int:
+    def count_targets(self, window_ids) -> int:
         """How many targets of these windows count in the loss. It reads no tokens, because every
         rank counts those of the whole batch."""
-        return sum(windows.count_learnt(number)
+        return sum(windows.count_targets(number)
                    for _, windows, number in self.mixture.find(window_ids))
 
 

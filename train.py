@@ -324,7 +324,7 @@ class Run:
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
         tokens_in_batch = batch.size * self.model_config.seq_len            # of all ranks
-        targets_in_batch = self.train_data.count_learnt(batch.window_ids)   # that count in the loss
+        targets_in_batch = self.train_data.count_targets(batch.window_ids)  # that count in the loss
 
         # 1. Forward and backward. The model returns the sum of a microbatch's losses. Times
         #    loss_factor it is the microbatch's share of the mean loss of the batch, times the loss

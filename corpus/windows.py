@@ -10,7 +10,7 @@ Each conversation is in one window, from its first token on, so that no answer l
 Positions begin again with each, and a token attends to its own conversation alone
 (model.mask_of_packed): the loss of a conversation does not depend on its neighbors.
 
-A target is learnt if it has a loss: of text all, of conversations the answers' tokens.
+Of text all targets count in the loss. Of conversations the tokens of answers do.
 """
 import mmap
 from bisect import bisect_left, insort
@@ -51,7 +51,7 @@ def pack(lengths: np.ndarray, size: int) -> tuple[np.ndarray, int]:
 
 class TextWindows:
     """The windows of a source of text: window i of a shard is its tokens i T to (i + 1) T, so that
-    the last token of a window is the first of the next. All of its T targets are learnt."""
+    the last token of a window is the first of the next. All of its T targets count in the loss."""
 
     def __init__(self, shards, numbers: range, lengths: list[int], seq_len: int):
         """shards[number] returns the tokens of a shard; the source has those of these `numbers`, of
@@ -78,14 +78,14 @@ class TextWindows:
         before = int(self.ends[place - 1]) if place > 0 else 0
         return self.shards[self.numbers[place]], (window - before) * self.seq_len
 
-    def fill(self, window: int, tokens, positions, learnt) -> None:
+    def fill(self, window: int, tokens, positions, has_loss) -> None:
         """Write a window to these rows (T + 1,)."""
         shard, start = self.find(window)
         tokens[:] = shard[start:start + len(tokens)]
         positions[:] = np.arange(len(positions))
-        learnt[:] = True
+        has_loss[:] = True
 
-    def count_learnt(self, window: int) -> int:
+    def count_targets(self, window: int) -> int:
         return self.seq_len
 
     def will_need(self, window: int) -> None:
@@ -109,7 +109,7 @@ class ConversationWindows:
     """
 
     def __init__(self, shards, numbers: range, flags: list[np.ndarray], seq_len: int):
-        """As TextWindows; and the flags of each shard. A conversation may begin in one shard and
+        """As TextWindows, with the flags of each shard. A conversation may begin in one shard and
         end in the next."""
         self.shards, self.numbers, self.flags, self.seq_len = shards, numbers, flags, seq_len
         self.starts = np.cumsum([0, *map(len, flags)])[:-1]         # of the shards
@@ -123,18 +123,18 @@ class ConversationWindows:
         cut_ends = np.minimum(ends, begins + seq_len + 1)
         # reduceat sums between each two of these; every second sum is of a conversation.
         bounds = np.stack([begins, cut_ends], axis=1).ravel()
-        is_learnt = np.append(flags & LEARNT, 0)            # the last bound is a place, too
-        learnt = np.add.reduceat(is_learnt, bounds, dtype=np.int64)[::2]
-        has_answer = learnt > 0
+        has_loss = np.append(flags & LEARNT, 0)             # the last bound is a place, too
+        targets = np.add.reduceat(has_loss, bounds, dtype=np.int64)[::2]
+        has_answer = targets > 0
         self.n_truncated = int((cut_ends < ends)[has_answer].sum())
         self.n_left_out = int((~has_answer).sum())
-        begins, ends, learnt = begins[has_answer], cut_ends[has_answer], learnt[has_answer]
+        begins, ends, targets = begins[has_answer], cut_ends[has_answer], targets[has_answer]
         if len(begins) == 0:
             raise ValueError(f"{shards.paths[numbers[0]]}: no conversation has an answer in its "
                              f"first {seq_len} + 1 tokens: give a larger --seq-len (not beyond "
                              f"that of the weights, if --init-from is a GPT)")
         windows, self.count = pack(ends - begins, seq_len + 1)
-        self.n_learnt = np.bincount(windows, learnt, self.count).astype(np.int64)
+        self.n_targets = np.bincount(windows, targets, self.count).astype(np.int64)
         # Those of a window stand in it in the order of the shards: not the longest first.
         order = np.argsort(windows, kind="stable")
         self.begins, self.ends = begins[order], ends[order]
@@ -145,7 +145,7 @@ class ConversationWindows:
         """As TextWindows: the shards, and their flags."""
         return [*(self.shards[number] for number in self.numbers), *self.flags]
 
-    def fill(self, window: int, tokens, positions, learnt) -> None:
+    def fill(self, window: int, tokens, positions, has_loss) -> None:
         """Write a window to these rows (T + 1,). The padding at its end stays as it is."""
         place = 0
         for i in range(self.firsts[window], self.firsts[window + 1]):
@@ -153,7 +153,7 @@ class ConversationWindows:
             span = slice(place, place + end - begin)
             tokens[span], flags = self.read(begin, end)
             positions[span] = np.arange(end - begin)
-            learnt[span] = flags & LEARNT
+            has_loss[span] = flags & LEARNT
             place += end - begin
 
     def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -168,8 +168,8 @@ class ConversationWindows:
             number += 1
         return np.concatenate(tokens), np.concatenate(flags)
 
-    def count_learnt(self, window: int) -> int:
-        return int(self.n_learnt[window])
+    def count_targets(self, window: int) -> int:
+        return int(self.n_targets[window])
 
     def will_need(self, window: int) -> None:
         """Nothing: files of conversations are small."""
@@ -177,7 +177,7 @@ class ConversationWindows:
     def describe(self) -> str:
         """How the conversations fill the windows, for the start of a run."""
         n_tokens = int((self.ends - self.begins).sum())
-        text = (f"answers  {self.n_learnt.sum():,} of {n_tokens:,} tokens are learnt; "
+        text = (f"answers  {self.n_targets.sum():,} of {n_tokens:,} tokens are learnt; "
                 f"{self.n_conversations:,} conversations in {self.count:,} windows, which are "
                 f"{n_tokens / (self.count * (self.seq_len + 1)):.1%} full")
         if self.n_truncated or self.n_left_out:

@@ -55,7 +55,7 @@ def evaluate_source(run, source: Source) -> float:
     at_once = grid.dp * config.micro_batch              # a microbatch for each dp rank
     evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
     window_ids = pad_window_ids(source.first + evenly_spaced, at_once)
-    learnt = run.val_data.count_learnt(window_ids)
+    learnt = run.val_data.count_targets(window_ids)
     if grid.exact is not None:
         grid.exact.set_units(1.0, count * run.model_config.seq_len, learnt)
     total = 0.0

@@ -208,7 +208,7 @@ def test_windows_hold_whole_conversations_with_positions_of_their_own(cut_at):
     """By literals, in windows of 10 tokens; whichever shards a conversation lies in."""
     made = conversation_windows([4, 9, 3, 14, 12], [1, 2, 1, 6, 1], 9, cut_at)
     assert (made.count, made.n_truncated, made.n_left_out) == (3, 1, 1)
-    assert [made.count_learnt(window) for window in range(3)] == [2, 2, 2]
+    assert [made.count_targets(window) for window in range(3)] == [2, 2, 2]
     rows = []
     for window in range(3):
         row = dict(tokens=np.zeros(10, int), positions=np.zeros(10, int), learnt=np.zeros(10, int))
@@ -245,7 +245,7 @@ def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
         made = data.TokenDataset(reversals, split, 96)
         ids = np.arange(made.n_windows)
         tokens, targets, positions = made.rows(ids)
-        assert [made.count_learnt([i]) for i in ids] == (targets >= 0).sum(1).tolist()
+        assert [made.count_targets([i]) for i in ids] == (targets >= 0).sum(1).tolist()
         text = written(np.concatenate([open_shard(path) for path in
                                        sorted(reversals.glob(f"{split}_*.bin"))]))
         expected = sorted(re.findall("Euser.*?E(?=E|$)", text, re.DOTALL))
@@ -262,7 +262,7 @@ def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
         assert sorted(answers_found) == sorted(answers_there)
         padded = made.rows([data.NO_WINDOW, 0])[1]
         assert (padded[0] == data.IGNORE_INDEX).all() and (padded[1] == targets[0]).all()
-        assert made.count_learnt([data.NO_WINDOW]) == 0
+        assert made.count_targets([data.NO_WINDOW]) == 0
     assert data.IGNORE_INDEX == model.IGNORE_INDEX
 
 
@@ -633,7 +633,7 @@ def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_proce
         ids = dataset.window_ids(config.seed, 8 * (step - 1), 8)
         inputs, targets, positions = loader.as_tensors(dataset.rows(ids))
         optimizer.zero_grad()
-        loss = plain(inputs, targets, positions=positions) / dataset.count_learnt(ids)
+        loss = plain(inputs, targets, positions=positions) / dataset.count_targets(ids)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), config.clip)
         for group in optimizer.param_groups:
@@ -643,7 +643,7 @@ def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_proce
     rows = one_process["fp64"][0]
     assert relative([(row["loss"], row["grad_norm"]) for row in rows], history) < 1e-10
     ids = dataset.window_ids(config.seed, 0, 8)
-    counts = [dataset.count_learnt([i]) for i in ids]
+    counts = [dataset.count_targets([i]) for i in ids]
     assert len(set(counts)) > 1
     inputs, targets, positions = loader.as_tensors(dataset.rows(ids))
     first = WORDS.build().initialize(config.seed).double()
@@ -682,7 +682,7 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, reversals, run_t
     positions_of_all = torch.cat([positions, torch.zeros(6, 1, dtype=torch.long)], 1)
     theirs.eval()(tokens, position_ids=positions_of_all, labels=labels,
                   attention_mask=mask_of_packed(positions_of_all)).loss.backward()
-    (ours.eval()(inputs, targets, positions=positions) / dataset.count_learnt(ids)).backward()
+    (ours.eval()(inputs, targets, positions=positions) / dataset.count_targets(ids)).backward()
     expected = dict(theirs.named_parameters())
     assert relative(ours.embed.token.weight.grad[:257], expected["transformer.wte.weight"].grad
                     ) < 1e-5
@@ -736,7 +736,7 @@ def test_a_mixture_of_text_and_conversations(pool, tmp_path, reversals, shards):
             if isinstance(its, windows.TextWindows)]
     assert len(text) == 4 and (targets[text] >= 0).all()
     assert (positions[text] == np.arange(32)).all()
-    assert 0 < dataset.count_learnt(ids) - 4 * 32 == (targets >= 0).sum() - 4 * 32 < 4 * 32
+    assert 0 < dataset.count_targets(ids) - 4 * 32 == (targets >= 0).sum() - 4 * 32 < 4 * 32
     one = chat_run(pool, (1, 1, 1), tmp_path, mixture, dtype="fp64")
     four = chat_run(pool, (2, 2, 1), tmp_path, mixture, dtype="fp64", zero=1)
     assert max(differences(four, one)) < BOUNDS["fp64"]
