@@ -1,11 +1,11 @@
 """Data: files of text -> tokens -> shards -> windows -> batches.
 
     shard       E a   t e x t E a n o t h e r ...       one long array of tokens, E before each text
-    windows     |-- 0 --|-- 1 --|-- 2 --|-- 3 --| ...   T + 1 tokens: T inputs, T targets
+    windows     |-- 0 --|-- 1 --|-- 2 --|-- 3 --| ...   T + 1 tokens, the last also the next's first
     epoch 0     3 2 5 1 4 0                             each window once, in an order that is a
     epoch 1                 5 4 1 0 3 2                 function of (seed, epoch)
     sequences   3 2 5 1 4 0 5 4 1 0 3 2 ...             what a run reads, numbered 0, 1, 2, ...
-    batches     |-----| |-----| |-----|                 B sequences: (B, T + 1) tokens
+    batches     |-----| |-----| |-----|                 B sequences, here 4: (B, T + 1) tokens
 
 A run's position in its data is one integer: how many sequences it has consumed. The next batch is a
 function of that number and the seed. So all layouts of ranks read the same batches, and a resume
@@ -89,8 +89,8 @@ def plain_batch(shards: list[np.ndarray], seq_len: int, seed: int, consumed: int
 
 
 def epoch_windows(sequences: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """The number of a sequence -> its window, one of n, int64 (k,) -> int64 (k,). Sequence 0 is the
-    first of epoch 0, sequence n the first of epoch 1."""
+    """Which of n windows each of these sequences is, int64 (k,) -> int64 (k,). Epoch 0 is sequences
+    0 to n - 1, epoch 1 is sequences n to 2 n - 1. Each reads every window once."""
     epochs, places = np.divmod(sequences, n)
     windows = np.empty_like(places)
     for epoch in np.unique(epochs).tolist():
@@ -130,8 +130,7 @@ def permute(numbers: np.ndarray, n: int, *key: int) -> np.ndarray:
 # ---- The same for a run ----------------------------------------------------------------------
 
 class TokenDataset:
-    """The windows of one split, T+1 tokens each, T = seq_len. Those of conversations are packed,
-    and only their answers count in the loss.
+    """The windows of one split, T+1 tokens each, T = seq_len.
 
     `data` is a directory, or a mixture "A=0.7,B=0.3" of several. Raises FileNotFoundError or
     ValueError for missing, damaged or short shards.
@@ -154,9 +153,8 @@ class TokenDataset:
         return ids
 
     def read(self, window_ids) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(B, T+1) each: tokens and positions, int64, and whether a token counts in the loss when
-        it is a target. All are 0 for NO_WINDOW. Raises ValueError for a token beyond the
-        vocabulary."""
+        """Tokens and positions, int64 (B, T+1), and whether a token counts in the loss, bool
+        (B, T+1). All are 0 for NO_WINDOW. Raises ValueError for a token beyond the vocabulary."""
         shape = len(window_ids), self.seq_len + 1
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         has_loss = np.zeros(shape, bool)
@@ -173,10 +171,9 @@ class TokenDataset:
         return tokens
 
     def rows(self, window_ids) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Inputs, targets and positions, int64 (B, T) each. The inputs are the first T tokens of
-        these windows, the targets the last T. A target that does not count in the loss is
-        IGNORE_INDEX. Positions begin again at 0 with each conversation. They are None if all
-        sources are text."""
+        """Inputs, targets and positions, int64 (B, T) each. The inputs are the first T tokens of a
+        window, the targets its last T. A target that does not count in the loss is IGNORE_INDEX.
+        Positions begin again at 0 with each conversation. Without conversations they are None."""
         tokens, positions, has_loss = self.read(window_ids)
         inputs = tokens[:, :-1]
         targets = np.where(has_loss[:, 1:], tokens[:, 1:], IGNORE_INDEX)

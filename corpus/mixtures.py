@@ -182,7 +182,8 @@ class Mixture:
 def open_mixture(text: str, split: str, seq_len: int) -> Mixture:
     """Open the shards of a directory, or of a mixture "A=0.7,B=0.3" of sources with one tokenizer.
     Raises FileNotFoundError or ValueError for missing, damaged or short shards."""
-    sources, shards = {}, Shards()
+    shards = Shards()
+    sources = {}
     first = 0
     weights = parse_mixture(text)
     for folder, weight in weights.items():
@@ -201,7 +202,8 @@ def open_source(folder: Path, weight: int, first: int, split: str, seq_len: int,
     before = len(shards.paths)
     for path in paths:
         shards.append(path)
-    numbers, lengths = range(before, len(shards.paths)), shards.lengths[before:]
+    numbers = range(before, len(shards.paths))
+    lengths = shards.lengths[before:]
     meta = read_meta(folder)
     if meta["template"] is None:
         windows = TextWindows(shards, numbers, lengths, seq_len)
@@ -229,11 +231,13 @@ def check_pair(pair: str, one: dict, other: dict) -> None:
 
 
 def parse_mixture(text: str) -> dict[Path, int]:
-    """"DIR" -> {DIR: 1}; "A=0.7,B=0.3" -> {A: 7, B: 3}. Raises ValueError."""
+    """The weights: "DIR" -> {DIR: 1}, "A=0.7,B=0.3" -> {A: 7, B: 3}. Raises ValueError."""
     if not set("=,") & set(text) or Path(text).is_dir():
         return {Path(text): 1}
+
     def refuse(problem):
         raise ValueError(f"--data {text}: a mixture is DIR=WEIGHT,DIR=WEIGHT: {problem}")
+
     weights = {}
     names = {}                  # {last part of a folder: the folder}
     for part in text.split(","):
