@@ -211,7 +211,8 @@ def test_windows_hold_whole_conversations_with_positions_of_their_own(cut_at):
     assert [made.count_targets(window) for window in range(3)] == [2, 2, 2]
     rows = []
     for window in range(3):
-        row = dict(tokens=np.zeros(10, int), positions=np.zeros(10, int), learnt=np.zeros(10, int))
+        row = dict(tokens=np.zeros(10, int), positions=np.zeros(10, int),
+                   has_loss=np.zeros(10, int))
         made.fill(window, **row)
         rows.append({name: x.tolist() for name, x in row.items()})
     assert rows == [
