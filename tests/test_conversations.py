@@ -217,11 +217,11 @@ def test_windows_hold_whole_conversations_with_positions_of_their_own(cut_at):
         rows.append({name: x.tolist() for name, x in row.items()})
     assert rows == [
         dict(tokens=[17, 18, 19, 20, 21, 22, 23, 24, 25, 26],           # 27 to 30 are cut off
-             positions=[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], learnt=[0] * 8 + [1] * 2),
+             positions=[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], has_loss=[0] * 8 + [1] * 2),
         dict(tokens=[5, 6, 7, 8, 9, 10, 11, 12, 13, 0],
-             positions=[0, 1, 2, 3, 4, 5, 6, 7, 8, 0], learnt=[0] * 7 + [1] * 2 + [0]),
+             positions=[0, 1, 2, 3, 4, 5, 6, 7, 8, 0], has_loss=[0] * 7 + [1] * 2 + [0]),
         dict(tokens=[1, 2, 3, 4, 14, 15, 16, 0, 0, 0],
-             positions=[0, 1, 2, 3, 0, 1, 2, 0, 0, 0], learnt=[0, 0, 0, 1, 0, 0, 1, 0, 0, 0])]
+             positions=[0, 1, 2, 3, 0, 1, 2, 0, 0, 0], has_loss=[0, 0, 0, 1, 0, 0, 1, 0, 0, 0])]
 
 
 @pytest.mark.parametrize("lengths, size", [
