@@ -240,8 +240,8 @@ def test_packing_fills_windows_and_is_a_function_of_the_lengths(lengths, size):
 
 def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
     """Of the windows of both splits together: each conversation once, as the shards have it; its
-    learnt targets are its answers and their ends; every count is known without reading; NO_WINDOW has
-    none."""
+    learnt targets are its answers and their ends; every count is known without reading;
+    NO_WINDOW has none."""
     for split in ("train", "val"):
         made = data.TokenDataset(reversals, split, 96)
         ids = np.arange(made.n_windows)
