@@ -194,7 +194,6 @@ class Batch(NamedTuple):
     start: int                  # the number of its first sequence
     window_ids: np.ndarray      # (B,) of all ranks
     microbatches: list          # this rank's rows (runtime.loader.Loader.microbatches)
-    new_mixture: bool = False   # the weights of the sources have changed since the batch before
 
     @property
     def size(self) -> int:
@@ -214,20 +213,16 @@ class Batches:
         self.data, self.config = data, config
         self.consumed = consumed
         self.sequences_trained = sequences_trained
-        self.compared_at = consumed     # the end of the last batch that got its `new_mixture`
 
     def next_window_ids(self) -> np.ndarray:
         """The windows of the next batch, int64 (B,)."""
         size = batch_size_at(self.config, self.sequences_trained)
         return self.data.window_ids(self.config.seed, self.consumed, size)
 
-    def move_past(self, batch: Batch) -> Batch:
-        """Count the next batch as consumed. Returns it with its `new_mixture`."""
+    def move_past(self, batch: Batch) -> None:
+        """Count the next batch as consumed."""
         self.consumed += batch.size
         self.sequences_trained += batch.size
-        new_mixture = self.data.mixture.phase_begins(self.compared_at, self.consumed)
-        self.compared_at = self.consumed
-        return batch._replace(new_mixture=new_mixture)
 
     def skip_to(self, start: int) -> None:
         """Leave out the sequences before number `start`."""

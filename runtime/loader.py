@@ -26,7 +26,7 @@ class Loader:
         batch = self.prefetched
         if batch is None or (batch.step, batch.start) != (self.run.step, self.run.batches.consumed):
             batch = self.load(self.run.step)
-        batch = self.run.batches.move_past(batch)
+        self.run.batches.move_past(batch)
         if self.run.step < self.run.config.steps:
             # The system reads the next batch from the disk while this step computes.
             self.will_need(self.run.train_data, self.run.batches.next_window_ids())

@@ -20,6 +20,7 @@ class Monitors:
 
     divergence  the losses so far, and the rollbacks; every checkpoint holds it
     log         console.RunLog; startup sets it before `train`
+    judged      the sequences of the data up to the last step that was judged
     difference  how the copies of the state differ (flipped_bits.find_difference), or None
     """
 
@@ -28,6 +29,7 @@ class Monitors:
         self.divergence = DivergenceMonitor()
         self.rate_is_suspect = False    # the losses from before the resume stay
         self.log = None
+        self.judged = 0
         self.difference = None
         self.started = None             # when the step in progress began, in seconds
 
@@ -39,7 +41,9 @@ class Monitors:
     def restore(self, state: dict | None) -> None:
         """Take the divergence monitor of a checkpoint; without one, a new one."""
         self.divergence = DivergenceMonitor()
+        self.judged = 0
         if state is not None:
+            self.judged = state["consumed_samples"]
             self.rate_is_suspect = rollback.rate_is_suspect(self.run.config, state)
             self.divergence = rollback.restored_monitor(self.run.config, self.run.train_data, state)
         learns_answers = self.run.train_data.has_conversations

@@ -27,7 +27,10 @@ def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
     """Judge a step by its train.StepStats; complete its row of metrics.jsonl. Returns True if the
     run has gone back to an older checkpoint: the row is then written."""
     monitor, config = run.monitors.divergence, run.config
-    if batch.new_mixture and not run.monitors.rate_is_suspect:
+    mixture, consumed = run.train_data.mixture, run.batches.consumed
+    has_other_mixture = mixture.phase_begins(run.monitors.judged, consumed)
+    run.monitors.judged = consumed
+    if has_other_mixture and not run.monitors.rate_is_suspect:
         monitor.forget_losses()
     divergence = monitor.observe(batch.start, stats)
     row["skipped"] = monitor.skipped

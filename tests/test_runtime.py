@@ -55,7 +55,7 @@ from parallelism.buckets import make_buckets
 from parallelism.build import Grid, build_stage
 from parallelism.tensor import param_specs
 from runtime import (checkpoint_files, checks, console, cpu_threads, devices, directory, evaluation,
-                     processes, rollback, run_state, signals, startup)
+                     processes, rollback, signals, startup)
 from runtime.divergence import DivergenceMonitor
 from runtime.flops import flops_per_token, peak_flops
 from runtime.options import Config, merge_config, parse_flags
