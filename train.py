@@ -54,6 +54,7 @@ from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
 from runtime import checks, console, directory, evaluation, plain_run, processes, run_state, startup
+from runtime.checkpoint_writer import Writer
 from runtime.loader import Loader
 from runtime.monitors import Monitors
 from runtime.options import Config
@@ -227,7 +228,7 @@ class Run:
     flat                zero.FlatParameters: the buffers that hold its parameters, their gradients
                         and AdamW's state
     scaler              amp.LossScaler, which adjusts the loss scale
-    writer              checkpoint.Writer
+    writer              checkpoint_writer.Writer
     monitors            monitors.Monitors: divergence, flipped bits, the log
     stop                signals.StopSignal, once the run trains. Before that it is None
     """
@@ -249,8 +250,8 @@ class Run:
         # flat buffers that hold its parameters, and the hooks that sum their gradients.
         self.model, self.flat = build_rank(model_config, grid, config, (dtype, master_dtype),
                                            device)
-        self.writer = checkpoint.Writer(Path(config.out), config.keep, model_config, self.flat,
-                                        config.timeout)
+        self.writer = Writer(Path(config.out), config.keep, model_config, self.flat,
+                             config.timeout)
         # An empty tensor, of the shape and dtype that one stage sends to the next.
         self.activation_like = like_activations(config, model_config, grid, dtype, device)
         self.restore(state)

@@ -145,7 +145,7 @@ class FullTensors:
 
     def _is_owner(self, spec) -> bool:
         """Whether the numbers of this parameter that this rank has count as its own. (As in a save:
-        checkpoint.copy_shards.)"""
+        checkpoint.owned_slices.)"""
         counts = self.grid.replica < self.num_shards      # without ZeRO the first replica alone
         is_replicated = spec.partition_dim is None and self.grid.tp_rank > 0
         return counts and not (is_replicated or spec.is_tied_copy)

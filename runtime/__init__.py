@@ -13,6 +13,7 @@ The others stand above it. Their argument `run` is a train.Run, but none imports
 
     startup, checks, directory          where a run begins, and what is refused
     run_state                           what a run's checkpoints hold: save, restore, go back
+    checkpoint_writer, streamed_tensors the thread that writes checkpoints, tensor by tensor
     loader                              the rows of the batches that a rank reads
     plain_run                           what train.py --plain needs beside training
     monitors                            what watches a run: divergence, rollback, flipped_bits,

@@ -1,6 +1,6 @@
 """The files of checkpoints: which a directory has, which is the newest, which are removed, and how
-a file is read from a disk that may fail. checkpoint.py, which says what a file holds,
-calls it; so does whoever looks for a file.
+a file is written to and read from a disk that may fail. checkpoint.py says what a file holds, and
+calls this file. So does whoever looks for a checkpoint.
 
 Reading fails in three ways, which differ in what to do:
 
@@ -13,15 +13,17 @@ import math
 import os
 import pickle
 import re
+import shutil
 import stat
 import time
+import zipfile
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 
 import torch
 
-from parallelism.collectives import PeerError, first_line
+from parallelism.collectives import PeerError, first_line, out_of_memory
 from runtime.processes import RunError, warn
 
 STEP_FILE = re.compile(r"step_(\d{8})\.pt")
@@ -38,6 +40,56 @@ class ReadFailed(RunError, OSError):
 
 def step_file(out: Path, step: int) -> Path:
     return out / f"step_{step:08d}.pt"
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing a file
+# ---------------------------------------------------------------------------------------------
+
+
+def write_file(content: dict | Path, aside: Path, path: Path) -> None:
+    """Write a state, or copy a file, to the file `aside` and, once it is whole and on the disk,
+    rename it to `path`. Raises OSError if it cannot be written, PeerError if a rank that sends
+    its shards is gone; too little memory is raised as it is."""
+    try:
+        with open(aside, "wb") as file:
+            if isinstance(content, Path):
+                with open(content, "rb") as source:
+                    shutil.copyfileobj(source, file)
+            else:
+                torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except (OSError, RuntimeError) as error:
+        aside.unlink(missing_ok=True)
+        cause = first_cause(error)
+        if isinstance(cause, PeerError) or out_of_memory(cause):
+            raise cause
+        raise OSError(f"{path} could not be written: {cause}") from error
+
+
+def link_file(path: Path, name: Path) -> None:
+    """Give the file `path` a second name, which another file may have had. At each moment the name
+    belongs to a whole file."""
+    aside = name.with_name(name.name + ".tmp")
+    aside.unlink(missing_ok=True)
+    with suppress(OSError):
+        os.link(path, aside)
+    if aside.exists():
+        os.replace(aside, name)
+    else:                                       # the file system has no hard links
+        write_file(path, aside, name)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk: they too must survive a power failure."""
+    if hasattr(os, "O_DIRECTORY"):              # Windows cannot open a folder to flush it
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -123,6 +175,18 @@ def first_cause(error: BaseException) -> BaseException:
     while error.__context__ is not None and not isinstance(error, PeerError):
         error = error.__context__
     return error
+
+
+@retry_transient
+def verify(path: Path) -> None:
+    """Read the file once and compare its bytes with the zip's CRCs. Raises CorruptCheckpoint."""
+    with reading(path, "is damaged, cut off, or no checkpoint"), zipfile.ZipFile(path) as archive:
+        bad = archive.testzip()
+        if bad is not None:
+            raise ValueError(f"the CRC of {bad} does not match")
+        for entry in archive.infolist():
+            if entry.external_attr != 0:        # a directory's bit: torch.load would not read it
+                raise ValueError(f"the attributes of {entry.filename} are not 0")
 
 
 # ---------------------------------------------------------------------------------------------

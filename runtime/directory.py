@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from checkpoint import load, verify
-from runtime.checkpoint_files import CorruptCheckpoint, list_checkpoints
+from checkpoint import load
+from runtime.checkpoint_files import CorruptCheckpoint, list_checkpoints, verify
 from runtime.processes import RunError, warn
 
 

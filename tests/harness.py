@@ -80,7 +80,7 @@ from parallelism.context import recompute_attention
 from parallelism.pipeline import recompute_blocks
 from parallelism.tensor import MAX_LOGITS, param_specs
 from parallelism.zero import FlatParameters, gather_before_use
-from runtime import console, processes, run_state
+from runtime import checkpoint_writer, console, processes, run_state
 from runtime.options import Config
 
 torch.set_num_threads(1)
@@ -362,13 +362,12 @@ def gather_full_state(flat, cfg, grid, names):
     """{flat name: {global parameter name: full tensor}} on rank 0, by the parts of a save; None on
     the others."""
     names = list(names)
-    copies = checkpoint.copy_shards(flat, names, 60)
+    copies = checkpoint_writer.copy_pieces(flat, names, 60)
     if grid.rank > 0:
-        return checkpoint.send_shards(copies, grid, 0)
+        return checkpoint_writer.send_pieces(copies, grid, 0)
     order = checkpoint.file_order(cfg, grid, flat.num_shards)
-    dtype = copies[0].dtype
-    return {name: {place[0].name: checkpoint.receive_parameter(*place, dtype, copies, grid, 0)
-                   for place in order} for name in names}
+    inbox = checkpoint_writer.Inbox(order, copies[0].dtype, copies, grid, 0)
+    return {name: {spec.name: inbox.read() for spec, _ in order} for name in names}
 
 
 def whole_gradient(run):

@@ -16,7 +16,8 @@ import torch
 
 import checkpoint
 from model import GPT, GPTConfig
-from runtime import checkpoint_files, directory
+from runtime import checkpoint_files, checkpoint_writer, directory
+from runtime.checkpoint_writer import Writer
 from runtime.options import Config
 from tests.harness import (CFG, after_backward, assert_same_state, names_in, overflow_in,
                            save_at_the_start, saved, saved_file, settings, small_state, tokens_of,
@@ -57,22 +58,22 @@ def test_the_newest_whole_file_is_taken(tmp_path, capsys):
     os.truncate(files[0], 1000)
     path, (event,) = directory.latest_valid(files)
     assert path == files[1] and event["reason"] in capsys.readouterr().err
-    with mock.patch.object(checkpoint.zipfile, "ZipFile", side_effect=PermissionError), \
+    with mock.patch.object(checkpoint_files.zipfile, "ZipFile", side_effect=PermissionError), \
             pytest.raises(PermissionError):
         directory.latest_valid(files)
 
 
-def test_files_reach_the_disk_before_they_get_their_names(
-        tmp_path, links):
-    """Serves the claim that a power cut costs nothing but the save: it loses what os.fsync has not
-    seen, of a file its bytes, of a directory its names. What stays are the newest two files, and
-    those that the monitor lists for a rollback."""
-    safe = {}
+def content(path):
+    if path.is_file():
+        return path.read_bytes()
+    return {(file.name, file.stat().st_ino) for file in path.iterdir()}
 
-    def content(path):
-        if path.is_file():
-            return path.read_bytes()
-        return {(file.name, file.stat().st_ino) for file in path.iterdir()}
+
+@pytest.fixture
+def safe(monkeypatch):
+    """{inode: content} of what a power cut leaves: what os.fsync has seen, of a file its bytes, of
+    a directory its names. A file that is renamed must be among it."""
+    safe = {}
 
     def spy_sync(number, sync=os.fsync):
         sync(number)
@@ -81,14 +82,43 @@ def test_files_reach_the_disk_before_they_get_their_names(
     def spy_move(source, target, move=os.replace):
         assert safe.get(Path(source).stat().st_ino) == content(Path(source)), target
         move(source, target)
+    monkeypatch.setattr(os, "fsync", spy_sync)
+    monkeypatch.setattr(os, "replace", spy_move)
+    return safe
+
+
+def test_files_reach_the_disk_before_they_get_their_names(tmp_path, links, safe):
+    """Serves the claim that a power cut costs nothing but the save. What stays are the newest two
+    files, and those that the monitor lists for a rollback."""
     monitor = dict(checkpoints=[[1, "step_00000001.pt", True]])
     latest = tmp_path / "latest.pt"
-    with mock.patch.multiple(os, fsync=spy_sync, replace=spy_move):
-        for step in range(1, 6):
-            newest = checkpoint.save({**small_state(step), "monitor": monitor}, tmp_path, 2)
-            assert content(tmp_path) <= safe[tmp_path.stat().st_ino]        # some are removed since
-            assert latest.samefile(newest) == links and content(latest) == content(newest)
+    for step in range(1, 6):
+        newest = checkpoint.save({**small_state(step), "monitor": monitor}, tmp_path, 2)
+        assert content(tmp_path) <= safe[tmp_path.stat().st_ino]        # some are removed since
+        assert latest.samefile(newest) == links and content(latest) == content(newest)
     assert names_in(tmp_path) == ["latest.pt", *(f"step_0000000{k}.pt" for k in (1, 4, 5))]
+
+
+def test_plain_save_writes_whole_files_without_padding(tmp_path, safe):
+    """Its files too reach the disk before they get their names. A save that was killed before its
+    last rename has left a second name of its file, which the next save must not overwrite."""
+    cfg = GPTConfig(vocab_size=257, n_layer=1, n_embd=32)           # padded to 384
+    model = GPT(cfg)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    model(tokens, tokens).backward()
+    optimizer.step()
+    facts = small_state(0) | dict(model=asdict(cfg))
+    for step in (1, 2):
+        checkpoint.plain_save(model, optimizer, facts | dict(step=step), tmp_path)
+        assert content(tmp_path) == safe[tmp_path.stat().st_ino]
+        file = saved_file(tmp_path, step)
+        assert (tmp_path / "latest.pt").samefile(file)
+        state = checkpoint.load(file)
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes
+                   for key in checkpoint.STATE for tensor in state[key].values())
+        os.link(file, tmp_path / "step.pt.tmp")
+    assert steps_listed(tmp_path) == [2, 1]
 
 
 @pytest.mark.parametrize("full, whole", [(False, [2, 4, 6]), (True, [6])])
@@ -96,7 +126,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
     """Each file is written while two more steps run; when the next is due, training waits for it,
     also on a full disk, and no older state is left in memory. A file holds the state of its step,
     bit for bit that of a run whose files are written at once."""
-    save, copy, wait = checkpoint.save, checkpoint.copy_shards, checkpoint.Writer.wait
+    save, copy, wait = checkpoint.save, checkpoint_writer.copy_pieces, Writer.wait
     waits = threading.Semaphore(0)
     done, living, states = [], [], []
 
@@ -119,9 +149,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
         return copies
     fast = settings(tmp_path / "fast", steps=6, save_every=2, keep=9)
     watched(fast)
-    with mock.patch.multiple(checkpoint, save=save_when_waited_for,
-                             copy_shards=copy_and_count), \
-            mock.patch.object(checkpoint.Writer, "wait", wait_and_tell):
+    with mock.patch.object(checkpoint, "save", save_when_waited_for), \
+            mock.patch.object(checkpoint_writer, "copy_pieces", copy_and_count), \
+            mock.patch.object(Writer, "wait", wait_and_tell):
         watched(replace(fast, out=str(tmp_path / "slow")),
                 lambda run: after_backward(run, done.append))
     assert done == [1, 2, 3, 4, "file 2", 5, 6, "file 4", "file 6"] and living[:3] == [0, 0, 0]

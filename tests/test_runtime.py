@@ -54,8 +54,8 @@ from parallelism import collectives, cpu_kernels
 from parallelism.buckets import make_buckets
 from parallelism.build import Grid, build_stage
 from parallelism.tensor import param_specs
-from runtime import (checkpoint_files, checks, console, cpu_threads, devices, directory, evaluation,
-                     processes, rollback, signals, startup)
+from runtime import (checkpoint_files, checkpoint_writer, checks, console, cpu_threads, devices,
+                     directory, evaluation, processes, rollback, signals, startup)
 from runtime.divergence import DivergenceMonitor
 from runtime.flops import flops_per_token, peak_flops
 from runtime.options import Config, merge_config, parse_flags
@@ -1177,7 +1177,7 @@ def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(mon
     """Serves restarts by torchrun: three ranks, as threads, meet three times under a new prefix of
     a store that holds what the groups before wrote; without the others there is no answer."""
     store = dist.HashStore()
-    threads = checkpoint.ThreadPoolExecutor(3)
+    threads = checkpoint_writer.ThreadPoolExecutor(3)
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, None, None)]))
 
     def meet(rank, attempt):

@@ -61,6 +61,7 @@ MAY_IMPORT = {
     "runtime.batch_ramp": ("", ""),
     "runtime.cpu_threads": ("runtime.processes", ""),
     "runtime.checkpoint_files": ("parallelism.collectives runtime.processes", ""),
+    "runtime.streamed_tensors": ("", ""),
     "runtime.flops": ("model", ""),
     "runtime.sample_flags": ("runtime.commandline runtime.other_names", ""),
     # Above it:

@@ -28,6 +28,7 @@ import zipfile
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -42,9 +43,11 @@ import train
 from parallelism import collectives, pipeline
 from parallelism.build import Grid
 from runtime import checkpoint_files, checks, console, directory, processes, run_state, signals
+from runtime.checkpoint_writer import copy_pieces
 from runtime.flops import parameter_count
 from runtime.options import Config
 from runtime.processes import RunError
+from runtime.streamed_tensors import Streamed
 from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Command, Memory,
                            after_backward, assert_same_state, column, expect_mistake, failing,
                            gridded, kinds, launch, names_in, no_file_above, no_signal, nothing,
@@ -206,7 +209,7 @@ def test_a_save_tells_too_little_memory_and_old_files_that_stay_from_a_full_disk
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 GB")
     with pytest.raises(RuntimeError, match="^DefaultCPUAllocator: can't allocate memory"):
         checkpoint.save(small_state(2) | dict(exp_avg=dict(
-            x=checkpoint.Streamed((2,), torch.float32, no_memory))), tmp_path, keep=2)
+            x=Streamed((2,), torch.float32, SimpleNamespace(read=no_memory)))), tmp_path, keep=2)
     assert names_in(tmp_path) == []
     with mock.patch.object(checkpoint_files, "list_checkpoints",
                            side_effect=OSError("stale handle")):
@@ -236,7 +239,7 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=8,
     config = settings(tmp_path, tp=layout[1], pp=layout[2], micro_batch=1, zero=zero)
     with gridded(rank, world, config.tp, config.pp) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
-        own = sum(x.nbytes for x in checkpoint.copy_shards(run.flat, checkpoint.STATE.values(), 60))
+        own = sum(x.nbytes for x in copy_pieces(run.flat, checkpoint.STATE.values(), 60))
         allowed = own
         if rank == 0:       # its part of the largest tensor, the first, then leaves the copies
             largest = 4 * cfg.padded_vocab * cfg.n_embd
@@ -280,13 +283,14 @@ def test_a_rank_lost_during_a_save_costs_at_most_that_save(shards, tmp_path, fat
     with status 1 and one line; every file is whole, and the same command goes on. Both jobs run at
     the same time."""
     (tmp_path / "wrapper.py").write_text("""
-import pathlib, time, checkpoint, train
-receive = checkpoint.receive_parameter
-def receive_late(spec, *args):
+import pathlib, time, train
+from runtime.checkpoint_writer import Inbox
+read = Inbox.read
+def read_late(inbox):
     while pathlib.Path("step_00000005.pt").exists() and not pathlib.Path("lost").exists():
         time.sleep(0.05)            # in the file of step 10
-    return receive(spec, *args)
-checkpoint.receive_parameter = receive_late
+    return read(inbox)
+Inbox.read = read_late
 train.main()
 """)
     flags = ["--data", shards, *TINY, "--steps", 1_000_000, "--eval-every", 0, "--save-every", 5,
@@ -399,6 +403,7 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, li
     for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(60)),
                   *(size - rng.randrange(20_000) for _ in range(40))]:      # the zip's directory
         with mock.patch.object(checkpoint, "write_file", write_on_a_full_disk), \
+                mock.patch.object(checkpoint_files, "write_file", write_on_a_full_disk), \
                 pytest.raises(OSError, match=f"{full} could not be.*File too large"):
             checkpoint.save(streamed(small_state(2)), tmp_path, keep=2)
         assert names_in(tmp_path) == files, place
@@ -411,7 +416,7 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, li
 def streamed(state):
     """The state as a run saves it: each tensor exists while it is written."""
     def stand_in(tensor):
-        return checkpoint.Streamed(tensor.shape, tensor.dtype, lambda: tensor)
+        return Streamed(tensor.shape, tensor.dtype, SimpleNamespace(read=lambda: tensor))
     return tree_map_only(torch.Tensor, stand_in, state)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import FORMAT, KEYS, load, parameter_shapes, verify, write_file
+from checkpoint import FORMAT, KEYS, load, parameter_shapes
 from corpus.bpe import find_merges
 from corpus.chat_templates import (entries_of, find_template, get_template, is_own,
                                    read_ends)
@@ -35,7 +35,7 @@ from corpus.tokenizers import (file_name, get_tokenizer, name_of, read_file, rea
                                read_ranks, text_prefix)
 from model import GPTConfig
 from models import make_config
-from runtime.checkpoint_files import reading
+from runtime.checkpoint_files import reading, verify, write_file
 from runtime.commandline import Parser
 from runtime.directory import new_run
 from runtime.flops import parameter_count

@@ -1,0 +1,156 @@
+"""Checkpoints are written while training goes on. train.Run builds a `Writer`, run_state.save calls
+it. checkpoint.py says what a file holds, and which pieces of a tensor come from which rank.
+
+Training waits only while each rank copies its own pieces to host memory. Then a thread of each rank
+sends them to rank 0, and a thread there joins them and writes the file, while the next steps run.
+
+    every rank          copy_pieces      its pieces of all tensors, to host memory
+    a rank's thread     send_pieces      one by one, each freed once it is sent
+    rank 0's thread     Inbox.read       the next full tensor, when torch.save comes to its bytes
+
+So a rank needs memory for its shards once more. Rank 0 also needs memory for two full tensors, the
+parts of one and their union, whatever the size of the model.
+"""
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import checkpoint
+from checkpoint import STATE, Piece, file_order, join_pieces, owned_slices
+from model import GPTConfig
+from parallelism.build import Grid
+from parallelism.collectives import PeerError, comm_errors, on_hosts, to_host
+from parallelism.tensor import ParamSpec
+from parallelism.zero import FlatParameters
+from runtime.checkpoint_files import what_is_left
+from runtime.processes import RunError, warn
+from runtime.streamed_tensors import Streamed
+
+
+class Writer:
+    """Writes checkpoints in a thread of each rank, one at a time. Rank 0 waits at most `timeout`
+    seconds for each piece that another rank sends."""
+
+    def __init__(self, out: Path, keep: int, model_config: GPTConfig, flat: FlatParameters,
+                 timeout: float):
+        self.out = out
+        self.keep = keep
+        self.model_config = model_config
+        self.flat = flat
+        self.grid = flat.grid
+        self.timeout = timeout
+        self.thread = ThreadPoolExecutor(1)
+        self.pending = None         # the Future of the last write
+
+    @cached_property
+    def order(self) -> list[tuple[ParamSpec, list[Piece]]]:
+        return file_order(self.model_config, self.grid, self.flat.num_shards)
+
+    def submit(self, facts: dict) -> None:
+        """Copy this rank's pieces, then start to write the state: `facts` and the tensors. Every
+        rank must call it. Call `wait` before."""
+        copies = copy_pieces(self.flat, STATE.values(), self.timeout)
+        task = self._write if self.grid.rank == 0 else self._send
+        self.pending = self.thread.submit(task, facts, copies)
+
+    def _send(self, facts: dict, copies: deque) -> None:
+        send_pieces(copies, self.grid, facts["step"])
+
+    def _write(self, facts: dict, copies: deque) -> str | None:
+        dtype = self.flat.buckets[0].shard["master"].dtype
+        inbox = Inbox(self.order, dtype, copies, self.grid, facts["step"])
+        tensors = {key: {spec.name: Streamed(spec.shape, dtype, inbox) for spec, _ in self.order}
+                   for key in STATE}
+        try:
+            checkpoint.save(facts | tensors, self.out, self.keep)
+            return None
+        except OSError as error:        # training continues: earlier files are whole
+            reason = str(error)         # the exception itself would keep a tensor in memory
+        warn(f"{reason}; {what_is_left(self.out)}")
+        inbox.discard_rest()
+        return reason
+
+    def wait(self, required: bool = False) -> str | None:
+        """Wait for the last write, however slow the disk is. Returns on rank 0 why it failed.
+        Raises PeerError if another rank is gone, and RunError if rank 0 could not write a
+        checkpoint that is `required`."""
+        error = None if self.pending is None else self.pending.result()
+        if required and error is not None:
+            raise RunError(f"the last checkpoint is lost: {error}: see that {self.out} can be "
+                           f"written and has space for it, then give the same command")
+        return error
+
+    def close(self) -> None:
+        """Wait for the last write when the run ends by an error. If that error is the loss of
+        rank 0, nobody receives. So the others wait for `timeout` seconds."""
+        if self.pending is not None:
+            timeout = None if self.grid.rank == 0 else self.timeout
+            with suppress(PeerError, TimeoutError):
+                self.pending.result(timeout)
+
+
+@torch.no_grad()
+def copy_pieces(flat: FlatParameters, names, timeout: float) -> deque[torch.Tensor]:
+    """Copy to host memory the pieces that the file takes from this rank, for each of the flat
+    tensors `names`, in the order of the file. PeerError if a GPU hangs for `timeout` seconds."""
+    copies = deque()
+    for name in names:
+        for bucket, _, shard_slice, _ in owned_slices(flat.buckets, flat.grid, flat.num_shards):
+            copy = to_host(bucket.shard[name][shard_slice], timeout)
+            # A copy from CUDA is pinned memory, which may take twice the space. Its clone is not.
+            copies.append(copy.clone())
+    return copies
+
+
+def send_pieces(copies: deque[torch.Tensor], grid: Grid, tag: int) -> None:
+    """Send the copies to rank 0, in order, and free each once it is sent. A message waits until
+    rank 0 asks for it. If rank 0 dies, the connection breaks. The tag is the step of the save."""
+    while copies:
+        with comm_errors("save, send to rank 0"):
+            dist.isend(copies.popleft(), 0, grid.groups["save"], tag).wait(timedelta(days=1))
+
+
+class Inbox:
+    """On rank 0: receives the full tensors of one save, in the order of the file. The pieces come
+    from the other ranks by messages with this tag, and from the rank's own `copies`."""
+
+    def __init__(self, order: list[tuple[ParamSpec, list[Piece]]], dtype: torch.dtype,
+                 copies: deque[torch.Tensor], grid: Grid, tag: int):
+        self.expected = deque(parameter for _ in STATE for parameter in order)
+        self.dtype = dtype
+        self.copies = copies
+        self.grid = grid
+        self.tag = tag
+        self.receives = []              # [(operation, Work)] under way
+
+    def read(self) -> torch.Tensor:
+        """The next full tensor."""
+        spec, pieces = self.expected.popleft()
+        return join_pieces(spec, pieces, self.dtype, self)
+
+    def discard_rest(self) -> None:
+        """Receive what nobody writes: each rank waits until rank 0 has taken all its pieces."""
+        while self.expected:
+            self.read()
+
+    def receive(self, rank: int, space: torch.Tensor) -> None:
+        """Fill `space` with the next piece of a rank. Until `wait` returns it may be incomplete."""
+        if rank == 0:
+            space.copy_(self.copies.popleft())
+            return
+        operation = f"save, receive from rank {rank}{on_hosts([rank], self.grid.hosts)}"
+        with comm_errors(operation):
+            receive = dist.irecv(space, rank, self.grid.groups["save"], self.tag)
+        self.receives.append((operation, receive))
+
+    def wait(self) -> None:
+        for operation, receive in self.receives:
+            with comm_errors(operation):
+                receive.wait()
+        self.receives = []
