@@ -66,7 +66,7 @@ def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: Path)
         state[key][name] = tensor.cpu().clone()     # torch.save would write a view's whole memory
     path = step_file(out, facts["step"])
     aside = out / "step.pt.tmp"
-    aside.unlink(missing_ok=True)           # of a killed save: it may be a second name of its file
+    aside.unlink(missing_ok=True)           # a killed save may have left a second name of its file
     with open(aside, "wb") as file:
         torch.save(state, file)
         file.flush()
@@ -107,17 +107,23 @@ def named_tensors(model: GPT, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
 # In any layout: a parameter is cut twice
 # ---------------------------------------------------------------------------------------------
 #
-#     full tensor                 in the file, under its global name
-#     part 0 | part 1             tensor parallelism: one part for each tp rank (ParamSpec.cut)
-#     . . .|. . . . .             ZeRO: a part is flattened. Its numbers are cut where the shards of
-#                                 its bucket end. A rank's numbers of one part are a piece.
+#     full tensor                    in the file, under its global name
+#     part 0        | part 1         tensor parallelism: one part for each tp rank (ParamSpec.cut)
+#     piece | piece | piece | piece  ZeRO: a part is flattened, then cut where the shards of its
+#                                    bucket end
 
 
 class Piece(NamedTuple):
-    """What one rank contributes to a full tensor: parts[part].flatten()[numbers]."""
+    """What the file takes from one rank of one tensor: part.flatten()[numbers]."""
     rank: int
     part: int
     numbers: slice
+
+
+class Scattered(NamedTuple):
+    """A full tensor as the ranks hold it."""
+    spec: ParamSpec
+    pieces: list[Piece]
 
 
 def owned_slices(buckets: list[Bucket], grid: Grid, num_shards: int) -> Iterator[tuple]:
@@ -133,30 +139,37 @@ def owned_slices(buckets: list[Bucket], grid: Grid, num_shards: int) -> Iterator
                 yield bucket, spec, shard_slice, param_slice
 
 
-def file_order(model_config: GPTConfig, grid: Grid,
-               num_shards: int) -> list[tuple[ParamSpec, list[Piece]]]:
-    """All parameters of the model in the order of the file, each with the pieces that make it. It
-    is a function of the model and the layout, so rank 0 need not ask the other ranks."""
+def file_order(model_config: GPTConfig, grid: Grid, num_shards: int) -> list[Scattered]:
+    """All parameters of the model, in the order of the file. This is a function of the model and
+    the layout: rank 0 need not ask the other ranks what they hold."""
     order = {}
     for stage in range(grid.pp):
-        owners = grid.ranks[:, stage].flatten(0, 1)[:num_shards]        # (replica, tp rank)
-        places = [Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks, cp=grid.cp)
-                  for rank in owners.flatten().tolist()]
-        specs = param_specs(build_stage(model_config, places[0]), model_config, places[0])
+        ranks = grid.ranks[:, stage].flatten(0, 1)                      # (replica, tp rank)
+        place = at_rank(grid, int(ranks[0, 0]))
+        specs = param_specs(build_stage(model_config, place), model_config, place)
         for bucket in make_buckets(specs, grid.replicas):
-            order |= {spec.name: (spec, []) for spec in bucket.specs if not spec.is_tied_copy}
-        for place in places:
-            buckets = make_buckets(specs, grid.replicas, num_shards, place.replica)
-            for _, spec, _, param_slice in owned_slices(buckets, place, num_shards):
-                pieces = order[spec.name][1]
-                pieces.append(Piece(place.rank, place.tp_rank, param_slice))
+            order |= {spec.name: Scattered(spec, []) for spec in bucket.specs
+                      if not spec.is_tied_copy}
+        for shard in range(num_shards):
+            buckets = make_buckets(specs, grid.replicas, num_shards, shard)
+            for rank in ranks[shard].tolist():
+                place = at_rank(grid, rank)
+                for _, spec, _, param_slice in owned_slices(buckets, place, num_shards):
+                    piece = Piece(rank, place.tp_rank, param_slice)
+                    order[spec.name].pieces.append(piece)
     return list(order.values())
 
 
-def join_pieces(spec: ParamSpec, pieces: list[Piece], dtype: torch.dtype, inbox) -> torch.Tensor:
-    """The full tensor that the pieces make. `inbox` receives them (runtime/checkpoint_writer.py)."""
+def at_rank(grid: Grid, rank: int) -> Grid:
+    """The place of another rank in the same layout."""
+    return Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks, cp=grid.cp)
+
+
+def join_pieces(parameter: Scattered, dtype: torch.dtype, inbox) -> torch.Tensor:
+    """The full tensor. Its pieces come from `inbox`, which is a checkpoint_writer.Inbox."""
+    spec = parameter.spec
     parts = torch.empty(1 if spec.partition_dim is None else spec.tp, spec.numel, dtype=dtype)
-    for piece in pieces:
+    for piece in parameter.pieces:
         inbox.receive(piece.rank, parts[piece.part, piece.numbers])
     inbox.wait()
     return spec.join(parts.view(-1, *spec.local_shape).unbind())

@@ -144,8 +144,8 @@ class FullTensors:
         return list(full.values())
 
     def _is_owner(self, spec) -> bool:
-        """Whether the numbers of this parameter that this rank has count as its own. (As in a save:
-        checkpoint.owned_slices.)"""
+        """Whether the numbers of this parameter that this rank has count as its own, as in a save
+        (checkpoint.owned_slices)."""
         counts = self.grid.replica < self.num_shards      # without ZeRO the first replica alone
         is_replicated = spec.partition_dim is None and self.grid.tp_rank > 0
         return counts and not (is_replicated or spec.is_tied_copy)

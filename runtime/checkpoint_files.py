@@ -35,7 +35,7 @@ class CorruptCheckpoint(ValueError):
 
 
 class ReadFailed(RunError, OSError):
-    """The file system failed repeatedly; the file itself may be whole."""
+    """The file system failed repeatedly. The file itself may be whole."""
 
 
 def step_file(out: Path, step: int) -> Path:
@@ -48,9 +48,9 @@ def step_file(out: Path, step: int) -> Path:
 
 
 def write_file(content: dict | Path, aside: Path, path: Path) -> None:
-    """Write a state, or copy a file, to the file `aside` and, once it is whole and on the disk,
-    rename it to `path`. Raises OSError if it cannot be written, PeerError if a rank that sends
-    its shards is gone; too little memory is raised as it is."""
+    """Write a state, or copy a file, to the file `aside`. Once it is whole and on the disk, rename
+    it to `path`. Raises OSError if it cannot be written, PeerError if a rank that sends its pieces
+    is gone, and the allocator's own error if memory is too small."""
     try:
         with open(aside, "wb") as file:
             if isinstance(content, Path):
@@ -197,9 +197,9 @@ def verify(path: Path) -> None:
 @retry_transient
 def list_checkpoints(out: Path) -> list[Path]:
     """The checkpoints in `out`, newest first. A file written after more rollbacks is newer: a
-    rollback makes the files of later steps void. Otherwise that of the later step is. (The time
-    of a file is that of its last copy.) A file with two names, as latest.pt is a hard link, is
-    listed once, under its step's name."""
+    rollback makes the files of later steps void. Otherwise that of the later step is. The time of
+    a file says nothing, because a copy changes it. A file with two names, as latest.pt is a hard
+    link, is listed once, under its step's name."""
     try:
         names = os.listdir(out)
     except (FileNotFoundError, NotADirectoryError):
@@ -232,7 +232,7 @@ def what_is_left(out: Path) -> str:
 
 
 def read_order(path: Path) -> tuple[int, int] | None:
-    """(rollbacks of the run so far, step) of a checkpoint; None if it cannot be read."""
+    """(rollbacks of the run so far, step) of a checkpoint, or None if it cannot be read."""
     try:
         with name_for_torch(path) as name:
             state = torch.load(name, map_location="cpu", mmap=True, weights_only=True)

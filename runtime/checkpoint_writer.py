@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from checkpoint import STATE, Piece, file_order, join_pieces, owned_slices
+from checkpoint import STATE, Scattered, file_order, join_pieces, owned_slices
 from model import GPTConfig
 from parallelism.build import Grid
 from parallelism.collectives import PeerError, comm_errors, on_hosts, to_host
-from parallelism.tensor import ParamSpec
 from parallelism.zero import FlatParameters
 from runtime.checkpoint_files import what_is_left
 from runtime.processes import RunError, warn
@@ -49,7 +48,7 @@ class Writer:
         self.pending = None         # the Future of the last write
 
     @cached_property
-    def order(self) -> list[tuple[ParamSpec, list[Piece]]]:
+    def order(self) -> list[Scattered]:
         return file_order(self.model_config, self.grid, self.flat.num_shards)
 
     def submit(self, facts: dict) -> None:
@@ -120,8 +119,8 @@ class Inbox:
     """On rank 0: receives the full tensors of one save, in the order of the file. The pieces come
     from the other ranks by messages with this tag, and from the rank's own `copies`."""
 
-    def __init__(self, order: list[tuple[ParamSpec, list[Piece]]], dtype: torch.dtype,
-                 copies: deque[torch.Tensor], grid: Grid, tag: int):
+    def __init__(self, order: list[Scattered], dtype: torch.dtype, copies: deque[torch.Tensor],
+                 grid: Grid, tag: int):
         self.expected = deque(parameter for _ in STATE for parameter in order)
         self.dtype = dtype
         self.copies = copies
@@ -131,8 +130,7 @@ class Inbox:
 
     def read(self) -> torch.Tensor:
         """The next full tensor."""
-        spec, pieces = self.expected.popleft()
-        return join_pieces(spec, pieces, self.dtype, self)
+        return join_pieces(self.expected.popleft(), self.dtype, self)
 
     def discard_rest(self) -> None:
         """Receive what nobody writes: each rank waits until rank 0 has taken all its pieces."""
