@@ -57,6 +57,18 @@ OPTIONAL = ("tokenizer_file", "template", "template_file", "ends")
 # ---------------------------------------------------------------------------------------------
 
 
+def named_tensors(model: GPT, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
+    """Yields (key of the file, global name, tensor). A tensor is a view of the parameter or moment
+    that leaves out the padding of the vocabulary."""
+    shapes = parameter_shapes(model.cfg)
+    for name, parameter in model.named_parameters():        # tied weights once
+        rows = shapes[name][0]
+        adam = optimizer.state[parameter]
+        yield "parameters", name, parameter.detach()[:rows]
+        yield "exp_avg", name, adam["exp_avg"][:rows]
+        yield "exp_avg_sq", name, adam["exp_avg_sq"][:rows]
+
+
 def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: Path) -> None:
     """Write out/step_0000000k.pt and latest.pt. `facts` are the entries of the file except the
     tensors and the number of updates, which is Adam's."""
@@ -89,18 +101,6 @@ def plain_load(model: GPT, optimizer: torch.optim.AdamW, path: Path) -> dict:
     for key, name, tensor in named_tensors(model, optimizer):
         tensor.copy_(state[key][name])
     return {key: value for key, value in state.items() if key not in STATE}
-
-
-def named_tensors(model: GPT, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
-    """Yields (key of the file, global name, tensor). A tensor is a view of the parameter or moment
-    that leaves out the padding of the vocabulary."""
-    shapes = parameter_shapes(model.cfg)
-    for name, parameter in model.named_parameters():        # tied weights once
-        rows = shapes[name][0]
-        adam = optimizer.state[parameter]
-        yield "parameters", name, parameter.detach()[:rows]
-        yield "exp_avg", name, adam["exp_avg"][:rows]
-        yield "exp_avg_sq", name, adam["exp_avg_sq"][:rows]
 
 
 # ---------------------------------------------------------------------------------------------
