@@ -78,15 +78,13 @@ def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: Path)
         state[key][name] = tensor.cpu().clone()     # torch.save would write a view's whole memory
     path = step_file(out, facts["step"])
     aside = out / "step.pt.tmp"
-    aside.unlink(missing_ok=True)           # a killed save may have left a second name of its file
     with open(aside, "wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())             # on the disk before it gets its name
     os.replace(aside, path)
-    os.link(path, aside)                    # a second name of the same file
-    os.replace(aside, out / "latest.pt")
-    flush_folder(out)                       # the names too
+    link_file(path, out / "latest.pt")      # a second name of the same file
+    flush_folder(out)                       # both names are on the disk
 
 
 @torch.no_grad()

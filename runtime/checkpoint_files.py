@@ -73,7 +73,7 @@ def link_file(path: Path, name: Path) -> None:
     """Give the file `path` a second name, which another file may have had. At each moment the name
     belongs to a whole file."""
     aside = name.with_name(name.name + ".tmp")
-    aside.unlink(missing_ok=True)
+    aside.unlink(missing_ok=True)               # a killed save may have left it
     with suppress(OSError):
         os.link(path, aside)
     if aside.exists():

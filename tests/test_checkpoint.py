@@ -100,8 +100,8 @@ def test_files_reach_the_disk_before_they_get_their_names(tmp_path, links, safe)
 
 
 def test_plain_save_writes_whole_files_without_padding(tmp_path, safe):
-    """Its files too reach the disk before they get their names. A save that was killed before its
-    last rename has left a second name of its file, which the next save must not overwrite."""
+    """Its files too reach the disk before they get their names. A save that was killed has left
+    its files aside, of which one is a second name of a whole file."""
     cfg = GPTConfig(vocab_size=257, n_layer=1, n_embd=32)           # padded to 384
     model = GPT(cfg)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -117,7 +117,8 @@ def test_plain_save_writes_whole_files_without_padding(tmp_path, safe):
         state = checkpoint.load(file)
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes
                    for key in checkpoint.STATE for tensor in state[key].values())
-        os.link(file, tmp_path / "step.pt.tmp")
+        os.link(file, tmp_path / "latest.pt.tmp")
+        (tmp_path / "step.pt.tmp").write_bytes(bytes(1_000_000))
     assert steps_listed(tmp_path) == [2, 1]
 
 
