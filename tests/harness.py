@@ -63,7 +63,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
 import checkpoint
 import data
@@ -172,6 +172,19 @@ def readme_commands(program) -> list[tuple[str, list[str]]]:
 # Ranks: eight processes that are started once
 # ---------------------------------------------------------------------------------------------
 
+class RankFailed(AssertionError):
+    """An assertion of a rank: the first line says which and what, then comes its traceback."""
+
+
+def place_and_values(error):
+    """Where a test failed, and the first line of the AssertionError, or of the code if it says
+    nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = [frame for frame in frames if frame.filename != __file__][-1]
+    said = str(error).partition("\n")[0] or frame.line
+    return f"{Path(frame.filename).name}:{frame.lineno}: {said}"
+
+
 def work(task):
     """In one of the pool's processes -> (rank, its answer as a file of torch.save, which has the
     memory that several tensors are views of once; pickle would send it with each of them)."""
@@ -187,6 +200,9 @@ def work(task):
             dist.barrier()
             dist.destroy_process_group()
         return rank, answer.getvalue()
+    except AssertionError as error:
+        said = f"rank {rank} of {world}, {place_and_values(error)}"
+        raise RankFailed(f"{said}\n{traceback.format_exc()}") from None
     except BaseException:
         raise RuntimeError(f"rank {rank} of {world}:\n{traceback.format_exc()}") from None
 
@@ -213,7 +229,8 @@ class Pool:
 
     def run(self, world, fn, *args, seconds=120):
         """[fn(rank, world, *args) of each rank]. A rank's exception is raised here with its
-        traceback; after it, or `seconds` without an answer, the processes are replaced."""
+        traceback, a rank's failed assertion as RankFailed. After it, or `seconds` without an
+        answer, the processes are replaced."""
         self.processes = self.processes or self.start()
         call = pickle.dumps((fn, args))
         try:
@@ -226,6 +243,27 @@ class Pool:
         except BaseException:
             self.stop()
             raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A claim that fails, or a rank of a test, is told in one line: the claim, the layout, the
+    values. With -vv or --tb=long its traceback is shown."""
+    report = yield
+    error = call.excinfo and call.excinfo.value
+    claims = [mark.args[0] for mark in item.iter_markers("claim")]
+    short = item.config.option.verbose < 2 and item.config.option.tbstyle == "auto"
+    if short and isinstance(error, AssertionError) and (claims or isinstance(error, RankFailed)):
+        said = [f"claim: {claim}" for claim in claims]
+        if hasattr(item, "callspec"):
+            said.append(", ".join(f"{name} {getattr(value, '__name__', value)}"
+                                  for name, value in item.callspec.params.items()))
+        if isinstance(error, RankFailed):
+            said.append(str(error).partition("\n")[0])
+        else:
+            said.append(place_and_values(error))
+        report.longrepr = " | ".join(said)
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -561,16 +599,32 @@ def stage_of(plain, grid, recompute=False):
 # What is compared, counted and watched
 # ---------------------------------------------------------------------------------------------
 
+class Difference(float):
+    """A relative difference that names its place and the two values there when it is printed."""
+
+    def __new__(cls, difference, place=""):
+        self = super().__new__(cls, difference)
+        self.place = place
+        return self
+
+    def __repr__(self):
+        return f"{float(self):.3g}{self.place}"
+
+
 def relative(ours, theirs):
-    """Largest |difference| of numbers, or of tensors in Euclidean norm, relative to `theirs`."""
-    def difference(*pair):
+    """The largest Difference of numbers, or of tensors in Euclidean norm, relative to `theirs`."""
+    def difference(path, *pair):
         ours, theirs = (torch.as_tensor(x, dtype=torch.float64) for x in pair)
-        assert ours.shape == theirs.shape
+        assert ours.shape == theirs.shape, keystr(path)
         off = (ours - theirs).norm()
         if off == 0:
-            return 0.0              # also from zero
-        return (off / theirs.norm()).nan_to_num(math.inf).item()    # max() would pass over a NaN
-    return max(tree_leaves(tree_map(difference, ours, theirs)))
+            return Difference(0.0)      # also from zero
+        largest = (ours - theirs).abs().argmax()
+        values = (f"{x.flatten()[largest].item():.12g}" for x in (ours, theirs))
+        place = (" at " + keystr(path) if path else "") + ": " + " beside ".join(values)
+        # A NaN is infinitely far away: max() would pass over it.
+        return Difference((off / theirs.norm()).nan_to_num(math.inf).item(), place)
+    return max(tree_leaves(tree_map_with_path(difference, ours, theirs)))
 
 
 def assert_close(pairs, bound):
@@ -580,11 +634,15 @@ def assert_close(pairs, bound):
         assert difference <= bound, f"{name} differs by {difference}"
 
 
+def by_step(rows, name):
+    return {f"step {row['step']}": {name: row[name]} for row in rows}
+
+
 def assert_same_rows(rows, expected, bound):
     """Losses, norms and the last validation loss of two runs are equal, to `bound`."""
     for name in ("loss", "grad_norm"):
-        assert relative(column(rows, name), column(expected, name)) <= bound, name
-    assert relative(rows[-1]["val_loss"], expected[-1]["val_loss"]) <= bound
+        assert relative(by_step(rows, name), by_step(expected, name)) <= bound
+    assert relative(by_step(rows[-1:], "val_loss"), by_step(expected[-1:], "val_loss")) <= bound
 
 
 def assert_same_state(one, two, but=("config", "run")):
@@ -598,12 +656,25 @@ def assert_same_state(one, two, but=("config", "run")):
             assert one[key] == two[key], key
 
 
+def different_bits(ours, theirs):
+    """The first difference of two runs (Trained), in their rows (but for the speed) or in their
+    final states: its place and values. Empty if all bits are equal."""
+    def of_tensors(path, one, other):
+        if torch.equal(one, other):
+            return ""
+        return f"final state{keystr(path)} differs by {relative(one, other)}"
+    assert len(ours.rows) == len(theirs.rows)
+    for one, other in zip(ours.rows, theirs.rows):
+        for name in {**one, **other}:
+            pair = one.get(name), other.get(name)
+            if pair[0] != pair[1] and name != "tokens_per_second":
+                return f"step {one['step']}, {name}: {pair[0]} beside {pair[1]}"
+    found = tree_leaves(tree_map_with_path(of_tensors, ours.state, theirs.state))
+    return next(filter(None, found), "")
+
+
 def same_bits(ours, theirs):
-    """Whether two runs (Trained) have equal rows (but for the time) and bit-equal final states."""
-    timeless = [[{key: x for key, x in row.items() if key != "tokens_per_second"}
-                 for row in run.rows] for run in (ours, theirs)]
-    return timeless[0] == timeless[1] and all(
-        tree_leaves(tree_map(torch.equal, ours.state, theirs.state)))
+    return different_bits(ours, theirs) == ""
 
 
 def column(steps, name):
@@ -613,9 +684,11 @@ def column(steps, name):
 def differences(ours, theirs):
     """Largest relative differences (loss, gradient, norm) over all steps of two runs (Trained) that
     looked at the `whole_gradient`."""
-    losses = ([*column(run.rows, "loss"), run.rows[-1]["val_loss"]] for run in (ours, theirs))
-    norms = (column(run.rows, "grad_norm") for run in (ours, theirs))
-    return relative(*losses), relative(ours.seen, theirs.seen), relative(*norms)
+    losses = [by_step(run.rows, "loss") | {"end": by_step(run.rows[-1:], "val_loss")}
+              for run in (ours, theirs)]
+    gradients = [dict(zip(by_step(run.rows, "step"), run.seen)) for run in (ours, theirs)]
+    norms = [by_step(run.rows, "grad_norm") for run in (ours, theirs)]
+    return relative(*losses), relative(*gradients), relative(*norms)
 
 
 CUTS = {        # of a parameter: (the dimension that is cut, how many matrices are stacked there)
