@@ -11,16 +11,16 @@ One step in 16 bits (Micikevicius et al. 2018, "Mixed Precision Training", secti
        loss, and a gradient's sum over the tokens are computed in fp32, and then rounded.
     2. The loss is multiplied by the loss scale, so that gradients too small for fp16 (below 6e-8)
        survive.
-    3. The 16-bit gradient of every microbatch is added to an fp32 buffer, which is then divided by
-       the scale.
+    3. The 16-bit gradient of every microbatch is added to an fp32 buffer. One factor then takes the
+       loss scale out of the buffer and clips it.
     4. AdamW updates the fp32 masters, and the parameters are the rounded masters. An update that is
-       far smaller than the last bit of a parameter is not lost: it accumulates in the master.
+       far smaller than the last bit of a parameter is not lost. It accumulates in the master.
 
 bf16 has the exponent of fp32, so it needs steps 1, 3 and 4 but no scale.
 
-An overflow anywhere, on any rank, skips the update everywhere: masters, moments and Adam's own step
-count stay as they are. The step number, the learning-rate schedule and the place in the data
-move on. The batch is not tried again: a batch that always overflows would stop the run.
+An overflow on any rank skips the update on all ranks. Masters, moments and Adam's own step count
+stay as they are. The step number, the learning-rate schedule and the place in the data advance. The
+batch is not tried again, because a batch that always overflows would stop the run.
 """
 import math
 
@@ -39,19 +39,19 @@ PRECISIONS = {
 # ---------------------------------------------------------------------------------------------
 # The loss scaler
 #
-# Dynamic loss scaling in its plainest form is one function, which a test runs beside
-# torch.amp.GradScaler. What training does departs from it:
+# Dynamic loss scaling in its plainest form is one function. A test runs it beside
+# torch.amp.GradScaler. Training departs from the plain form:
 #
 #     1  the scale also grows, after 2,000 steps in a row without overflow     LossScaler.update
-#     2  it has a floor; a scale that reaches it means that the run diverged   min_scale
-#     3  all ranks agree on an overflow: one has it, all skip                  train.Run.step_stats
-#     4  gradients are not divided one by one: clipping's factor contains it   clip_factor
+#     2  the scale has a floor, which it reaches only if the run diverges      min_scale
+#     3  if one rank has an overflow, all ranks skip the step                  train.Run.step_stats
+#     4  one factor divides by the scale and clips, in one pass                clip_factor
 #     5  gradients and masters are fp32, beside 16-bit parameters              FlatParameters
 # ---------------------------------------------------------------------------------------------
 
 
 def plain_scaled_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer, scale: float) -> float:
-    """Take one step of `optimizer` on the gradients of an fp16 `loss`; return the next scale."""
+    """Take one step of `optimizer` on the gradients of an fp16 `loss`. Returns the next scale."""
     parameters = optimizer.param_groups[0]["params"]
     optimizer.zero_grad()
     (loss * scale).backward()                       # small gradients no longer round to zero
@@ -64,15 +64,16 @@ def plain_scaled_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer, scal
 
 
 MIN_SCALE = 1.0                 # the floor of the loss scale
+NEVER = 2 ** 62                 # a growth_interval that no run reaches
 NOT_FINITE = "not finite"       # why a step is skipped: the loss or a gradient is inf or NaN
 
 
 class LossScaler:
     """The factor on the loss: halved when gradients overflow, doubled after a long run without.
 
-    Step for step it does what torch.amp.GradScaler does to its scale, in fp32 as there, plus a
-    floor: the scale never falls below `min_scale`. `update` never raises, and the scale never grows
-    past what fp32 holds; runtime/divergence.py judges what a scale at its floor means.
+    Step for step it moves as torch.amp.GradScaler's scale, in fp32 as there. In addition, it never
+    falls below `min_scale` and never grows past what fp32 holds. `update` never raises.
+    runtime/divergence.py judges what a scale at its floor means.
     """
 
     def __init__(self, init_scale: float = 2.0 ** 16, growth_factor: float = 2.0,
@@ -106,10 +107,10 @@ class LossScaler:
 
 
 def make_scaler(dtype: str) -> LossScaler:
-    """The scaler of a precision. Only fp16 needs a scale; for the others it is 1 and stays 1."""
+    """The scaler of a precision. Only fp16 needs one. In the others the scale stays 1."""
     if dtype == "fp16":
         return LossScaler()
-    return LossScaler(init_scale=1.0, growth_interval=2 ** 62)
+    return LossScaler(init_scale=1.0, growth_interval=NEVER)
 
 
 def _round_to_fp32(x: float) -> float:
@@ -117,8 +118,8 @@ def _round_to_fp32(x: float) -> float:
 
 
 def clip_factor(norm: float, clip: float, loss_scale: float) -> float:
-    """The factor on the accumulated gradients. 1 / loss_scale takes the loss scale out; a global
-    norm (unscaled) above `clip` is brought down to it (Pascanu et al. 2013). clip 0: no clipping.
+    """The factor on the accumulated gradients. It takes the loss scale out, and brings a norm
+    above `clip` down to it (Pascanu et al. 2013). `norm` is without the scale. clip 0: no clipping.
     """
     factor = 1.0
     if clip > 0:

@@ -1,24 +1,23 @@
 """3D parallelism of the GPT in its plainest form: data, pipeline and tensor parallelism, with
 sequence and context parallelism and ZeRO. It runs on CPUs.
 
-    python data.py; python parallel.py                                  # in one process
+    python data.py && python parallel.py                                # in one process
     torchrun --nproc_per_node=8 parallel.py --tp 2 --pp 2 --zero 1      # dp = 8 / (tp pp) = 2
 
 trains the quick start's model on its data for 20 steps. With the same seed and global batch every
-layout has the same losses and gradients, up to the order of additions; those of train.py agree to
-1e-5. The sections below are the program; flags choose what runs. Nothing is tuned for speed, but
-buckets overlap communication with backward. Read it, run it, change it.
+layout has the same losses and gradients, up to the order of additions. They agree with those of
+train.py to 1e-5. The sections below are the program, and flags choose what runs. Nothing is tuned
+for speed, but buckets overlap communication with backward. Read it, run it, change it.
 
     1. Ranks                    their grid, their groups, their collectives
     2. Tensor parallelism       each matrix is cut             --tp, --sequence-parallel
     3. Pipeline parallelism     the layers are cut             --pp, --pp-schedule
-    4. Data parallelism         the batch is cut               --zero; dp is what remains
+    4. Data parallelism         the batch is cut               --zero (dp is what remains)
     5. Context parallelism      the sequence is cut            --cp
     6. All together             one step, and the program
 
-parallelism/ has the versions that train.py runs: the same techniques, faster and with less memory.
-tensor.py, pipeline.py, zero.py and context.py there begin with a table of what they add to the
-plain form.
+parallelism/ has the versions that train.py runs. They are faster and need less memory. tensor.py,
+pipeline.py, zero.py and context.py there begin with a table of what they add to the plain form.
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V vocabulary.
 """
@@ -47,11 +46,11 @@ from model import GPT, GPTConfig, ceil_div
 #       replica 1     4   5       6   7          pipelines          (0 2) (1 3) (4 6) (5 7)
 #                                                same weights       (0 4) (1 5) (2 6) (3 7)
 #
-# Tensor parallelism communicates most (four all-reduces per block and microbatch: two forward, two
-# backward), so its ranks are adjacent and share a machine. Context parallelism exchanges keys and
-# values in each block, so its ranks come next. Pipelines send only activations between neighbors.
-# Data parallelism reduces gradients once a step (ZeRO 2: once per microbatch; ZeRO 3 gathers
-# parameters, too), so its ranks may be on different machines (Narayanan et al. 2021, section 3).
+# Tensor parallelism communicates most: each block and microbatch needs two all-reduces in forward
+# and two in backward. So its ranks are adjacent and share a machine. Context parallelism exchanges
+# keys and values in each block, so its ranks come next. Pipelines send only activations between
+# neighbors. Data parallelism reduces gradients once a step, and more often with ZeRO 2 and 3. So
+# its ranks may be on different machines (Narayanan et al. 2021, section 3).
 # ---------------------------------------------------------------------------------------------
 
 
@@ -62,9 +61,9 @@ class Grid:
     """The layout, this rank's place in it, and its process groups (None for a group of one). With
     `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers.
 
-    A replica is a full copy of the model, on pp x tp ranks. There are dp x cp: dp cuts the rows of
-    the batch, cp their positions. (With cp 2 each replica of the drawing becomes two.) Their
-    gradients are summed, and ZeRO shards over them."""
+    A replica is a full copy of the model, on pp x tp ranks. There are dp x cp replicas: dp cuts the
+    rows of the batch, and cp cuts their positions. With cp 2 each replica of the drawing becomes
+    two. The gradients of the replicas are summed, and ZeRO shards over the replicas."""
 
     def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, *, cp: int = 1,
                  sequence_parallel: bool = False):
@@ -95,9 +94,10 @@ class Grid:
 
 
 def make_groups(grid: Grid) -> None:
-    """Create this rank's process groups. Only the members of a group create it. (PyTorch names it
-    after the number of groups that a member has created, which must be equal in all members. Stages
-    in the middle do not create "embedding", so it comes last.)"""
+    """Create this rank's process groups. Only the members of a group create it.
+
+    PyTorch names a new group by the number of groups that the process has created. All members must
+    find the same name. Stages in the middle do not create "embedding", so it comes last."""
     for kind in GROUPS:
         ranks = grid.members(kind)
         if grid.rank in ranks and len(set(ranks)) > 1:
@@ -110,8 +110,8 @@ def make_groups(grid: Grid) -> None:
 #       rank a   a0 a1       a0+b0  -            a0+b0  a1+b1        a0+b0  a1+b1
 #       rank b   b0 b1       -      a1+b1        a0+b0  a1+b1        a0+b0  a1+b1
 #
-# So an all-reduce costs as much as the other two together. The group of a rank alone is None: its
-# collectives return x unchanged.
+# So an all-reduce costs as much as the other two together. A rank alone has None as its group, and
+# its collectives return x unchanged.
 
 
 def all_reduce(x: torch.Tensor, group) -> torch.Tensor:
@@ -141,8 +141,9 @@ def all_gather(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
     return torch.cat(slices, dim)
 
 
-# The backward of an all-gather is a reduce-scatter: every rank uses this slice for work of its own,
-# so its gradient is the sum of theirs. The backward of a reduce-scatter is an all-gather.
+# The backward of an all-gather is a reduce-scatter. Every rank uses this rank's slice for work of
+# its own, so the gradient of the slice is the sum of the gradients of all ranks. The backward of a
+# reduce-scatter is an all-gather.
 
 
 class AllGather(torch.autograd.Function):
@@ -177,12 +178,12 @@ class ReduceScatter(torch.autograd.Function):
 #      x -f-+                 +-g-> y             rank r computes act(x Ar) Br alone
 #           +-> act(x A2) B2 -+
 #
-#   f: identity forward,   all-reduce backward   (x is used on both ranks, so its gradient is a sum)
-#   g: all-reduce forward, identity backward     (y is a sum, so each term has the gradient of y)
+#   f: identity forward,   all-reduce backward      both ranks use x, so its gradient is a sum
+#   g: all-reduce forward, identity backward        y is a sum, so each term has the gradient of y
 #
 # Between f and g the ranks do different work, so each has only its own term of the gradient of x.
-# Outside of them all ranks do the same work, up to the same loss: each has the whole gradient
-# already, and a sum would count it tp times.
+# Before f and after g all ranks do the same work, up to the same loss. Each rank has the whole
+# gradient there, and a sum would count it tp times.
 #
 # Attention is cut the same way: each rank has some heads instead of some columns. nn.Linear stores
 # its weight as (out, in), so "by columns" cuts dimension 0. In train.py: parallelism/tensor.py.
@@ -195,7 +196,7 @@ class CopyToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return x.view_as(x)
+        return x
 
     @staticmethod
     def backward(ctx, dy):
@@ -225,21 +226,21 @@ class ReduceFromRanks(torch.autograd.Function):
 #   f: all-gather forward,     reduce-scatter backward
 #   g: reduce-scatter forward, all-gather backward
 #
-# f and g together send as much as one all-reduce, so no more than without it, and the activations
-# from g to f take 1 / tp of the memory. A LayerNorm, a bias after g and the position embedding see
-# this rank's positions alone, so their gradients are summed over the tp ranks (in `plain_3d_step`).
+# f and g together send as much as one all-reduce, so no more than without it. The activations from
+# g to f take 1 / tp of the memory. A LayerNorm, a bias after g and the position embedding see this
+# rank's positions alone, so `plain_3d_step` sums their gradients over the tp ranks.
 # In train.py: parallelism/sequence.py.
 
 
 def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The input of a matrix that is cut by columns: all positions; backward sums their gradient."""
+    """The input of a matrix cut by columns, at all positions. Backward sums the gradient."""
     if grid.sequence_parallel:
         return AllGather.apply(x, grid.groups["tp"], 1)             # (B, T / tp, C) -> (B, T, C)
     return CopyToRanks.apply(x, grid.groups["tp"])
 
 
 def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The output of a matrix that is cut by rows: the sum of the ranks' terms."""
+    """The output of a matrix that is cut by rows: the sum of what the ranks computed."""
     if grid.sequence_parallel:
         return ReduceScatter.apply(x, grid.groups["tp"], 1)         # (B, T, C) -> (B, T / tp, C)
     return ReduceFromRanks.apply(x, grid.groups["tp"])
@@ -276,26 +277,26 @@ class PlainRowLinear(nn.Module):
         super().__init__()
         self.grid = grid
         self.weight = cut(whole.weight, 1, grid)
-        self.bias = whole.bias      # whole: added after the sum; inside, it would count tp times
+        self.bias = whole.bias      # added after the sum, which would count it tp times
 
     def forward(self, x):
         return g(F.linear(x, self.weight), self.grid) + self.bias
 
 
-# The token matrix, which embedding and head share, is cut by rows: a rank has V / tp tokens. (V is
-# padded to a multiple of 128, so that it can be cut; the last rows belong to no token.)
+# The token matrix, which embedding and head share, is cut by rows: a rank has V / tp tokens. V is
+# padded to a multiple of 128, so that it can be cut. The last rows belong to no token.
 
 
 def find_local(tokens: torch.Tensor, weight: torch.Tensor, grid: Grid) -> tuple:
-    """(the row of each token in this rank's part of the matrix, 0 if absent; a mask of those
-    present)."""
+    """(the row of each token in this rank's part of the matrix, whether the part has the token). If
+    not, the row is 0."""
     rows = tokens - grid.tp_rank * len(weight)
     is_local = (rows >= 0) & (rows < len(weight))
     return rows.where(is_local, 0), is_local
 
 
 class PlainVocabEmbedding(nn.Module):
-    """tokens (B, T) -> (B, T, C). A rank has zeros for tokens whose rows others hold; g sums."""
+    """tokens (B, T) -> (B, T, C). A rank computes 0 for tokens of other ranks, and g sums."""
 
     def __init__(self, weight: nn.Parameter, grid: Grid):
         super().__init__()
@@ -309,15 +310,17 @@ class PlainVocabEmbedding(nn.Module):
 
 
 class PlainPositionEmbedding(nn.Module):
-    """Position i of this rank -> row own[i] of the whole matrix: `own` lists the positions that
-    this rank holds. Every sequence is as long as the matrix."""
+    """With sequence or context parallelism, a rank holds some positions of the sequence. The model
+    numbers them 0, 1, 2 ..., and own[i] is where number i stands in the sequence. Every sequence is
+    as long as the matrix."""
 
     def __init__(self, whole: nn.Embedding, grid: Grid):
         super().__init__()
         self.weight = whole.weight                                              # (T, C)
-        own = own_positions(torch.arange(len(self.weight)), grid.cp_rank, grid.cp)      # section 5
+        positions = torch.arange(len(self.weight))
+        own = own_positions(positions, grid.cp_rank, grid.cp)       # (T / cp): all, if cp is 1
         if grid.sequence_parallel:
-            own = own.chunk(grid.tp)[grid.tp_rank]
+            own = own.chunk(grid.tp)[grid.tp_rank]                  # (T / cp / tp)
         self.own = own
 
     def forward(self, positions):
@@ -325,12 +328,12 @@ class PlainPositionEmbedding(nn.Module):
 
 
 class PlainVocabHead(nn.Module):
-    """x (B, T, C), targets (B, T), none ignored -> the summed loss of model.Head, without any rank
-    holding all V logits z of a position:
+    """x (B, T, C), targets (B, T) -> the summed loss of model.Head. All targets count in the loss.
+    No rank holds all V logits z of a position:
 
         loss = log sum_v exp(z_v) - z_target = m + log sum_v exp(z_v - m) - z_target
 
-    With m the largest logit, exp cannot overflow; m cancels, so it needs no gradient."""
+    m is the largest logit, so that exp cannot overflow. m cancels, so it needs no gradient."""
 
     def __init__(self, whole: nn.Module, weight: nn.Parameter, grid: Grid):
         super().__init__()
@@ -366,7 +369,7 @@ def plain_tensor_parallel(model: GPT, grid: Grid) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# 3. Pipeline parallelism (GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2021, section 2.2)
+# 3. Pipeline parallelism (GPipe: Huang et al. 2019, 1F1B: Narayanan et al. 2021, section 2.2)
 #
 # The layers are cut into p stages, one for each rank of a pipeline, and the batch into m
 # microbatches, which pass through the stages one after another: forward (F), then backward (B).
@@ -380,9 +383,9 @@ def plain_tensor_parallel(model: GPT, grid: Grid) -> None:
 #                .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .
 #                .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .
 #
-# In both a stage idles for (p - 1) / (m + p - 1) of the time, the bubble. With GPipe it keeps the
-# activations of m microbatches, with 1F1B of p at most: each B frees those of its microbatch.
-# In train.py: parallelism/pipeline.py; more orders: parallelism/schedules.py.
+# In both a stage idles for (p - 1) / (m + p - 1) of the time. This is the bubble. With GPipe it
+# keeps the activations of m microbatches. With 1F1B it keeps those of p at most, because each B
+# frees those of its microbatch. In train.py: parallelism/pipeline.py and parallelism/schedules.py.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -405,8 +408,8 @@ def keep_stage(model: GPT, grid: Grid, layers) -> None:
 
 
 def plain_gpipe(stage: int, stages: int, m: int) -> list[tuple]:
-    """What a stage does, in order: all forwards, then all backwards, the last one first. (Any order
-    of the backwards would do, if all stages had the same.)"""
+    """What a stage does, in order: all forwards, then all backwards, the last one first. The
+    backwards could have any other order that is the same on all stages."""
     return [("F", i) for i in range(m)] + [("B", i) for i in reversed(range(m))]
 
 
@@ -426,19 +429,20 @@ SCHEDULES = {"gpipe": plain_gpipe, "1f1b": plain_1f1b}
 def plain_pipeline(stage: GPT, batch: list, order: list, tokens_in_batch: int,
                    grid: Grid) -> float:
     """Run the stage's forwards and backwards in this order. They accumulate the gradients of the
-    mean loss over all tokens of the batch. Returns the sum of the losses (0 on all stages but the
-    last).
+    mean loss over all tokens of the batch. Returns the sum of the losses, on the last stage. Other
+    stages return 0.
 
-    stage   maps tokens, or activations (B, T, C), to activations; the last one maps them and the
+    stage   maps tokens, or activations (B, T, C), to activations. The last stage maps them and the
             targets to the sum of the losses
     batch   microbatches, (tokens (B, T), targets (B, T))
     order   what the stage does: ("F" or "B", number of the microbatch)
 
-    `recv` waits for its message; `isend` returns at once. With a blocking send 1F1B would hang: two
-    neighbors send to each other, and each would wait for the other to receive. (NCCL needs more:
-    PP3 in pipeline.py.)"""
-    previous = grid.rank - grid.cp * grid.tp        # in the order of section 1, a stage is cp x tp
-    following = grid.rank + grid.cp * grid.tp       # ranks long
+    `recv` waits for its message. `isend` returns at once. With a blocking send 1F1B would hang: two
+    neighbors send to each other, and each would wait for the other to receive. NCCL needs more: see
+    PP3 in pipeline.py."""
+    ranks_of_stage = grid.cp * grid.tp      # consecutive, by the order of section 1
+    previous = grid.rank - ranks_of_stage
+    following = grid.rank + ranks_of_stage
     parts = grid.tp if grid.sequence_parallel else 1        # an activation has T / parts positions
     loss_sum = 0.0
     kept = {}           # microbatch: (x, y), the stage's input and output, from F to B
@@ -478,8 +482,8 @@ def plain_pipeline(stage: GPT, batch: list, order: list, tokens_in_batch: int,
 # 4. Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020)
 #
 # Every replica trains on its share of the batch. The gradients are summed over the replicas. The
-# replicas start equal (from the same seed), make the same update, and so stay equal. In train.py:
-# parallelism/zero.py. The whole idea, if every process is a replica:
+# replicas start equal, because they have the same seed. They make the same update, so they stay
+# equal. In train.py: parallelism/zero.py. The whole idea, if every process is a replica:
 # ---------------------------------------------------------------------------------------------
 
 
@@ -488,17 +492,17 @@ def plain_step(model, optimizer, tokens, targets):
     rank, dp = dist.get_rank(), dist.get_world_size()
     optimizer.zero_grad()
     loss = model(tokens.chunk(dp)[rank], targets.chunk(dp)[rank])   # a sum over this rank's tokens
-    (loss / targets.numel()).backward()                             # the mean over all tokens ...
+    (loss / targets.numel()).backward()                             # its term of the mean loss
     for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)                             # ... once these are summed
-    optimizer.step()                                                # on every rank the same
+        dist.all_reduce(parameter.grad)                             # the gradient of the mean loss
+    optimizer.step()                                                # the same on every rank
 
 
 class PlainBucket:
     """Gradients that are sent in one message, which is faster than many small ones. Autograd calls
     the hook of a parameter after it has accumulated into .grad. The last hook starts the
     all-reduce, which runs while backward computes the gradients of the next bucket. All replicas
-    complete the buckets in the same order, that of backward:
+    complete the buckets in the order of backward:
 
         backward      head       block 1         block 0         embedding
         all-reduce               head.norm ->    block 1 ----->  block 0 ----->  positions, tokens >
@@ -528,18 +532,18 @@ class PlainBucket:
 
 
 def plain_buckets(model: GPT, grid: Grid) -> list[PlainBucket]:
-    """One for each block, the token matrix, the position matrix and the last LayerNorm. The tied
-    matrix has its own: its gradient, to which head and embedding add, is complete last."""
+    """A bucket for each block, the token matrix, the position matrix and the last LayerNorm. The
+    gradient of the token matrix is complete last: head and embedding add to it."""
     contents = {}
-    for name, parameter in model.named_parameters():            # the tied matrix: once
+    for name, parameter in model.named_parameters():            # lists the tied matrix once
         module = ".".join(name.split(".")[:2])                  # blocks.0, embed.token, head.norm
         contents.setdefault(module, []).append(parameter)
     return [PlainBucket(parameters, grid.groups["replicas"]) for parameters in contents.values()]
 
 
 # AdamW keeps two moments for each parameter, its averages of the gradient and of the gradient's
-# square. With plain data parallelism every replica keeps all of them and makes the same update.
-# ZeRO divides this: replica i of r updates shard i of each parameter, laid out flat. AdamW is
+# square. With plain data parallelism every replica keeps all moments and makes the same update.
+# ZeRO divides this work: replica i of r updates shard i of each flattened parameter. AdamW is
 # elementwise, so a shard may begin and end anywhere. Of n parameters a replica keeps:
 #
 #            parameters  gradients  moments    sent: gradients                    parameters
@@ -548,8 +552,9 @@ def plain_buckets(model: GPT, grid: Grid) -> list[PlainBucket]:
 #   ZeRO 2   n           n / r      2n / r     reduce-scatter, in each backward   all-gather, once
 #   ZeRO 3   n / r       n / r      2n / r     reduce-scatter, in each backward   all-gather, in use
 #
-# (With 1 and 2 the shards here are copies: 2n / r more with 1, n / r with 2. In zero.py they are
-# views. With 3 a microbatch gathers each parameter twice, for forward and for backward.)
+# With ZeRO 3 a microbatch gathers each parameter twice, for forward and for backward. In this file
+# the shards of ZeRO 1 and 2 are copies, so ZeRO 1 keeps 2n / r more than this table, and ZeRO 2
+# keeps n / r more. In zero.py the shards are views.
 
 
 def flatten(x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -584,9 +589,9 @@ def all_gather_parameters(model: GPT, shards: dict, grid: Grid) -> None:
 
 
 def reduce_scatter_in_backward(model: GPT, shards: dict, grid: Grid) -> None:
-    """ZeRO 2: a hook reduce-scatters each gradient as soon as backward has computed it, adds this
-    rank's part to the shard's gradient, and frees the rest. So the gradients of the whole model
-    never exist at once."""
+    """ZeRO 2: a hook reduce-scatters each gradient as soon as backward has computed it. The shard
+    keeps this rank's part, and the rest is freed. So the gradients of the whole model never exist
+    at once."""
     def grad_ready(shard, parameter):
         grad = reduce_scatter(flatten(parameter.grad, grid), grid.groups["replicas"])
         shard.grad = grad if shard.grad is None else shard.grad + grad
@@ -616,14 +621,14 @@ class PlainGathered(nn.Module):
         return torch.func.functional_call(self.module, parameters, inputs)
 
     def forward(self, *inputs):
-        # Autograd would keep the gathered parameters for backward. The checkpoint drops them: in
-        # backward it gathers them, and runs forward, again. (FSDP and zero.py only gather again.)
+        # Autograd would keep the gathered parameters for backward. The checkpoint drops them. In
+        # backward it gathers them and runs forward again. FSDP and zero.py only gather again.
         return checkpoint(self.gather_and_run, *inputs, use_reentrant=False)
 
 
 def gather_in_use(model: GPT, shards: dict, grid: Grid) -> None:
-    """ZeRO 3: embedding, blocks and head keep nothing but their shards. (Embedding and head gather
-    the same shard of the tied matrix, and add to its gradient.)"""
+    """ZeRO 3: embedding, blocks and head keep nothing but their shards. Embedding and head gather
+    the same shard of the tied matrix, and add to its gradient."""
     name_of = {parameter: name for name, parameter in model.named_parameters()}
 
     def gathered(module):
@@ -641,26 +646,25 @@ def gather_in_use(model: GPT, shards: dict, grid: Grid) -> None:
 # ---------------------------------------------------------------------------------------------
 # 5. Context parallelism (Llama 3, Grattafiori et al. 2024, section 3.3.2)
 #
-# The activations of a long sequence do not fit on one rank. So the sequence is cut, too: a rank
-# runs the whole model on some of its positions. It embeds them with their global positions and
-# computes their losses; the gradients of parameters are summed over the ranks, as in data
-# parallelism. Only attention reads other positions: the keys and values of those before. A later
-# position attends to more keys, so for equal work each rank has an early and a late piece of the
-# sequence. For two ranks and 12 positions:
+# The activations of a long sequence do not fit on one rank. So the sequence is cut, too. A rank
+# runs the whole model on some of its positions, from the embedding to the loss. The gradients of
+# parameters are summed over the ranks, as in data parallelism. Only attention reads other
+# positions: the keys and values of earlier ones. A later position attends to more keys. For equal
+# work each rank has an early and a late piece of the sequence. For two ranks and 12 positions:
 #
 #     position            0 1 2    3 4 5    6 7 8    9 10 11
 #     rank                0        1        1        0
 #     number of keys      1 2 3    4 5 6    7 8 9    10 11 12        39 on either rank
 #
-# (The plain form computes the masked scores, too, so it does not gain from this; CP1 in context.py
-# does.) Backward keeps the gathered keys and values of every block, where CP3 gathers again; all
-# other activations have this rank's T / cp positions alone. In train.py: parallelism/context.py.
+# The plain form computes the masked scores, too, so it does not gain from this. CP1 in context.py
+# does. For backward the gathered keys and values of every block are kept, where CP3 gathers again.
+# Other activations have this rank's T / cp positions alone. In train.py: parallelism/context.py.
 # ---------------------------------------------------------------------------------------------
 
 
 def own_positions(x: torch.Tensor, rank: int, cp: int, dim: int = -1) -> torch.Tensor:
     """A copy of the positions of x, T along `dim`, that a rank of cp holds: pieces `rank` and
-    2 cp - 1 - `rank` of 2 cp. T must be a multiple of 2 cp (any T, if cp is 1)."""
+    2 cp - 1 - `rank` of 2 cp. T must be a multiple of 2 cp, unless cp is 1."""
     pieces = x.tensor_split(2 * cp, dim)
     return torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]], dim)
 
@@ -680,7 +684,7 @@ class PlainContextAttention(nn.Module):
         self.grid = grid
 
     def forward(self, q, k, v, causal=True, dropout_seed=None, mask=None):
-        # The arguments of model.CoreAttention; dropout and packed texts are left out.
+        # The arguments of model.CoreAttention. Dropout and packed texts are left out.
         k, v = gather_in_order(k, self.grid), gather_in_order(v, self.grid)     # (B, H, T, D)
         positions = torch.arange(k.shape[2])
         own = own_positions(positions, self.grid.cp_rank, self.grid.cp)
@@ -700,8 +704,8 @@ def plain_context_parallel(model: GPT, grid: Grid) -> None:
 
 
 def load_microbatches(tokens: torch.Tensor, grid: Grid) -> list:
-    """tokens (B, T + 1), the whole batch -> this rank's part, its rows and positions, in four
-    microbatches (fewer, if it has fewer rows): [(inputs, targets)]."""
+    """tokens (B, T + 1), the whole batch -> this rank's rows and positions, in at most four
+    microbatches: [(inputs, targets)]."""
     rows = tokens.chunk(grid.dp)[grid.dp_rank]
     inputs = own_positions(rows[:, :-1], grid.cp_rank, grid.cp)         # (B / dp, T / cp)
     targets = own_positions(rows[:, 1:], grid.cp_rank, grid.cp)
@@ -716,8 +720,8 @@ def plain_norm_squared(owned: dict, grid: Grid, zero: int) -> torch.Tensor:
         return squares                          # replicas have the same gradients
     for name, parameter in owned.items():
         is_counted = grid.tp_rank == 0 or hasattr(parameter, "is_cut")
-        if name == "head.weight":       # the last stage's copy of the tied matrix: stage 0 counts
-            is_counted = False          # its own
+        if name == "head.weight":
+            is_counted = False      # the last stage's copy of the tied matrix, which stage 0 counts
         if is_counted:
             squares += parameter.grad.double().square().sum()
     return squares
@@ -727,7 +731,7 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
                   grid: Grid, zero: int = 0, schedule=plain_gpipe) -> float:
     """One step on the batch `tokens` (B, T + 1), which is the same on all ranks. Returns the mean
     loss over its tokens, in nats, before the update. `owned` is {name: what `optimizer` updates},
-    the parameters, or with ZeRO their shards; `buckets` are those of ZeRO 0."""
+    the parameters, or with ZeRO their shards. `buckets` are those of ZeRO 0."""
     # Forward and backward. The gradients of the microbatches add up.
     tokens_in_batch = tokens[:, 1:].numel()
     batch = load_microbatches(tokens, grid)
@@ -738,22 +742,22 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
         bucket.begin_step(len(batch))
     loss_sum = plain_pipeline(model, batch, order, tokens_in_batch, grid)
 
-    # Sum the gradients over the replicas. (With ZeRO 2 and 3 backward has done it.)
+    # Sum the gradients over the replicas. With ZeRO 2 and 3 backward has done it.
     for bucket in buckets:
         bucket.finish()
     if zero == 1:
         reduce_scatter_gradients(model, owned, grid)
     for name, parameter in owned.items():
         # The tied matrix has two copies, the embedding on the first stage and the head on the last:
-        # sum their gradients. (Where one stage has both, autograd has added them.)
+        # sum their gradients. Where one stage has both, autograd has added them.
         if name in ("embed.token.weight", "head.weight"):
             all_reduce(parameter.grad, grid.groups["embedding"])
-        # With sequence parallelism the gradient of a parameter that is whole on every tp rank is of
+        # With sequence parallelism, a parameter that is whole on every tp rank has a gradient from
         # this rank's positions alone.
         if grid.sequence_parallel and not hasattr(parameter, "is_cut"):
             all_reduce(parameter.grad, grid.groups["tp"])
 
-    # Sum the loss and the norm. (All ranks of a tp group have the same loss: count it once.)
+    # Sum the loss and the norm. All ranks of a tp group have the same loss: count it once.
     if grid.tp_rank > 0:
         loss_sum = 0.0
     loss_sum = torch.tensor(loss_sum, dtype=torch.float64)
@@ -772,11 +776,11 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
 
 def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain_gpipe) -> None:
     """Train `nano` on this rank's part of a data.TokenDataset with train.py's defaults: its batch
-    size, seed, optimizer, and learning rate, which rises for 50 steps. (train.py's decay starts
-    after step 50.)"""
+    size, seed, optimizer, and learning rate, which rises for 50 steps. The decay of train.py, which
+    starts after step 50, is left out."""
     batch_size, seed, peak_lr, warmup_steps = 16, 1337, 4e-3, 50
     config = GPTConfig(vocab_size=dataset.meta["vocab_size"])
-    model = GPT(config).initialize(seed)        # all of it; train.py makes a rank's part alone
+    model = GPT(config).initialize(seed)        # the whole model
 
     # This rank's part: of the matrices, of the positions, of the layers, then what it owns.
     plain_tensor_parallel(model, grid)
@@ -810,12 +814,20 @@ def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain
             print(f"step {step} loss {loss:.6f}", flush=True)
 
 
-def read_flags(world: int, fail) -> argparse.Namespace:
-    """The flags. Calls fail(message), which ends the program, if `world` processes cannot run with
-    them."""
+def fail(rank: int, message) -> None:
+    """End the program with one line, which rank 0 prints."""
+    if rank > 0:
+        time.sleep(5)       # torchrun ends all ranks when one exits: rank 0 prints first
+    else:
+        print(f"parallel.py: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def read_flags(rank: int, world: int) -> argparse.Namespace:
+    """The flags. Ends the program if `world` processes cannot run with them."""
     parser = argparse.ArgumentParser(
         "parallel.py", description="3D parallelism in plain forms, on CPUs.")
-    parser.error = fail
+    parser.error = partial(fail, rank)
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each matrix")
     parser.add_argument("--sequence-parallel", action="store_true",
                         help="cut positions over the tp ranks between these matrices")
@@ -833,16 +845,16 @@ def read_flags(world: int, fail) -> argparse.Namespace:
     layout = f"--tp {tp} --pp {pp} --cp {cp}"
     config = GPTConfig()
     if world > 1 and "MASTER_ADDR" not in os.environ:
-        fail(f"WORLD_SIZE is {world}, but the other variables of torchrun are not set: start by "
-             f"torchrun --nproc_per_node={world} parallel.py, or unset it")
+        fail(rank, f"WORLD_SIZE is {world}, but the other variables of torchrun are not set: start "
+             f"by torchrun --nproc_per_node={world} parallel.py, or unset it")
     if min(tp, pp, cp) < 1:
-        fail(f"{layout}: give at least 1 of each")
+        fail(rank, f"{layout}: give at least 1 of each")
     size = tp * pp * cp             # ranks that share each row of the batch
     if world % size or 16 % (world // size):
-        fail(f"{layout} need {size} processes, or times a dp that divides the batch of 16, not "
-             f"{world}: start them by torchrun --nproc_per_node={size} parallel.py {layout}")
+        fail(rank, f"{layout} need {size} processes, or times a dp that divides the batch of 16, "
+             f"not {world}: start them by torchrun --nproc_per_node={size} parallel.py {layout}")
     if config.n_head % tp or pp > config.n_layer or config.seq_len % (2 * cp * tp):
-        fail(f"{layout}: tp must divide the model's {config.n_head} heads, pp be at most its "
+        fail(rank, f"{layout}: tp must divide the model's {config.n_head} heads, pp be at most its "
              f"{config.n_layer} layers, and 2 x cp x tp divide its {config.seq_len} positions")
     return args
 
@@ -851,19 +863,11 @@ def main() -> None:
     from data import TokenDataset
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-    def fail(message) -> None:          # one line from one rank
-        if rank > 0:
-            time.sleep(5)       # torchrun ends all ranks when one exits: rank 0 prints first
-        else:
-            print(f"parallel.py: {message}", file=sys.stderr, flush=True)
-        sys.exit(2)
-
-    args = read_flags(world, fail)
+    args = read_flags(rank, world)
     try:
         dataset = TokenDataset("data/python", "train", GPTConfig().seq_len)
     except (ValueError, OSError) as error:
-        fail(error)
+        fail(rank, error)
     if world > 1:
         dist.init_process_group("gloo")
     dp = world // (args.tp * args.pp * args.cp)
