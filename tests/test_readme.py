@@ -23,12 +23,48 @@ import data
 import tools.schedule
 from corpus import program
 from model import SIZES
-from runtime import checks
+from runtime import checks, plain_run
 from runtime.options import Config, parse_flags
 from runtime.other_names import OTHER_NAMES
 from tests.harness import (PAGES, README, ROOT, TINY, Command, kinds, launch, read_metrics,
                            readme_commands, saved, wait_for_step)
 from tools.plan.flags import PlanConfig
+
+FOLDERS = ["models", "corpus", "parallelism", "runtime", "tools", "tests", "docs"]
+
+
+# ---------------------------------------------------------------------------------------------
+# The front page
+# ---------------------------------------------------------------------------------------------
+
+def test_the_readme_says_how_long_the_code_is():
+    """The book in its order, test_all.py and each folder, to a tenth."""
+    page = PAGES["README.md"]
+    book = re.findall(r"(?m)^\| \[(\w+\.py)\]", page)
+    assert book == ["train.py", "model.py", "data.py", "parallel.py", "amp.py", "checkpoint.py",
+                    "sample.py"]
+    whole = {"book": [ROOT / name for name in book], "test_all.py": [ROOT / "test_all.py"],
+             **{name: [file for file in (ROOT / name).rglob("*") if file.suffix in (".py", ".md")]
+                for name in FOLDERS}}
+    said = [("book", lines) for lines in re.findall(r"about ([\d,]+) lines", page)[:2]]
+    said += [("test_all.py", lines) for lines in re.findall(r"about ([\d,]+) lines more", page)]
+    said += re.findall(r"(?m)^\| \[(\w+)/\].*\| ([\d,]+) \|$", page)
+    assert [name for name, _ in said] == ["book", "book", "test_all.py", *FOLDERS]
+    counted = {name: sum(len(file.read_text().splitlines()) for file in files)
+               for name, files in whole.items()}
+    wrong = [f"{name}: {lines}, it has {counted[name]}" for name, lines in said
+             if abs(int(lines.replace(",", "")) / counted[name] - 1) > 0.1]
+    assert not wrong, wrong
+
+
+def test_the_project_has_one_name_and_can_be_cited():
+    """CITATION.cff has the keys that its format 1.2.0 requires."""
+    citation = (ROOT / "CITATION.cff").read_text()
+    name = PAGES["README.md"].splitlines()[0].removeprefix("# ")
+    assert f'title: "{name}"' in citation.splitlines()
+    assert f"the {name} authors" in (ROOT / "LICENSE").read_text()
+    keys = re.findall(r"(?m)^([\w-]+):", citation)
+    assert {"cff-version", "message", "title", "authors"} <= set(keys) and len(set(keys)) == len(keys)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -140,18 +176,20 @@ def test_the_readmes_layouts_are_not_refused(shards):
     """All train.py commands, with the model and the number of ranks that they name."""
     commands = readme_commands("train.py")
     for before, flags in commands:
+        if "--plain" in flags:
+            plain_run.check_flags(parse_flags(flags), world=1)
         given = dict(parse_flags(flags), data=str(shards), seq_len=16, eval_answers=0)
         world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
         config, cfg = checks.validate(given, None, world, "cuda")
         if "n_layer" not in given:
             assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 22
+    assert len(commands) == 28
 
 
 @pytest.mark.slow
 def test_the_readmes_training_commands_make_a_step_with_a_tiny_model(shards, tmp_path):
-    """Each train.py command with its layout and switches (but --compile, which has its own tests),
-    on as many ranks, all on the CPU; once, if others differ in data and --out alone. Those that
+    """Each train.py command with its layout and switches (but --compile and --plain, which have their
+    own tests), on as many ranks, all on the CPU; once, if others differ in data and --out alone. Those that
     begin from a checkpoint find one of eight steps."""
     tiny = ["--data", shards, "--n-layer", 4, "--n-head", 2, "--n-embd", 16, "--seq-len", 16,
             "--device", "cpu", "--eval-every", 0, "--timeout", 300]
@@ -164,7 +202,7 @@ def test_the_readmes_training_commands_make_a_step_with_a_tiny_model(shards, tmp
             if flag in flags:
                 flags[flags.index(flag) + 1] = tmp_path / "first" / "latest.pt"
         world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
-        flags = [flag for flag in flags if flag != "--compile"]
+        flags = [flag for flag in flags if flag not in ("--compile", "--plain")]
         given = dict(parse_flags(list(map(str, flags))), data=None, out=None, world=world)
         if given in made:
             continue
@@ -186,7 +224,7 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
         "data/words", "data/chat", "data/mine", "data/own", "data/more",
         "data/fineweb-10bt", "data/c4",
         "data/$source", "data/part-00", "data/part-01", "data/mine-bytes", "data/shakespeare",
-        "data/smollm2"]
+        "data/smollm2", "data/python", "data/mine"]
     drawings = readme_commands("tools.schedule")
     assert len(drawings) == 4
     for _, flags in drawings:
