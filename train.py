@@ -175,7 +175,8 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
         log.write(row)
         if config.is_due(step, config.save_every) or stop.received:
             plain_run.update_facts(facts, config, model_config, step)
-            plain_save(model, optimizer, facts, Path(config.out))
+            with plain_run.told_in_one_line(config):            # what a full disk raises
+                plain_save(model, optimizer, facts, Path(config.out))
             plain_run.remove_others(facts, config)
         if stop.received:
             stop.end(log, step)

@@ -9,6 +9,7 @@ import shlex
 import signal
 import socket
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
@@ -16,7 +17,7 @@ import checkpoint
 from amp import make_scaler
 from data import TokenDataset
 from model import GPTConfig, ceil_div
-from runtime.checkpoint_files import remove_old, step_file
+from runtime.checkpoint_files import first_cause, remove_old, step_file, what_is_left
 from runtime.console import environment
 from runtime.directory import Metrics, Start
 from runtime.divergence import STATISTICS, DivergenceMonitor
@@ -105,6 +106,16 @@ def take_data(facts: dict, config: Config, model_config: GPTConfig) -> None:
     facts["data"] = train.mixture.phases
     facts["tokenizer"] = train.meta["tokenizer"]
     facts.update({key: train.meta[key] for key in checkpoint.OPTIONAL if key in train.meta})
+
+
+@contextmanager
+def told_in_one_line(config: Config):
+    """Raise RunError if the block cannot write a checkpoint."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise RunError(f"a checkpoint could not be written: {first_cause(error)}; "
+                       f"{what_is_left(Path(config.out))}") from error
 
 
 def remove_others(facts: dict, config: Config) -> None:

@@ -1,10 +1,13 @@
 """train.py --plain beside its training: what it refuses, what its checkpoints hold, its log, and
 its end by a signal. test_all.py shows that it trains as train.py does.
 """
+import errno
 import json
+import os
 import re
 import shutil
 import signal
+from unittest import mock
 
 import pytest
 
@@ -152,3 +155,15 @@ def test_a_loss_that_is_not_finite_ends_the_run_without_a_save(shards, run_train
     assert status == 1 and re.search(r"step \d has loss nan .*lower --lr\n$", error), error
     for file in tmp_path.glob("*.pt"):
         assert all(x.isfinite().all() for x in checkpoint.load(file)["parameters"].values())
+
+
+def test_a_full_disk_ends_the_run_in_one_line(shards, run_train, tmp_path):
+    """The earlier checkpoint stays whole."""
+    flags = ["--data", shards, "--out", tmp_path, *PLAIN]
+    assert run_train(*flags, "--steps", 2)[0] == 0
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(os, "fsync", side_effect=full):
+        status, _, error = run_train(*flags)
+    assert status == 1 and error.count("\n") == 1
+    assert "No space left" in error and "earlier checkpoints are untouched" in error
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 2
