@@ -683,7 +683,7 @@ class PlainContextAttention(nn.Module):
         super().__init__()
         self.grid = grid
 
-    def forward(self, q, k, v, causal=True, dropout_seed=None, mask=None):
+    def forward(self, q, k, v, dropout_seed=None, mask=None):
         # The arguments of model.CoreAttention. Dropout and packed texts are left out.
         k, v = gather_in_order(k, self.grid), gather_in_order(v, self.grid)     # (B, H, T, D)
         positions = torch.arange(k.shape[2])

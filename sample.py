@@ -30,6 +30,7 @@ from checkpoint import load_model
 from corpus.chat_templates import get_template
 from corpus.messages import ASSISTANT, Message
 from corpus.tokenizers import bytes_of_token, check_rows, get_tokenizer, prompt_tokens
+from models.kv_cache import CachedModel
 from parallelism.collectives import first_line, out_of_memory
 from runtime.devices import pick_device
 
@@ -103,19 +104,19 @@ def generate(model, tokens: list[int], max_tokens: int, ends: set[int], temperat
     device = next(model.parameters()).device
     count = len(generators)
     ended = set()
-    seen = 0                                                    # positions in the cache
-    cache = model.new_kv_cache(count, min(seq_len, len(tokens) + max_tokens))
+    cached = CachedModel(model, count, min(seq_len, len(tokens) + max_tokens))
     window = torch.tensor([tokens[-seq_len:]], device=device)   # (1, T): the samples share a prompt
+    new = window
     for _ in range(max_tokens):
         if window.shape[1] > seq_len:
             window = window[:, -max(1, seq_len // 2):]
-            seen = 0
-        logits = model(window[:, seen:], cache=cache, start=seen)[:, -1]
+            new = window
+            cached.clear()
+        logits = cached(new)
         if not logits.isfinite().all():
             raise FloatingPointError("the model's logits are not finite: give another checkpoint, "
                                      "such as an older one, or another --dtype")
         logits = logits.expand(count, -1)                                   # (count, V)
-        seen = window.shape[1]
         if temperature == 0:
             drawn = logits.argmax(-1).tolist()
         else:

@@ -8,18 +8,18 @@
     biases           everywhere                     nowhere                           bias
     head             the token matrix               a matrix of its own               Llama
 
-The first four are the ideas of this file. (Llama 1 and the small Llama 2 have G = 1.) The relatives
-differ from Llama in some of these, in a norm of q and k, or in the residual. FAMILIES says how; it
+The first four are the ideas of this file. Llama 1 and the small Llama 2 have G = 1. The relatives
+differ from Llama in some of these, in a norm of q and k, or in the residual. FAMILIES says how. It
 comes last, with the options of LlamaConfig and the sizes.
 Each class but Rotary replaces the class of that name in model.py. It keeps the names of its modules
-and the four habits that model.py's header lists, so whatever runs a GPT runs a Llama.
+and the four conventions of model.py's header, so whatever runs a GPT runs a Llama.
 
     model = LlamaConfig(vocab_size=257).build().initialize(seed=0)
     loss = model(tokens, targets) / targets.numel()
 
-Shapes, besides those of model.py:
-    K heads of k and v, each of which serves G = H / K heads of q, so that the cache of a sampled
-    text is H / K times smaller; F hidden channels of the MLP; H D may differ from C
+Shapes, besides those of model.py. H D may differ from C.
+    K key/value heads, each shared by G = H/K query heads: the cache is G times smaller
+    F hidden channels of the MLP
 
 Papers: Llama (Touvron et al. 2023), RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al.
 2021), gated MLPs (Shazeer 2020), grouped queries (Ainslie et al. 2023), GPT-NeoX-20B (Black et al.
@@ -38,7 +38,7 @@ from model import GPT, CoreAttention, Dropout, GPTConfig, ceil_div
 
 
 def make_norm(cfg: LlamaConfig) -> nn.Module:
-    """RMSNorm, x / sqrt(mean(x^2) + eps) * weight, of x (..., C); or a relative's LayerNorm."""
+    """RMSNorm of x (..., C), x / sqrt(mean(x^2) + eps) * weight, or a relative's LayerNorm."""
     if cfg.norm == "rms":
         return nn.RMSNorm(cfg.n_embd, cfg.norm_eps)
     return nn.LayerNorm(cfg.n_embd, cfg.norm_eps, elementwise_affine=cfg.norm == "layer",
@@ -50,57 +50,62 @@ class Rotary(nn.Module):
 
     Channels i and i + n/2 (i < n/2) of the first n of a head form a point in a plane. At position p
     it is rotated by p theta^(-2i/n) radians. The dot product of a rotated q and k therefore depends
-    on their positions only through the difference. (Su et al. and Meta's code pair the channels 2i
-    and 2i + 1, which is the same model with permuted channels. In a Llama n is D.)
+    on their positions only through the difference. So packed texts need no positions that restart.
+
+    In a Llama n is D. Su et al. and Meta's code pair the channels 2i and 2i + 1, which is the same
+    model with permuted channels.
     """
 
     def __init__(self, cfg: LlamaConfig):
         super().__init__()
-        self.channels = cfg.turned                                          # n
-        self.theta, self.scaling = cfg.rope_theta, cfg.rope_scaling
+        self.cfg = cfg
 
-    def forward(self, q, k, start):
+    def forward(self, q, k):
         wide = torch.promote_types(q.dtype, torch.float32)
-        positions = self.positions(q.shape[2], start, q.device).to(wide)
+        positions = self.positions(q.shape[2], q.device).to(wide)
         angles = torch.outer(positions, self.speeds(q.device).to(wide))     # (T, n / 2)
         cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
         return self.turn(q, cos, sin), self.turn(k, cos, sin)
 
     def turn(self, x, cos, sin):
-        a, b = x[..., :self.channels].chunk(2, dim=-1)                      # 2 of (B, H, T, n / 2)
+        n = self.cfg.turned
+        a, b = x[..., :n].chunk(2, dim=-1)                                  # 2 of (B, H, T, n / 2)
         parts = [a * cos - b * sin, b * cos + a * sin]
-        if self.channels < x.shape[-1]:
-            parts.append(x[..., self.channels:])
+        if n < x.shape[-1]:
+            parts.append(x[..., n:])
         return torch.cat(parts, dim=-1)
 
-    def positions(self, T, start, device):
-        return torch.arange(start, start + T, device=device)
+    def positions(self, T, device):
+        return torch.arange(T, device=device)
 
     def speeds(self, device):
-        """Radians per position, (n / 2,), in fp32. Llama 3.1 extends a model that was trained on
-        `original` positions: points that turn less than `low` times in that length are slowed down
-        by `factor`. Those that turn more than `high` times are kept. Between the two, the speed is
-        interpolated."""
-        twice_i = torch.arange(0, self.channels, 2, device=device).float()
-        speeds = 1 / self.theta ** (twice_i / self.channels)
-        if self.scaling:
-            factor, low, high, original = self.scaling
+        """Radians per position, (n / 2,), in fp32.
+
+        Llama 3.1 extends a model that was trained on `original` positions. Pairs that make fewer
+        than `low` turns over `original` positions are slowed by `factor`. Pairs that make more than
+        `high` turns are unchanged. Between the two, the speed is interpolated.
+        """
+        n = self.cfg.turned
+        twice_i = torch.arange(0, n, 2, device=device).float()
+        speeds = 1 / self.cfg.rope_theta ** (twice_i / n)
+        if self.cfg.rope_scaling:
+            factor, low, high, original = self.cfg.rope_scaling
             turns = original * speeds / (2 * torch.pi)
             kept = ((turns - low) / (high - low)).clamp(0, 1)
             speeds = (1 - kept) * speeds / factor + kept * speeds
         return speeds
 
 
-class Attention(model.Attention):
+class Attention(nn.Module):
     """Causal attention with rotary positions, x (B, T, C) -> (B, T, C). G heads of q share a head
-    of k and v: with K = H it is multi-head attention, with K = 1 multi-query attention.
+    of k and v. With K = H it is multi-head attention, with K = 1 multi-query attention.
 
     The output channels of qkv are ordered (K, G + 2, D), unlike a GPT's: for each head of k its G
     heads of q, then k, then v. So a tensor-parallel rank takes whole groups.
     """
 
     def __init__(self, cfg: LlamaConfig, layer: int):
-        nn.Module.__init__(self)        # not super(): it would build the GPT's own modules
+        super().__init__()
         self.head_dim = cfg.head_dim
         self.group = cfg.n_head // cfg.n_kv_head                            # G
         width = cfg.n_head * cfg.head_dim
@@ -113,22 +118,27 @@ class Attention(model.Attention):
         self.core_attention = CoreAttention(cfg.dropout, "layer", layer, "attention")
         self.proj = nn.Linear(width, cfg.n_embd, bias=cfg.bias == "all")
 
-    def split_heads(self, qkv, start):
+    def forward(self, x, dropout_seed=None, mask=None):
+        q, k, v = self.split_heads(self.qkv(x))                             # (B, H or K, T, D)
+        y = self.core_attention(q, k, v, dropout_seed, mask)                # (B, H, T, D)
+        return self.proj(y.transpose(1, 2).flatten(2))                      # (B, T, H D)
+
+    def split_heads(self, qkv):
         B, T, _ = qkv.shape
         groups = qkv.view(B, T, -1, self.group + 2, self.head_dim)          # (B, T, K, G + 2, D)
         q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in groups.split([self.group, 1, 1], 3))
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary(q, k, start)
-        return q, k, v.clone()  # (B, H or K, T, D); a view would keep all of qkv for backward
+        q, k = self.rotary(q, k)
+        return q, k, v.clone()          # A view would keep all of qkv for backward.
 
 
-class MLP(model.MLP):
+class MLP(nn.Module):
     """x (B, T, C) -> (B, T, C) through F hidden channels. A gated MLP has two matrices in `up`, A
     stacked on A': each channel of x A', the value, is multiplied by one of silu(x A), its gate."""
 
     def __init__(self, cfg: LlamaConfig):
-        nn.Module.__init__(self)
+        super().__init__()
         matrices = 2 if cfg.gated else 1
         self.up = nn.Linear(cfg.n_embd, matrices * cfg.hidden, bias=cfg.bias == "all")
         self.up.stacked = matrices
@@ -143,24 +153,26 @@ class MLP(model.MLP):
         return self.down(self.activation(gate) * value)
 
 
-class Embed(model.Embed):
-    """tokens (B, T) -> x (B, T, C): the token's row. (Positions enter in Attention, by Rotary.)"""
+class Embed(nn.Module):
+    """tokens (B, T) -> x (B, T, C): the token's row. Positions enter in Attention, by Rotary."""
 
     def __init__(self, cfg: LlamaConfig):
-        nn.Module.__init__(self)
-        self.token = nn.Embedding.from_pretrained(
-            torch.empty(cfg.padded_vocab, cfg.n_embd), freeze=False)
+        super().__init__()
+        self.token = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
         self.dropout = Dropout(cfg.dropout, "embed")
 
-    def add_positions(self, x, dropout_seed, start, positions=None):
+    def forward(self, tokens, dropout_seed=None, positions=None):
+        return self.add_positions(self.token(tokens), dropout_seed, positions)
+
+    def add_positions(self, x, dropout_seed, positions):
         return self.dropout(x, dropout_seed)
 
 
-class Block(model.Block):
+class Block(nn.Module):
     """One block, (B, T, C) -> (B, T, C)."""
 
     def __init__(self, cfg: LlamaConfig, layer: int):
-        nn.Module.__init__(self)
+        super().__init__()
         self.norm1 = make_norm(cfg)
         self.attn = Attention(cfg, layer)
         self.dropout1 = Dropout(cfg.dropout, "layer", layer, "attn")
@@ -170,12 +182,12 @@ class Block(model.Block):
         self.dropout2 = Dropout(cfg.dropout, "layer", layer, "mlp")
         self.residual = cfg.residual
 
-    def forward(self, x, dropout_seed=None, cache=None, start=0, mask=None):
-        if self.residual == "serial":
-            return super().forward(x, dropout_seed, cache, start, mask)
+    def forward(self, x, dropout_seed=None, mask=None):
         normed = self.norm1(x)
-        y = self.attn(normed, dropout_seed, cache, start, mask)
-        y = self.dropout1(y, dropout_seed)
+        y = self.dropout1(self.attn(normed, dropout_seed, mask), dropout_seed)
+        if self.residual == "serial":
+            x = x + y
+            return x + self.dropout2(self.mlp(self.norm2(x)), dropout_seed)
         if self.residual == "parallel":
             normed = self.norm2(x)
         return x + y + self.dropout2(self.mlp(normed), dropout_seed)
@@ -185,7 +197,7 @@ class Llama(GPT):
     """The whole model. As in a GPT, its ends may be None and blocks deleted."""
 
     def __init__(self, cfg: LlamaConfig):
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)        # Not super(): it would build the modules of a GPT.
         self.cfg = cfg
         self.embed = Embed(cfg)
         self.blocks = nn.ModuleDict({str(i): Block(cfg, i) for i in range(cfg.n_layer)})
@@ -209,11 +221,11 @@ RESIDUALS = ("serial", "parallel", "one norm")
 
 @dataclass(frozen=True)
 class LlamaConfig(GPTConfig):
-    """The shape of a model; the defaults are a Llama of the size `nano`."""
+    """The shape of a model. The defaults are a Llama of the size `nano`."""
     activation: str = "silu"
-    n_kv_head: int = 0              # K; 0: n_head
-    head_dim: int = 0               # D; 0: C / H
-    hidden: int = 0                 # F; 0: 8/3 C, rounded up to a multiple of 64
+    n_kv_head: int = 0              # K, or 0 for n_head
+    head_dim: int = 0               # D, or 0 for C / H
+    hidden: int = 0                 # F, or 0 for 8/3 C, rounded up to a multiple of 64
     gated: bool = True              # the MLP has two input matrices, A and A'
     norm: str = "rms"
     norm_eps: float = 1e-5
@@ -222,8 +234,8 @@ class LlamaConfig(GPTConfig):
     rope_theta: float = 10000.0
     rope_scaling: tuple = ()        # Llama 3.1: (factor, low, high, original seq_len)
     bias: str = "none"
-    residual: str = "serial"        # parallel: x + attention(norm1(x)) + mlp(norm2(x));
-                                    # one norm: both branches read norm1(x)
+    residual: str = "serial"        # "parallel": x + attention(norm1(x)) + mlp(norm2(x))
+                                    # "one norm": both branches read norm1(x)
     tied: bool = False
 
     def __post_init__(self):
@@ -269,7 +281,7 @@ FAMILIES = {
 }
 
 # {name: (family, n_layer, n_head, n_kv_head, n_embd, hidden, seq_len, peak learning rate, others)}.
-# The rates of Mistral, Qwen and PaLM are Llama-7B's, whatever the size: Mistral's and Qwen's are
+# The rates of Mistral, Qwen and PaLM are Llama-7B's, whatever the size. Mistral's and Qwen's are
 # unpublished, and PaLM's is for another optimizer. seq_len is that of the last pre-training or of
 # the release. PaLM's scaling of the logits is not here. Mistral-7B is 0.3: no sliding window.
 _TABLE = {
@@ -312,4 +324,4 @@ _TABLE = {
 _FIELDS = ("n_layer", "n_head", "n_kv_head", "n_embd", "hidden", "seq_len")
 SIZES = {name: FAMILIES[family] | dict(zip(_FIELDS, shape)) | others
          for name, (family, *shape, _, others) in _TABLE.items()}
-PEAK_LR = {name: row[7] for name, row in _TABLE.items()}
+PEAK_LR = {name: row[-2] for name, row in _TABLE.items()}

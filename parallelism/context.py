@@ -92,9 +92,8 @@ class ContextParallelAttention(CoreAttention):
         super().__init__(plain.p, *plain.name)
         self.grid = grid
 
-    def forward(self, q, k, v, causal, dropout_seed=None, mask=None):
-        """`causal` is always True in training. With dropout each rank has a seed of its own. A mask
-        (B, 1, T, T) is of all positions."""
+    def forward(self, q, k, v, dropout_seed=None, mask=None):
+        """With dropout each rank has a seed of its own. A mask (B, 1, T, T) is of all positions."""
         p = self.p if self.training else 0.0
         if p > 0:
             seed_dropout(q.device, dropout_seed, *self.name, self.part)
@@ -126,11 +125,10 @@ class ContextParallelRotary(Rotary):
     """Local positions, 0 to T / cp - 1, become those of the whole sequence."""
 
     def __init__(self, plain: Rotary, grid):
-        nn.Module.__init__(self)
-        self.channels, self.theta, self.scaling = plain.channels, plain.theta, plain.scaling
+        super().__init__(plain.cfg)
         self.grid = grid
 
-    def positions(self, T, start, device):
+    def positions(self, T, device):
         whole = torch.arange(T * self.grid.cp, device=device)
         return own_positions(whole, self.grid.cp_rank, self.grid.cp)
 

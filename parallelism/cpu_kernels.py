@@ -62,11 +62,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return upcast_for_matmul(F.linear, x, weight, bias)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> torch.Tensor:
-    """F.scaled_dot_product_attention by `upcast_for_matmul`, with its keyword arguments."""
-    return upcast_for_matmul(partial(F.scaled_dot_product_attention, **options), q, k, v)
-
-
 # ---- Gradients' sums ------------------------------------------------------------------------
 
 # Two kernels of PyTorch for CPUs add up a gradient in its own type, so in 16 bits the error grows
@@ -174,11 +169,14 @@ class Embedding(nn.Embedding):
 
 
 class FastCoreAttention(CoreAttention):
-    attend = staticmethod(attention)
+    def forward(self, q, k, v, dropout_seed=None, mask=None):
+        attend = partial(super().forward, dropout_seed=dropout_seed, mask=mask)
+        return upcast_for_matmul(attend, q, k, v)
 
 
 class Head(model.Head):
-    project = staticmethod(linear)
+    def logits(self, x):
+        return linear(self.norm(x), self.weight)[..., :self.vocab_size]
 
 
 KERNELS = {nn.Linear: Linear, nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm,

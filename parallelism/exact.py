@@ -231,15 +231,14 @@ class ExactEmbedding(VocabParallelEmbedding):
         return ExactLookup.apply(rows, self.weight, self.grid.exact)
 
 
-def add_positions(embed: nn.Module, grid, x: torch.Tensor, dropout_seed, start: int,
-                  positions: torch.Tensor | None = None):
+def add_positions(embed: nn.Module, grid, x: torch.Tensor, dropout_seed,
+                  positions: torch.Tensor | None):
     """model.Embed.add_positions, but each sequence looks its positions up: autograd would sum the
     gradients of all sequences."""
     B, T, _ = x.shape
-    if grid.sequence_parallel:
-        start = grid.tp_rank * T
     if hasattr(embed, "position"):
         if positions is None:
+            start = grid.tp_rank * T if grid.sequence_parallel else 0
             positions = torch.arange(start, start + T, device=x.device).expand(B, T)
         else:
             positions = embed.position.own(positions)

@@ -1,0 +1,106 @@
+"""The cache of keys and values: a text that grows by a token costs one position, not all of them.
+
+Keys and values of earlier tokens do not change, because attention is causal. `CachedModel` keeps
+them and computes the new tokens alone:
+
+    cached = CachedModel(model, rows=16, positions=128)
+    logits = cached(prompt)         # (1, T) -> (1, V): the prompt of all 16 rows
+    logits = cached(tokens)         # (16, 1) -> (16, V): a token of each row, and so on
+
+model.py knows nothing of it. A cached model is a copy of the model that shares its parameters.
+In the copy these modules are replaced:
+
+    module              by                  which
+    core_attention      CachedAttention     attends to the keys and values of all tokens so far
+    embed.position      CachedPositions     counts positions from the first new token on
+    rotary              CachedRotary        does the same
+    head                LastHead            computes the logits of the last position alone
+"""
+import copy
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+
+from model import GPT
+from models.llama import Rotary
+
+
+@dataclass
+class Past:
+    """The tokens before the new ones, whose keys and values the cache has."""
+    length: int = 0
+
+
+class CachedModel:
+    """A model with a cache for `rows` texts of at most so many `positions`."""
+
+    def __init__(self, plain: GPT, rows: int, positions: int):
+        self.past = Past()
+        self.model = copy.deepcopy(plain, {id(p): p for p in plain.parameters()})   # not copied
+        cfg, head = plain.cfg, plain.head
+        shape = (2, rows, cfg.n_kv_head, positions, cfg.head_dim)
+        for block in self.model.blocks.values():
+            attention = block.attn
+            attention.core_attention = CachedAttention(
+                attention.core_attention, head.weight.new_empty(shape), self.past)
+            if hasattr(attention, "rotary"):
+                attention.rotary = CachedRotary(attention.rotary, self.past)
+        if hasattr(self.model.embed, "position"):
+            self.model.embed.position = CachedPositions(self.model.embed.position, self.past)
+        self.model.head = LastHead(self.model.head)
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The next tokens -> the logits (B, V) after them. The first call takes a whole prompt,
+        which all rows may share as a batch of 1. Each later call takes one token of every row."""
+        logits = self.model(tokens)[:, 0]
+        self.past.length += tokens.shape[1]
+        return logits
+
+    def clear(self) -> None:
+        """Forget all tokens. The next call takes a whole prompt."""
+        self.past.length = 0
+
+
+class CachedAttention(nn.Module):
+    """Stores k and v (B, K, T, D) of the new tokens in the cache (2, rows, K, positions, D)."""
+
+    def __init__(self, plain: nn.Module, cache: torch.Tensor, past: Past):
+        super().__init__()
+        self.plain, self.cache, self.past = plain, cache, past
+
+    def forward(self, q, k, v, dropout_seed=None, mask=None):
+        start, end = self.past.length, self.past.length + k.shape[2]
+        assert start == 0 or k.shape[2] == 1, "first a whole prompt, then one token at a time"
+        self.cache[0, :, :, start:end] = k      # A batch of 1 fills every row.
+        self.cache[1, :, :, start:end] = v
+        if start > 0:
+            k, v = self.cache[:, :, :, :end]                    # 2 of (rows, K, end, D)
+        return self.plain(q, k, v, dropout_seed, mask)
+
+
+class CachedPositions(nn.Module):
+    def __init__(self, plain: nn.Module, past: Past):
+        super().__init__()
+        self.plain, self.past = plain, past
+
+    def forward(self, positions):
+        return self.plain(self.past.length + positions)
+
+
+class CachedRotary(Rotary):
+    def __init__(self, plain: Rotary, past: Past):
+        super().__init__(plain.cfg)
+        self.past = past
+
+    def positions(self, T, device):
+        return torch.arange(self.past.length, self.past.length + T, device=device)
+
+
+class LastHead(nn.Module):
+    def __init__(self, plain: nn.Module):
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, x, targets=None):
+        return self.plain(x[:, -1:])
