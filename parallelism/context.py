@@ -25,7 +25,6 @@ Shapes: B sequences, T positions, C channels, H heads, D channels of a head.
 from functools import partial
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 

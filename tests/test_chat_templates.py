@@ -5,7 +5,6 @@
 import io
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -423,21 +422,15 @@ def test_every_end_that_a_model_names_ends_a_generation(folder, tmp_path, run_da
                 0, "aB\n" if end != template.end else "aB<|end|><|end|><|end|>\n", "")
 
 
-class Draws(torch.nn.Module):
-    """A model that draws the first token, and then the second for ever."""
-    cfg = LlamaConfig(384, 96, 1, 1, 8)
+class Draws:
+    """In place of a kv_cache.CachedModel: draws the first token, and then the second for ever."""
 
     def __init__(self, tokens):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
         self.tokens = tokens
 
-    def new_kv_cache(self, *_):
-        return None
-
-    def forward(self, window, cache, start):
-        token = self.tokens[0] if start == 0 else self.tokens[1]
-        return 9 * torch.nn.functional.one_hot(torch.full((1, 1), token), 384).float()
+    def __call__(self, window):
+        token = self.tokens[0] if window.shape[1] > 1 else self.tokens[1]
+        return torch.nn.functional.one_hot(torch.tensor([token]), 384).float()
 
 
 def test_what_a_template_or_a_model_cannot_take_is_left_out_of_a_chat(folder, tmp_path, monkeypatch,
@@ -447,14 +440,15 @@ def test_what_a_template_or_a_model_cannot_take_is_left_out_of_a_chat(folder, tm
     program = STYLES["phi3"].replace("{% for m", "{% if messages[-1].content == 'no' %}"
                                      "{{ raise_exception('not no') }}{% endif %}{% for m", 1)
     template = template_of(folder, tmp_path, program)
-    model = Draws([*template.encoding.encode_ordinary("B"), template.end])
+    draws = Draws([*template.encoding.encode_ordinary("B"), template.end])
     rows = max(mark.token for mark in template.marks)           # one less than there are tokens
-    model.cfg = replace(model.cfg, vocab_size=rows)
+    model = LlamaConfig(rows, 96, 1, 1, 8).build()
     last = template.encoding.tokenizer.id_to_token(rows)
     state = dict(tokenizer=name_of((tmp_path / "tokenizer.json").read_text()),
                  tokenizer_file=(tmp_path / "tokenizer.json").read_text(), template=template.name,
                  template_file=template.file)
     monkeypatch.setattr(sample, "load_model", lambda _: (model, state))
+    monkeypatch.setattr(sample, "CachedModel", lambda *_: draws)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"no\na\n{last}\nb\n".encode())))
     status, out, error = run_main(capsys, sample, "--chat", "--temperature", 0)
     assert status == 0 and error.count("warning: ") == error.count("\n")

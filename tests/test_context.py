@@ -51,6 +51,6 @@ def bytes_kept_by_attention(rank, world):
         context.recompute_attention(SimpleNamespace(blocks={"0": block}))
         qkv = random_tensor(3, 2, 3, 4, 5, seed=rank).requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            y = block.attn.core_attention(*qkv.unbind(), True)
+            y = block.attn.core_attention(*qkv.unbind())
         y.sum().backward()
     return sum(kept.values())

@@ -109,7 +109,8 @@ def test_dropout_drops_its_share_and_scales_the_rest():
     x = model.Dropout(0.3)(torch.ones(1000, 100), dropout_seed=1)
     v = torch.eye(100).expand(10, 10, 100, 100)
     q = torch.zeros(10, 10, 100, 100)               # equal weights, of 1 / 100
-    attended = 100 * model.CoreAttention(0.3)(q, q, v, False, dropout_seed=1)
+    all_of_them = torch.ones(100, 100, dtype=torch.bool)
+    attended = 100 * model.CoreAttention(0.3)(q, q, v, 1, all_of_them)
     for found in (x, attended):
         assert (found == 0).float().mean().item() == pytest.approx(0.3, abs=0.005)
         torch.testing.assert_close(found[found != 0].unique().mean().item(), 1 / 0.7)
@@ -153,7 +154,8 @@ def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_pat
             own = context.own_positions(torch.eye(cfg.seq_len), rank // 2 % cp, cp, dim=0)
             one_hot = own.expand(*args[0].shape[:2], -1, -1)
             zeros = torch.zeros_like(one_hot)
-            y = module.forward(zeros, zeros, one_hot, cp > 1, args[-1])
+            mask = None if cp > 1 else torch.ones(cfg.seq_len, cfg.seq_len, dtype=torch.bool)
+            y = module.forward(zeros, zeros, one_hot, args[3], mask)
         if module.training and isinstance(module, model.Dropout):
             drawn.append((y == 0).numpy().tobytes())
 

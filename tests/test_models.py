@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
+import sample
 from model import GPTConfig
-from models import SIZES, llama, make_config
+from models import SIZES, kv_cache, llama, make_config
 from models.llama import FAMILIES, LlamaConfig
 from parallelism import cpu_kernels
 from runtime import checks
 from runtime.flops import flops_per_token, parameter_count
 from runtime.options import parse_flags
-from sample import generate
 from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, differences, greedy, plain_gradient,
                            random_gpt, relative, same_bits, tokens_of, trained, weights_only,
                            whole_gradient, without_saves)
@@ -149,7 +149,7 @@ def test_greedy_text_is_that_of_full_recomputation_by_transformers(theirs_and_ou
     _, theirs, file = theirs_and_ours(name)
     ours, _ = checkpoint.load_model(file)
     tokens = [3, 1, 4, 1, 5]
-    found = [drawn[0] for drawn in generate(ours.double(), tokens, 50, set(), temperature=0)]
+    found = [drawn[0] for drawn in sample.generate(ours.double(), tokens, 50, set(), temperature=0)]
     theirs = theirs.double()
     for _ in found:
         tokens.append(theirs(torch.tensor([tokens])).logits[0, -1].argmax().item())
@@ -499,22 +499,22 @@ def test_a_cache_changes_no_token(name):
     """Also beyond seq_len, when the older half of the window is forgotten."""
     plain = random_gpt(CFGS[name])
     tokens = [3, 1, 4, 1, 5]
-    found = [drawn[0] for drawn in generate(plain, tokens, 30, set(), temperature=0)]
+    found = [drawn[0] for drawn in sample.generate(plain, tokens, 30, set(), temperature=0)]
     assert found == greedy(plain, tokens, 30)
 
 
-def test_a_cache_has_the_heads_of_keys_and_the_positions_that_are_used():
+def test_a_cache_has_the_heads_of_keys_and_the_positions_that_are_used(monkeypatch):
     """K heads, not H; of a prompt of 5 tokens and 4 more, 9 positions."""
     plain = random_gpt(CFGS["llama"])
     shapes = []
 
-    def new_kv_cache(*args):
-        cache = type(plain).new_kv_cache(plain, *args)
-        shapes.append(cache["0"].shape)
-        return cache
-    plain.new_kv_cache = new_kv_cache
+    class Seen(kv_cache.CachedModel):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            shapes.append(self.model.blocks["0"].attn.core_attention.cache.shape)
+    monkeypatch.setattr(sample, "CachedModel", Seen)
     for count in (4, 100):
-        list(generate(plain, [1, 2, 3, 4, 5], count, set(), 0.0))
+        list(sample.generate(plain, [1, 2, 3, 4, 5], count, set(), 0.0))
     assert shapes == [(2, 1, 4, 9, 4), (2, 1, 4, 16, 4)]
 
 
@@ -540,8 +540,9 @@ def test_rms_norm_is_torchs(dtype):
 def test_attention_depends_on_distances_alone():
     """The scores of q and k at positions 3, 4, ... are those at 0, 1, ..."""
     q, k = torch.randn(2, 1, 2, 6, 4, dtype=torch.float64)
-    turned = random_gpt(CFGS["llama"]).blocks["0"].attn.rotary
-    scores = [torch.matmul(a, b.mT) for a, b in (turned(q, k, 0), turned(q, k, 3))]
+    rotary = random_gpt(CFGS["llama"]).blocks["0"].attn.rotary
+    later = kv_cache.CachedRotary(rotary, kv_cache.Past(3))
+    scores = [torch.matmul(a, b.mT) for a, b in (rotary(q, k), later(q, k))]
     torch.testing.assert_close(*scores)
     assert not torch.allclose(scores[0], torch.matmul(q, k.mT))
 

@@ -14,6 +14,7 @@ import torch
 
 import checkpoint
 import sample
+from models.kv_cache import CachedModel
 from tests.harness import CFG, greedy, random_gpt, relative, tokens_of
 
 
@@ -75,11 +76,12 @@ def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token():
         plain = random_gpt(CFG).to(dtype)
         tokens = tokens_of(CFG, batch)
         whole = plain(tokens)
-        cache = plain.new_kv_cache(batch)
-        parts = [plain(tokens[:, :5], cache=cache)]
-        parts += [plain(tokens[:, i:i + 1], cache=cache, start=i) for i in range(5, CFG.seq_len)]
-        parts += [plain(tokens[:, 1:2], cache=cache, start=1)]
-        assert relative(torch.cat(parts, 1), whole[:, [*range(4, CFG.seq_len), 1]]) <= (
+        cached = CachedModel(plain, batch, CFG.seq_len)
+        parts = [cached(tokens[:, :5])]
+        parts += [cached(tokens[:, i:i + 1]) for i in range(5, CFG.seq_len)]
+        cached.past.length = 1
+        parts += [cached(tokens[:, 1:2])]
+        assert relative(torch.stack(parts, 1), whole[:, [*range(4, CFG.seq_len), 1]]) <= (
             100 * torch.finfo(dtype).eps)
 
 
