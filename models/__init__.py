@@ -1,4 +1,4 @@
-"""The models: GPTs (model.py), and Llama and its relatives (llama.py)."""
+"""The models: GPTs (model.py), and Llama and its relatives (llama.py). kv_cache.py samples."""
 import model
 from model import GPTConfig
 from models import llama

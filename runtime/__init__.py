@@ -5,6 +5,7 @@ know nothing of a run. tests/test_structure.py holds them to it:
 
     commandline, options, other_names, model_names      flags and their mistakes
     sample_flags                        those of sample.py
+    sample_text                         its prompts and conversations, and what it prints
     batch_ramp                          the sizes of batches that grow
     processes, devices, cpu_threads     ranks, and what they compute on
     checkpoint_files, flops             files of checkpoints; what a model computes

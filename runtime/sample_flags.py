@@ -1,5 +1,4 @@
-"""The flags and prompts of sample.py, and what is refused of them.
-"""
+"""The flags and prompts of sample.py, and what is refused of them."""
 import argparse
 import sys
 from pathlib import Path
@@ -65,24 +64,22 @@ def parse_flags(parser: Parser) -> argparse.Namespace:
         parser.error(f"--temperature must be 0 (greedy) or at least {LOWEST:g}, and finite")
     if not LOWEST <= args.top_p <= 1:
         parser.error(f"--top-p must be at least {LOWEST:g} and at most 1 (or give --top-k 1)")
+    if sys.stdout is None:
+        parser.error("standard output, where the text goes, is closed: give a file or a pipe")
+    sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character
     return args
 
 
 def read_lines():
-    """The lines of standard input for --chat; with a mark before each on a terminal. Raises
-    ValueError if it is closed."""
-    if sys.stdin is None:
-        raise ValueError("--chat reads standard input, which is closed")
-    sys.stdin.reconfigure(errors="replace")         # a wrong byte does not end the conversation
-    return iter(read_line, None)
-
-
-def read_line() -> str | None:
-    """The next line of standard input; None at its end."""
-    if sys.stdin.isatty():
-        print("> ", end="", file=sys.stderr, flush=True)        # only text on standard output
-    line = sys.stdin.readline()
-    return line.removesuffix("\n").removesuffix("\r") if line else None
+    """The lines of standard input for --chat, with a mark before each on a terminal."""
+    sys.stdin.reconfigure(errors="replace")         # A wrong byte does not end the conversation.
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)    # only text on standard output
+        line = sys.stdin.readline()
+        if line == "":
+            return
+        yield line.removesuffix("\n").removesuffix("\r")
 
 
 def read_prompts(args) -> list[str]:

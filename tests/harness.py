@@ -339,20 +339,6 @@ def random_gpt(cfg):
     return plain
 
 
-def greedy(plain, tokens, count):
-    """The most probable `count` tokens behind `tokens`, each from all of the window before it; the
-    window is cut to its newest half when it is full."""
-    seq_len = plain.cfg.seq_len
-    window = list(tokens)
-    drawn = []
-    for _ in range(count):
-        if len(window) > seq_len:
-            window = window[-max(1, seq_len // 2):]
-        drawn.append(plain(torch.tensor([window]))[0, -1].argmax().item())
-        window.append(drawn[-1])
-    return drawn
-
-
 class Memory(data.TokenDataset):
     """Without files: each token follows from the one before, but one in four is drawn."""
 

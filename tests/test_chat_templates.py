@@ -415,21 +415,23 @@ def test_every_end_that_a_model_names_ends_a_generation(folder, tmp_path, run_da
     ends = transformers.GenerationConfig.from_pretrained("hf").eos_token_id
     assert set(ends) == {7, 9, template.end, template.encoding.eot_token}
     for end in (7, 9, template.end):
-        with mock.patch.object(sample, "load_model", lambda _: (Draws([*letter, end]), state)):
-            assert talk_with("base.pt", "a\n", monkeypatch, capsys) == "B\n"
-        with mock.patch.object(sample, "load_model", lambda _: (Draws([*letter, end]), state)):
-            assert run_main(capsys, sample, "--prompt", "a", "--max-tokens", 4) == (
-                0, "aB\n" if end != template.end else "aB<|end|><|end|><|end|>\n", "")
+        monkeypatch.setattr(sample, "CachedModel", lambda *_: Draws([*letter, end]))
+        assert talk_with("base.pt", "a\n", monkeypatch, capsys) == "B\n"
+        assert run_main(capsys, sample, "--ckpt", "base.pt", "--prompt", "a", "--temperature", 0,
+                        "--max-tokens", 4) == (
+            0, "aB\n" if end != template.end else "aB<|end|><|end|><|end|>\n", "")
 
 
 class Draws:
     """In place of a kv_cache.CachedModel: draws the first token, and then the second for ever."""
 
     def __init__(self, tokens):
-        self.tokens = tokens
+        self.first, self.second = tokens
+        self.calls = 0
 
-    def __call__(self, window):
-        token = self.tokens[0] if window.shape[1] > 1 else self.tokens[1]
+    def __call__(self, tokens):
+        self.calls += 1
+        token = self.first if self.calls == 1 else self.second
         return torch.nn.functional.one_hot(torch.tensor([token]), 384).float()
 
 
@@ -440,7 +442,7 @@ def test_what_a_template_or_a_model_cannot_take_is_left_out_of_a_chat(folder, tm
     program = STYLES["phi3"].replace("{% for m", "{% if messages[-1].content == 'no' %}"
                                      "{{ raise_exception('not no') }}{% endif %}{% for m", 1)
     template = template_of(folder, tmp_path, program)
-    draws = Draws([*template.encoding.encode_ordinary("B"), template.end])
+    tokens = [*template.encoding.encode_ordinary("B"), template.end]
     rows = max(mark.token for mark in template.marks)           # one less than there are tokens
     model = LlamaConfig(rows, 96, 1, 1, 8).build()
     last = template.encoding.tokenizer.id_to_token(rows)
@@ -448,7 +450,7 @@ def test_what_a_template_or_a_model_cannot_take_is_left_out_of_a_chat(folder, tm
                  tokenizer_file=(tmp_path / "tokenizer.json").read_text(), template=template.name,
                  template_file=template.file)
     monkeypatch.setattr(sample, "load_model", lambda _: (model, state))
-    monkeypatch.setattr(sample, "CachedModel", lambda *_: draws)
+    monkeypatch.setattr(sample, "CachedModel", lambda *_: Draws(tokens))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"no\na\n{last}\nb\n".encode())))
     status, out, error = run_main(capsys, sample, "--chat", "--temperature", 0)
     assert status == 0 and error.count("warning: ") == error.count("\n")

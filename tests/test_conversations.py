@@ -861,8 +861,7 @@ def test_the_answers_right_are_those_that_sample_py_writes(first_letters):
     right = []
     for prompt, answer in re.findall("(Euser:\n[a-h]+\n\nassistant:\n)(.E)", text):
         tokens = [256, *prompt[1:].encode()]
-        drawn = [token for one in sample.generate(ours, tokens, 2, {256}, temperature=0)
-                 for token in one.values()]
+        drawn = [one[0] for one in sample.generate(ours, tokens, 2, {256}, temperature=0)]
         right.append(written(drawn) == answer[0])
     assert len(right) == rows[step - 1]["val_answers"] >= 40
     assert np.mean(right) == pytest.approx(rows[step - 1]["val_answers_right"], abs=1e-6)
@@ -940,8 +939,7 @@ def test_a_chat_shows_the_model_the_conversation_so_far(first_letters, monkeypat
     def generate(model, tokens, max_tokens, ends, *choice):
         shown.append(written(tokens))
         assert ends == {256} and max_tokens == min(500, 64 - len(tokens))
-        yield {0: ord("x")}
-        yield {}
+        yield [ord("x")]
     monkeypatch.setattr(sample, "generate", generate)
     result = chat_with(monkeypatch, capsys, folder / "out/latest.pt",
                        "a\n" + "b\n" + "c\n\nd\n" + 70 * "e" + "\nf\n")

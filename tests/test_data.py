@@ -49,7 +49,8 @@ from corpus.shards import SPLITS, open_shard
 from corpus.tokenizers import get_tokenizer
 from model import GPTConfig
 from runtime import checks
-from tests.harness import (NASTY, PAGES, ROOT, SHARED, TINY, Command, dataset, greedy, names_in,
+from sample import plain_generate
+from tests.harness import (NASTY, PAGES, ROOT, SHARED, TINY, Command, dataset, names_in,
                            nothing, saved, set_block, shard, texts_of)
 from tools import huggingface
 
@@ -1996,7 +1997,7 @@ def test_gpt2s_tokens_end_to_end(run_train, run_sample, run_data, tmp_path, monk
     assert "vocabulary 50257" in run_train(*flags)[1]
     encoding = get_tokenizer("gpt2")
     plain, _ = checkpoint.load_model(tmp_path / "o/latest.pt")
-    text = line + encoding.decode(greedy(plain, encoding.encode(line), 40))
+    text = line + encoding.decode(plain_generate(plain, encoding.encode(line), 40, 0))
     assert text.count("\u6f22") > 1 and len(text) < len(line) + 40
     assert run_sample("--ckpt", tmp_path / "o/latest.pt", "--temperature", 0, "--prompt", line,
                       "--max-tokens", 40) == (0, text + "\n", "")

@@ -24,8 +24,8 @@ from parallelism import cpu_kernels
 from runtime import checks
 from runtime.flops import flops_per_token, parameter_count
 from runtime.options import parse_flags
-from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, differences, greedy, plain_gradient,
-                           random_gpt, relative, same_bits, tokens_of, trained, weights_only,
+from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, differences, plain_gradient, random_gpt,
+                           relative, same_bits, tokens_of, trained, weights_only,
                            whole_gradient, without_saves)
 from tools import huggingface, huggingface_formats, huggingface_keys
 from tools.huggingface_names import find_names
@@ -500,7 +500,7 @@ def test_a_cache_changes_no_token(name):
     plain = random_gpt(CFGS[name])
     tokens = [3, 1, 4, 1, 5]
     found = [drawn[0] for drawn in sample.generate(plain, tokens, 30, set(), temperature=0)]
-    assert found == greedy(plain, tokens, 30)
+    assert found == sample.plain_generate(plain, tokens, 30, temperature=0)
 
 
 def test_a_cache_has_the_heads_of_keys_and_the_positions_that_are_used(monkeypatch):

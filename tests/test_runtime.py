@@ -56,7 +56,7 @@ from parallelism.buckets import make_buckets
 from parallelism.build import Grid, build_stage
 from parallelism.tensor import param_specs
 from runtime import (checkpoint_files, checkpoint_writer, checks, console, cpu_threads, devices,
-                     directory, evaluation, processes, rollback, signals, startup)
+                     directory, evaluation, processes, rollback, sample_text, signals, startup)
 from runtime.divergence import DivergenceMonitor
 from runtime.flops import flops_per_token, peak_flops
 from runtime.options import Config, merge_config, parse_flags
@@ -2210,7 +2210,7 @@ def test_samples_end_before_the_stop_text_and_are_separated_by_dashes(run_sample
     line = "-" * 40 + "\n"
     many = run_sample(*flags, "line ", "--num-samples", 40)[1].split(line)
     assert len(many) == 40 and len(set(many)) > 30              # in three batches
-    with mock.patch.object(sample, "AT_ONCE", 40):
+    with mock.patch.object(sample_text, "AT_ONCE", 40):
         assert run_sample(*flags, "line ", "--num-samples", 40)[1].split(line) == many
     assert many[7] == run_sample(*flags, "line ", "--seed", 7)[1]
     seed, stop = next((i, found[0]) for i, text in enumerate(many)
@@ -2234,20 +2234,20 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
     has, is no text."""
     seen = []
 
-    def scripted(*arguments):           # in place of sample.generate
+    def scripted():                     # in place of sample.generate
         for first, second in zip(b"abcdxy", b"xyz"):
-            yield {0: first, 1: second}
+            yield [first, second]
             seen.append(sys.stdout.getvalue())
         for first in (999, *b"dxyz"):
-            yield {0: first}
+            yield [first, None]
             seen.append(sys.stdout.getvalue())
-    tokenizer = get_tokenizer("bytes")
-    monkeypatch.setattr(sample, "generate", scripted)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    args = SimpleNamespace(stop="xyz", max_tokens=9, temperature=1.0, top_k=0, top_p=1.0)
-    sample.print_samples(SimpleNamespace(cfg=CFG), tokenizer, {256}, "p", range(2), args)
+    args = SimpleNamespace(prompt="p", stop="xyz", num_samples=2, max_tokens=9, seed=0)
+    samples = sample_text.Samples(args, get_tokenizer("bytes"), CFG)
+    next(samples.prompts())
+    samples.write(scripted())
     assert seen == ["p", "p", "pa", "pa", "pab", "pabc", "pabcd"]
-    assert sys.stdout.getvalue() == "pabcd\n" + sample.DASHES + "p\n"
+    assert sys.stdout.getvalue() == "pabcd\n" + sample_text.DASHES + "p\n"
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -2290,7 +2290,7 @@ def test_characters_are_printed_whole(run_sample, monkeypatch):
         cache = CachedModel(gpt, 1, 9).model.blocks["0"].attn.core_attention.cache
         tensors = *gpt.parameters(), cache
         seen.append([tokens, *{tensor.dtype for tensor in tensors}])
-        yield from ({0: token} for token in text.encode() + b"\xff!" + "é".encode()[:1])
+        yield from ([token] for token in text.encode() + b"\xff!" + "é".encode()[:1])
     monkeypatch.setattr(sample, "generate", generate)
     assert run_sample() == (0, text + "\ufffd!\ufffd\n", "")
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)

@@ -15,7 +15,7 @@ import torch
 import checkpoint
 import sample
 from models.kv_cache import CachedModel
-from tests.harness import CFG, greedy, random_gpt, relative, tokens_of
+from tests.harness import CFG, random_gpt, relative, tokens_of
 
 
 def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(run_sample, things):
@@ -29,7 +29,8 @@ def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(r
 
     prompt = ("--prompt", "line ")
     assert text(*prompt) == text(*prompt) != text(*prompt, "--seed", 2)
-    tokens = greedy(checkpoint.load_model(things / "whole.pt")[0], b"line ", 30)
+    plain, _ = checkpoint.load_model(things / "whole.pt")
+    tokens = sample.plain_generate(plain, b"line ", 30, temperature=0)
     expected = "line " + bytes(tokens).decode(errors="replace") + "\n"
     assert text(*prompt, "--temperature", 9) != expected
     for flags in ("--temperature 0", "--temperature 1e-6", "--temperature 9 --top-k 1",
@@ -51,8 +52,9 @@ def test_samples_of_a_batch_equal_those_drawn_one_by_one(temperature):
         tokens = [[] for _ in seeds]
         for of in sample.generate(random_gpt(CFG), [1, 2, 3], 40, {end}, temperature,
                                   generators=generators):
-            for i, token in of.items():
-                tokens[i].append(token)
+            for i, token in enumerate(of):
+                if token is not None:
+                    tokens[i].append(token)
         return tokens
     alone = [drawn([i], end=-1)[0] for i in range(4)]
     assert len(set(map(tuple, alone))) == (4 if temperature else 1)
@@ -66,7 +68,7 @@ def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
     and ends the sample, and none of the padding above it comes."""
     drawn = list(sample.generate(random_gpt(CFG), [1], 2000, {256}, temperature=1000.0,
                                  generators=[torch.Generator().manual_seed(0)]))
-    assert 0 < len(drawn) < 2000 and max(of.get(0, 0) for of in drawn) < 256
+    assert 0 < len(drawn) < 2000 and max(of[0] for of in drawn) < 256
 
 
 def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token():
@@ -95,7 +97,7 @@ def test_sampling_computes_each_token_once_until_its_window_is_full(seq_len, pos
     plain.embed.register_forward_hook(lambda module, args, x: seen.append(x.shape[1]))
     drawn = [of[0] for of in sample.generate(plain, [1, 2, 3], 40, {256}, temperature=0)]
     assert seen[:len(positions)] == positions
-    assert drawn == greedy(plain, [1, 2, 3][-seq_len:], 40)
+    assert drawn == sample.plain_generate(plain, [1, 2, 3], 40, temperature=0)
 
 
 def test_top_k_and_top_p_keep_the_most_probable_tokens():

@@ -46,9 +46,8 @@ MAY_IMPORT = {
     "parallel": ("model data", ""),               # data: in `main` alone
     "checkpoint": ("model models* parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
-    "sample": ("amp model models* checkpoint corpus.chat_templates corpus.messages "
-               "corpus.tokenizers parallelism.collectives runtime.devices "
-               "runtime.sample_flags", ""),
+    "sample": ("amp models* checkpoint corpus.tokenizers runtime.devices runtime.sample_flags "
+               "runtime.sample_text", ""),
     "parallelism.*": ("model models* amp parallel parallelism.*", ""),
     # Below the book (runtime/__init__.py):
     "runtime.commandline": ("", ""),
@@ -64,6 +63,7 @@ MAY_IMPORT = {
     "runtime.streamed_tensors": ("", ""),
     "runtime.flops": ("model", ""),
     "runtime.sample_flags": ("runtime.commandline runtime.other_names", ""),
+    "runtime.sample_text": ("corpus.* parallelism.collectives runtime.sample_flags", ""),
     # Above it:
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),

@@ -1,0 +1,171 @@
+"""The text around sample.py's generate: prompts go in, and what is drawn is printed.
+
+`Samples` continues prompts, and `Chat` answers the lines of a user. sample.py uses both alike:
+
+    prompts()       yields the tokens of a prompt, the most tokens to draw, and a generator for each
+                    sample
+    write(drawn)    prints what is drawn for that prompt. `drawn` yields a list at a time: the next
+                    token of each sample, or None where the sample has ended.
+
+Only text goes to standard output. All else that a user is told goes to standard error.
+"""
+import codecs
+import os
+import sys
+from contextlib import contextmanager
+
+import torch
+
+from corpus.chat_templates import get_template
+from corpus.messages import ASSISTANT, Message
+from corpus.tokenizers import bytes_of_token, check_rows, prompt_tokens
+from parallelism.collectives import first_line, out_of_memory
+from runtime.sample_flags import read_lines, read_prompts
+
+AT_ONCE = 16                    # The samples in a batch. It bounds the memory of the cache.
+DASHES = "-" * 40 + "\n"        # the line between samples
+
+
+def show(text: bytes, shown: int, is_whole: bool = False) -> int:
+    """Write what comes after the first `shown` characters of a text, and return how many are shown
+    now. Unless the text `is_whole`, a character whose last bytes are still to come waits."""
+    characters, _ = codecs.utf_8_decode(text, "replace", is_whole)
+    sys.stdout.write(characters[shown:])
+    sys.stdout.flush()
+    return max(shown, len(characters))
+
+
+def warn(message: str) -> None:
+    print(f"sample.py: warning: {message}", file=sys.stderr)
+
+
+class Samples:
+    """--num-samples of each prompt, AT_ONCE as a batch, whose first is printed as it grows."""
+    ends = frozenset()                  # tokens that end a sample, besides those of the checkpoint
+
+    def __init__(self, args, tokenizer, model_config):
+        """Raises ValueError if the model has no row for a token of a prompt."""
+        self.args, self.tokenizer, self.seq_len = args, tokenizer, model_config.seq_len
+        self.tokens_of_prompts = [(text, prompt_tokens(tokenizer, text, model_config.vocab_size))
+                                  for text in read_prompts(args)]
+        self.prompt = ""                # the prompt of the batch that is drawn now
+        self.count = 0                  # the samples in that batch
+        self.is_first = True            # whether nothing is printed yet
+
+    def prompts(self):
+        count = self.args.num_samples or 1
+        seeds = range(self.args.seed, self.args.seed + count)
+        for self.prompt, tokens in self.tokens_of_prompts:
+            if len(tokens) > self.seq_len:
+                warn(f"the prompt has {len(tokens)} tokens, the model sees the last {self.seq_len}")
+            for first in range(0, count, AT_ONCE):
+                generators = [torch.Generator().manual_seed(seed)
+                              for seed in seeds[first:first + AT_ONCE]]
+                self.count = len(generators)
+                yield tokens, self.args.max_tokens, generators
+
+    def write(self, drawn) -> None:
+        stop = self.args.stop.encode()
+        texts = [b""] * self.count      # the bytes of each sample
+        stopped = set()                 # the numbers of the samples that have reached `stop`
+        shown = 0                       # characters of the first sample on standard output
+        self.begin_sample()
+        for tokens in drawn:
+            going_on = {i for i, token in enumerate(tokens) if token is not None} - stopped
+            for i in going_on:
+                texts[i] += bytes_of_token(self.tokenizer, tokens[i])
+                if stop and stop in texts[i]:
+                    texts[i] = texts[i].partition(stop)[0]
+                    stopped.add(i)
+            certain = texts[0]
+            if stop and 0 not in stopped:       # its last bytes may be the beginning of `stop`
+                certain = certain[:max(0, len(certain) - len(stop) + 1)]
+            shown = show(certain, shown)
+            if going_on <= stopped:
+                break
+        show(texts[0], shown, is_whole=True)
+        print()
+        for text in texts[1:]:
+            self.begin_sample()
+            print(text.decode(errors="replace"))
+        sys.stdout.flush()
+
+    def begin_sample(self) -> None:
+        """Write the prompt, behind a line of dashes if another sample is before it."""
+        if not self.is_first:
+            sys.stdout.write(DASHES)
+        self.is_first = False
+        sys.stdout.write(self.prompt)
+
+
+class Chat:
+    """The conversation of --chat. The model answers each line with all of the conversation before
+    it in the window. Where that is too long, the oldest question and answer are forgotten."""
+
+    def __init__(self, args, state: dict, tokenizer, model_config):
+        """Raises ValueError if the checkpoint `state` is not that of a model of conversations."""
+        if "template" not in state:
+            raise ValueError(f"{args.ckpt} was not trained on conversations: drop --chat, or train "
+                             f"it on some (docs/conversations.md)")
+        self.args, self.tokenizer, self.model_config = args, tokenizer, model_config
+        self.template = get_template(state["template"], tokenizer, state.get("template_file"))
+        self.ends = {self.template.end}
+        self.messages = []
+
+    def prompts(self):
+        generators = [torch.Generator().manual_seed(self.args.seed)]
+        for line in read_lines():
+            if not line:
+                self.messages = []
+                continue
+            self.messages.append(Message("user", line))
+            try:
+                tokens = self.prompt_tokens()
+            except ValueError as error:
+                warn(f"{error}: it is left out, and a new conversation begins")
+                self.messages = []
+                continue
+            room = self.model_config.seq_len - len(tokens)
+            yield tokens, min(self.args.max_tokens, room), generators
+
+    def prompt_tokens(self) -> list[int]:
+        """The tokens of the conversation up to the next answer. Raises ValueError if the model
+        cannot read them."""
+        seq_len = self.model_config.seq_len
+        tokens = self.template.prompt_of(self.messages)
+        while len(tokens) >= seq_len and len(self.messages) > 1:
+            self.messages = self.messages[2:]
+            tokens = self.template.prompt_of(self.messages)
+        if len(tokens) >= seq_len:
+            raise ValueError(f"this has {len(tokens)} tokens, the model sees {seq_len}")
+        check_rows(self.tokenizer, tokens, self.model_config.vocab_size)
+        return tokens
+
+    def write(self, drawn) -> None:
+        answer = b""
+        shown = 0                       # characters on standard output
+        for tokens in drawn:
+            answer += bytes_of_token(self.tokenizer, tokens[0])
+            shown = show(answer, shown)
+        show(answer, shown, is_whole=True)
+        print(flush=True)
+        self.messages.append(Message(ASSISTANT, answer.decode(errors="replace")))
+
+
+@contextmanager
+def tell_errors_in_one_line():
+    """End the program in one line where drawing or printing fails."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        sys.exit(f"sample.py: out of memory ({first_line(error)}): lower --num-samples, try "
+                 f"--device cpu, or another machine")
+    except FloatingPointError as error:
+        sys.exit(f"sample.py: {error}")
+    except BrokenPipeError:             # `| head` has read enough
+        os._exit(1)
+    except OSError as error:            # Nothing more is flushed to it.
+        print(f"sample.py: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        os._exit(1)
