@@ -70,7 +70,8 @@ class CachedAttention(nn.Module):
         self.plain, self.cache, self.past = plain, cache, past
 
     def forward(self, q, k, v, dropout_seed=None, mask=None):
-        start, end = self.past.length, self.past.length + k.shape[2]
+        start = self.past.length
+        end = start + k.shape[2]
         assert start == 0 or k.shape[2] == 1, "first a whole prompt, then one token at a time"
         self.cache[0, :, :, start:end] = k      # A batch of 1 fills every row.
         self.cache[1, :, :, start:end] = v

@@ -6,7 +6,6 @@ import io
 import json
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
