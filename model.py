@@ -96,13 +96,18 @@ class Dropout(nn.Module):
         return F.dropout(x, self.p)
 
 
+def empty_embedding(rows: int, channels: int) -> nn.Embedding:
+    """`initialize` fills it. nn.Embedding(rows, channels) would first spend time on other values."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, channels), freeze=False)
+
+
 class Embed(nn.Module):
     """tokens (B, T) -> x (B, T, C): the token's row plus the position's row."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.token = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
-        self.position = nn.Embedding(cfg.seq_len, cfg.n_embd)
+        self.token = empty_embedding(cfg.padded_vocab, cfg.n_embd)
+        self.position = empty_embedding(cfg.seq_len, cfg.n_embd)
         self.dropout = Dropout(cfg.dropout, "embed")
 
     def forward(self, tokens, dropout_seed=None, positions=None):

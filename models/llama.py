@@ -34,7 +34,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model
-from model import GPT, CoreAttention, Dropout, GPTConfig, ceil_div
+from model import GPT, CoreAttention, Dropout, GPTConfig, ceil_div, empty_embedding
 
 
 def make_norm(cfg: LlamaConfig) -> nn.Module:
@@ -158,7 +158,7 @@ class Embed(nn.Module):
 
     def __init__(self, cfg: LlamaConfig):
         super().__init__()
-        self.token = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
+        self.token = empty_embedding(cfg.padded_vocab, cfg.n_embd)
         self.dropout = Dropout(cfg.dropout, "embed")
 
     def forward(self, tokens, dropout_seed=None, positions=None):
