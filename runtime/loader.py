@@ -1,5 +1,7 @@
-"""The rows of a batch that this rank reads, as microbatches. The disk is told of them in advance.
-train.Run calls `next` and `prefetch` once a step; evaluation.py and eval_answers.py `microbatches`.
+"""The rows of a batch that this rank reads, as microbatches. train.Run calls `next` and `prefetch`
+once a step. evaluation.py and eval_answers.py call `microbatches`.
+
+The next batch is loaded while the GPU computes, and its windows are announced to the disk before.
 """
 import numpy as np
 import torch
@@ -23,13 +25,12 @@ class Loader:
     def next(self) -> Batch:
         """The batch of this step. It is usually loaded during the step before, and loaded again if
         sequences have been left out since."""
-        batch = self.prefetched
-        if batch is None or (batch.step, batch.start) != (self.run.step, self.run.batches.consumed):
-            batch = self.load(self.run.step)
-        self.run.batches.move_past(batch)
-        if self.run.step < self.run.config.steps:
-            # The system reads the next batch from the disk while this step computes.
-            self.will_need(self.run.train_data, self.run.batches.next_window_ids())
+        run, batch = self.run, self.prefetched
+        if batch is None or batch.step != run.step or batch.start != run.batches.consumed:
+            batch = self.load(run.step)
+        run.batches.move_past(batch)
+        if run.step < run.config.steps:     # the disk reads while this step computes
+            self.will_need(run.train_data, run.batches.next_window_ids())
         return batch
 
     def prefetch(self) -> None:
@@ -38,6 +39,7 @@ class Loader:
             self.prefetched = self.load(self.run.step + 1)
 
     def will_need(self, dataset: TokenDataset, window_ids: np.ndarray) -> None:
+        """Ask the operating system to read these windows from the disk (madvise)."""
         if self.reads_rows(dataset):
             dataset.mixture.will_need(self.own_windows(window_ids).ravel())
 
@@ -51,7 +53,7 @@ class Loader:
         return split_microbatches(window_ids, self.run.config.micro_batch, grid.dp_rank, grid.dp)
 
     def load(self, step: int) -> Batch:
-        """Load the next batch of the data; `step` seeds its dropout."""
+        """Load the next batch of the data. `step` seeds its dropout."""
         window_ids = self.run.batches.next_window_ids()
         microbatches = self.microbatches(self.run.train_data, window_ids, step)
         return Batch(step, self.run.batches.consumed, window_ids, microbatches)
@@ -59,11 +61,11 @@ class Loader:
     def microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
         """This rank's rows of the batch `window_ids` (B,), as a list of microbatches: (inputs
         (b, T), targets (b, T), dropout seed, positions (b, T) of conversations or None). With --cp
-        inputs and targets have this rank's T / cp positions; `positions` stays whole, because
+        inputs and targets have this rank's T / cp positions. `positions` stays whole, because
         attention reads the keys of all."""
         grid = self.run.grid
         microbatches = []
-        # (`next` has not announced the first batch, nor those of an evaluation.)
+        # `next` has not announced the first batch, nor those of an evaluation.
         self.will_need(dataset, window_ids)
         for m, ids in enumerate(self.own_windows(window_ids)):                  # ids (b,)
             inputs, targets, positions = None, None, None
@@ -77,7 +79,7 @@ class Loader:
         return microbatches
 
     def dropout_seed(self, step: int, microbatch: int) -> int:
-        """Ranks with the same activations must draw the same dropout masks; ranks with different
+        """Ranks with the same activations must draw the same dropout masks. Ranks with different
         rows or positions must not. The ranks of a cp group have different positions, and with
         sequence parallelism those of a tp group do."""
         grid = self.run.grid
@@ -91,5 +93,5 @@ class Loader:
 
 
 def as_tensors(rows: tuple) -> list:
-    """Arrays to tensors; None stays None."""
+    """Arrays to tensors. None stays None."""
     return [None if x is None else torch.from_numpy(x) for x in rows]

@@ -26,7 +26,7 @@ from runtime.options import SHAPE, Config
 from runtime.processes import RunError, print_rank0
 from runtime.signals import exit_like_signal
 
-# The flags that --plain takes. (A run that it continues may have had others: they are ignored.)
+# The flags that --plain takes. A run that it continues may have had others. They are ignored.
 FLAGS = {"plain", "data", "out", "model", *SHAPE, "batch_size", "steps", "epochs", "lr",
          "min_lr_ratio", "warmup_steps", "lr_schedule", "decay_ratio", "weight_decay", "beta1",
          "beta2", "clip", "seed", "device", "save_every", "keep", "eval_every", "eval_tokens",

@@ -38,7 +38,8 @@ class Progress(NamedTuple):
 def progress_in(state: dict | None, run) -> Progress:
     """The progress of a run that continues from this checkpoint, or begins before step 1. The run's
     monitors have been restored."""
-    scaler, monitor = make_scaler(run.config.dtype), run.monitors.divergence
+    scaler = make_scaler(run.config.dtype)
+    monitor = run.monitors.divergence
     if state is None:
         return Progress(0, 0, 0, 0, scaler, monitor)
     if state["config"]["dtype"] == run.config.dtype:
