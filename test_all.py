@@ -1115,29 +1115,22 @@ def tensors(path):
             for name, tensor in state[key].items()}
 
 
-@pytest.mark.claim("`plain_train` and `train.py --plain` have the losses and norms of a run.")
-def test_plain_train_has_the_losses_of_a_run(run_train, library, tmp_path):
-    """To 1e-10 over 50 steps in fp64, with clipping at work. `python train.py --plain` has them to
-    1e-6 over 20 steps in fp32."""
-    flags = ["--data", library, *SMALL]
-    run_train(*flags, "--out", tmp_path / "fp64", "--steps", 50, "--dtype", "fp64")
-    rows, _ = read_metrics(tmp_path / "fp64")
-    state = checkpoint.load(tmp_path / "fp64/latest.pt")
-    config = train.Config(**state["config"])
-    gpt = GPT(GPTConfig(**state["model"])).initialize(config.seed).double()
-    shards = data.open_shards(library, "train")
-    steps = list(train.plain_train(config, gpt, train.plain_adamw(config, gpt), shards))
-    assert relative(steps, [(row["loss"], row["grad_norm"]) for row in rows]) < 1e-10
-    assert max(column(rows, "grad_norm")) > config.clip
-    val_loss = train.plain_evaluate(config, gpt, data.open_shards(library, "val"))
-    assert relative([val_loss], [rows[-1]["val_loss"]]) < 1e-10
-    for out, plain in (("fp32", []), ("plain", ["--plain"])):
-        assert run_train(*flags, "--out", tmp_path / out, "--steps", 20, *plain)[0] == 0
-    expected, found = (read_metrics(tmp_path / out)[0] for out in ("fp32", "plain"))
+@pytest.mark.claim("`plain_train` and `plain_evaluate`, run by `train.py --plain`, have the losses "
+                   "and norms of a run.")
+@pytest.mark.parametrize("dtype, steps, bound", [("fp64", 50, 1e-10), ("fp32", 20, 1e-6)])
+@pytest.mark.parametrize("size", [(), ("--model", "llama-nano")])
+def test_the_plain_program_has_the_losses_of_a_run(run_train, library, tmp_path, size, dtype,
+                                                   steps, bound):
+    """With clipping at work. In fp32 rounding grows with the number of steps."""
+    flags = ["--data", library, *SMALL, *size, "--steps", steps, "--dtype", dtype]
+    for out, plain in (("run", []), ("plain", ["--plain"])):
+        assert run_train(*flags, "--out", tmp_path / out, *plain)[0] == 0
+    expected, found = (read_metrics(tmp_path / out)[0] for out in ("run", "plain"))
+    assert max(column(expected, "grad_norm")) > 1           # the default of --clip
     for name in ("loss", "grad_norm"):
-        assert relative(by_step(found, name), by_step(expected, name)) < 1e-6
+        assert relative(by_step(found, name), by_step(expected, name)) < bound
     for name in ("val_loss", "bits_per_byte"):
-        assert relative([found[-1][name]], [expected[-1][name]]) < 1e-6
+        assert relative([found[-1][name]], [expected[-1][name]]) < bound
 
 
 @pytest.mark.claim("Eight ranks resume what `plain_save` writes, and `plain_load` what they write.")
@@ -1157,6 +1150,7 @@ def test_a_plain_run_continues_in_eight_ranks_and_back(run_train, library, tmp_p
     for out in ("plain", "mixed", "parts"):
         for name in ("loss", "grad_norm", "lr", "tokens"):
             assert relative(by_step(rows[out], name), by_step(rows["run"], name)) < 1e-5, out
+    checkpoint.load_model(tmp_path / "plain/latest.pt")             # as sample.py does
     straight, parts = (tensors(tmp_path / out / "latest.pt") for out in ("plain", "parts"))
     assert straight.keys() == parts.keys() == tensors(tmp_path / "run/latest.pt").keys()
     assert all(torch.equal(straight[key], parts[key]) for key in straight)

@@ -148,7 +148,8 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
     """`python train.py --plain`: train, evaluate, save and resume. Its --out is like that of any
     other run: `Run` continues what it has saved, and it continues what a `Run` has saved."""
     config, model_config, begin = startup.prepare(given, job, device, stack)    # flags, --out
-    model = model_config.build().initialize(config.seed).to(device)
+    dtype, _ = PRECISIONS[config.dtype]                                         # fp32 or fp64
+    model = model_config.build().initialize(config.seed).to(device, dtype)
     optimizer = plain_adamw(config, model)
     # `facts` are what a checkpoint holds beside tensors: the step, the flags, the data ...
     if begin.path is None:

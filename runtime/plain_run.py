@@ -29,8 +29,8 @@ from runtime.signals import exit_like_signal
 # The flags that --plain takes. A run that it continues may have had others. They are ignored.
 FLAGS = {"plain", "data", "out", "model", *SHAPE, "batch_size", "steps", "epochs", "lr",
          "min_lr_ratio", "warmup_steps", "lr_schedule", "decay_ratio", "weight_decay", "beta1",
-         "beta2", "clip", "seed", "device", "save_every", "keep", "eval_every", "eval_tokens",
-         "log_every"}
+         "beta2", "clip", "seed", "device", "dtype", "save_every", "keep", "resume", "eval_every",
+         "eval_tokens", "log_every"}
 CHANGE_THE_BATCH = ("dropout", "batch_ramp", "skip_steps")      # but not these
 LINES = 50                      # of steps on the console in a run, about
 
@@ -43,6 +43,11 @@ def check_flags(given: dict, world: int) -> None:
     if set(given) - FLAGS:
         names = ", ".join("--" + name.replace("_", "-") for name in sorted(set(given) - FLAGS))
         raise ValueError(f"--plain has no {names}: drop one or the other")
+    if given.get("dtype") in ("bf16", "fp16"):
+        raise ValueError(f"--plain has no --dtype {given['dtype']}: give fp32 or fp64, or drop "
+                         f"--plain")
+    if given.get("resume", "auto") not in ("auto", "never"):
+        raise ValueError("--plain has no --resume FILE: give auto or never, or drop --plain")
     if set("=,") & set(given.get("data", "")) and not Path(given["data"]).is_dir():
         raise ValueError("--plain reads one directory, not a mixture: drop it, or give one --data")
 

@@ -22,7 +22,8 @@ PLAIN = [*TINY, "--plain", "--device", "cpu"]
     (["--tp", 2], "--plain has no --tp"),
     (["--zero", 1, "--exact"], "--plain has no --exact, --zero"),
     (["--dropout", 0.1], "--plain has no --dropout"),
-    (["--dtype", "bf16"], "--plain has no --dtype"),
+    (["--dtype", "bf16"], "--plain has no --dtype bf16"),
+    (["--resume", "x.pt"], "--plain has no --resume FILE"),
     (["--init-from", "x.pt"], "--plain has no --init-from"),
     (["--data", "a=1,b=2"], "--plain reads one directory, not a mixture"),
 ])

@@ -113,7 +113,7 @@ TECHNIQUES = [              # (technique, paper, its simple forms, the test that
     ("Exact sums", "[Demmel and Nguyen](https://doi.org/10.1109/ARITH.2013.9)",
      ["plain_exact_sum"], "test_an_exact_sum_is_the_same_in_every_order"),
     ("Training loop, AdamW", "[Loshchilov and Hutter](https://arxiv.org/abs/1711.05101)",
-     ["plain_train"], "test_plain_train_has_the_losses_of_a_run"),
+     ["plain_train"], "test_the_plain_program_has_the_losses_of_a_run"),
     ("Batches", "", ["plain_batch"], "test_plain_batch_reads_what_a_run_reads"),
     ("Checkpoints", "", ["plain_save", "plain_load"],
      "test_a_plain_run_continues_in_eight_ranks_and_back"),
