@@ -10,23 +10,25 @@ layout can load what any other layout wrote, and so can sample.py in one process
 does not exist or is complete. It is written under another name, flushed to the disk, then renamed.
 Reading it runs no code from it.
 
-    format      7: the version of these keys and of the order of the data
-    step        the last completed step       consumed_samples  sequences trained on or left out
-    tokens      number of tokens read         optimizer_steps   number of updates
-    config      train.py's flags              model      its GPTConfig or LlamaConfig, as a dict
-    tokenizer   its name (tokenizer_file: its content, of one's own)
-    template    of conversations, if it was trained on some (template_file: a model's own)
-    ends        tokens at which a published model's generation ends
-                                              data       mixtures.Mixture's phases
-    scaler      its state_dict()              monitor    DivergenceMonitor as a dict
-    run         {"id": the run's random id, "origin": [kind, id, step of the file it began from]}
-    parameters, exp_avg, exp_avg_sq           {global name: tensor}
+    format              7: the version of these keys and of the order of the data
+    step                the last completed step
+    tokens              number of tokens read
+    consumed_samples    number of sequences trained on or left out
+    optimizer_steps     number of updates
+    config, model       train.py's flags, and the GPTConfig or LlamaConfig, as dicts
+    data                the mixture's phases (corpus/mixtures.py)
+    tokenizer           its name (optional: tokenizer_file, the content of one of your own)
+    template            optional, of conversations (template_file: a model's own)
+    ends                optional: tokens at which a published model's generation ends
+    scaler, monitor     LossScaler and DivergenceMonitor, as dicts
+    run                 {"id": random, "origin": [kind, id, step of the file that it began from]}
+    parameters, exp_avg, exp_avg_sq     {global name: tensor}
 
 A file of weights alone has no moments and is for `train.py --init-from`.
 
 First come `plain_save` and `plain_load` for a model in one process, then the pieces of any layout,
-then `save` and `load` of a run. Beside this file stand runtime/checkpoint_writer.py, which moves the
-pieces to rank 0 and writes in a thread, and runtime/checkpoint_files.py, which knows disks.
+then `save` and `load` of a run. Two files help: runtime/checkpoint_writer.py moves the pieces to
+rank 0 and writes in a thread, and runtime/checkpoint_files.py knows disks.
 """
 import os
 from collections.abc import Iterator
@@ -176,7 +178,8 @@ def join_pieces(parameter: Scattered, dtype: torch.dtype, inbox) -> torch.Tensor
 @torch.no_grad()
 def restore(state: dict, flat: FlatParameters) -> None:
     """Load this rank's slices of a checkpoint's full tensors into the flat buffers. Takes the
-    tensors out of `state`: they are memory of the mapped file, of which only the slices are read."""
+    tensors out of `state`. They are memory of the mapped file, of which it reads the slices alone.
+    """
     for key, flat_name in STATE.items():
         full = state.pop(key)
         for bucket in flat.buckets:

@@ -24,7 +24,7 @@ corpus/program.py has its flags, and corpus/prepare.py does the work.
     python data.py --dataset shakespeare     # or tinystories: downloaded once, GPT-2's tokens
     python data.py --dataset fineweb --shards 2         # tokenized by others, 100M tokens a shard
     python data.py --input a.txt b.jsonl --out data/mine
-    python data.py --input chat.jsonl --out data/chat   # conversations: the loss is of the answers
+    python data.py --input chat.jsonl --out data/chat   # conversations: only answers count
 """
 import hashlib
 import sys
@@ -43,8 +43,8 @@ IGNORE_INDEX = -1       # a target that does not count in the loss, as model.IGN
 
 
 def plain_prepare(texts, tokenizer, directory: Path, seed=0) -> None:
-    """Write one shard for each split. The split of a text is a function of (seed, text). It takes
-    20 texts or more of similar lengths. corpus/split.py has rules for others."""
+    """Write one shard for each split. The split of a text is a function of (seed, text). It needs
+    at least 20 texts of similar lengths. corpus/split.py has rules for others."""
     tokens = dict(train=[], val=[])
     salt = seed.to_bytes(16, "little")
     for text in dict.fromkeys(texts):               # of equal texts the first
@@ -72,6 +72,7 @@ def plain_window(shards: list[np.ndarray], seq_len: int, number: int) -> np.ndar
         if number < count:
             return tokens[number * seq_len:(number + 1) * seq_len + 1]
         number -= count
+    raise IndexError("there are fewer windows")
 
 
 def plain_windows(shards: list[np.ndarray], seq_len: int, numbers) -> np.ndarray:
@@ -97,34 +98,6 @@ def epoch_windows(sequences: np.ndarray, n: int, seed: int) -> np.ndarray:
         in_epoch = epochs == epoch
         windows[in_epoch] = permute(places[in_epoch], n, seed, epoch)
     return windows
-
-
-def permute(numbers: np.ndarray, n: int, *key: int) -> np.ndarray:
-    """These numbers after a permutation of 0 ... n - 1 that is a function of the key, int64 (k,) ->
-    int64 (k,). It is computed, so it takes no memory, however large n is.
-
-    A Feistel network of six rounds permutes the numbers of 2 h bits (Luby and Rackoff 1988): each
-    round XORs one half with a function of the other. A result of n or above goes through the
-    network again (cycle walking, Black and Rogaway 2002). At most three in four do.
-    """
-    bits = (n - 1).bit_length()
-    h = np.uint64(max(1, (bits + 1) // 2))
-    mask = (np.uint64(1) << h) - np.uint64(1)
-    round_keys = np.random.SeedSequence(key).generate_state(6, np.uint64)
-    numbers = numbers.astype(np.uint64)
-    walking = np.ones(len(numbers), bool)
-    while walking.any():
-        left = numbers[walking] >> h
-        right = numbers[walking] & mask
-        for round_key in round_keys:
-            # Products modulo 2^64 and shifts mix the bits, with MurmurHash3's constants.
-            x = (right + round_key) * np.uint64(0xFF51AFD7ED558CCD)
-            x = (x ^ x >> np.uint64(33)) * np.uint64(0xC4CEB9FE1A85EC53)
-            x = (x ^ x >> np.uint64(33)) & mask
-            left, right = right, left ^ x
-        numbers[walking] = left << h | right
-        walking = numbers >= n
-    return numbers.astype(np.int64)
 
 
 # ---- The same for a run ----------------------------------------------------------------------
@@ -203,7 +176,7 @@ class Batch(NamedTuple):
 class Batches:
     """A run's position in its data. runtime.loader.Loader loads the batches.
 
-    consumed            sequences before the next batch, with those that were left out
+    consumed            sequences before the next batch, including those that were left out
     sequences_trained   sequences of all batches so far, without those that were left out. The ramp
                         of the batch size depends on it
     """
@@ -241,6 +214,34 @@ def pad_window_ids(window_ids: np.ndarray, multiple: int) -> np.ndarray:
     """These windows, and then NO_WINDOW until their number is a multiple."""
     missing = -len(window_ids) % multiple
     return np.append(window_ids, np.full(missing, NO_WINDOW))
+
+
+def permute(numbers: np.ndarray, n: int, *key: int) -> np.ndarray:
+    """These numbers after a permutation of 0 ... n - 1 that is a function of the key, int64 (k,) ->
+    int64 (k,). As np.random.permutation(n)[numbers], but it takes no memory, however large n is.
+
+    A Feistel network of six rounds permutes the numbers of 2 h bits (Luby and Rackoff 1988): each
+    round XORs one half with a function of the other. A result of n or above goes through the
+    network again (cycle walking, Black and Rogaway 2002). At most three in four do.
+    """
+    bits = (n - 1).bit_length()
+    h = np.uint64(max(1, (bits + 1) // 2))
+    mask = (np.uint64(1) << h) - np.uint64(1)
+    round_keys = np.random.SeedSequence(key).generate_state(6, np.uint64)
+    numbers = numbers.astype(np.uint64)
+    walking = np.ones(len(numbers), bool)
+    while walking.any():
+        left = numbers[walking] >> h
+        right = numbers[walking] & mask
+        for round_key in round_keys:
+            # Products modulo 2^64 and shifts mix the bits, with MurmurHash3's constants.
+            x = (right + round_key) * np.uint64(0xFF51AFD7ED558CCD)
+            x = (x ^ x >> np.uint64(33)) * np.uint64(0xC4CEB9FE1A85EC53)
+            x = (x ^ x >> np.uint64(33)) & mask
+            left, right = right, left ^ x
+        numbers[walking] = left << h | right
+        walking = numbers >= n
+    return numbers.astype(np.int64)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ class Dropout(nn.Module):
 
 
 def empty_embedding(rows: int, channels: int) -> nn.Embedding:
-    """`initialize` fills it. nn.Embedding(rows, channels) would first spend time on other values."""
+    """`initialize` fills it. nn.Embedding(rows, channels) would spend time on other values."""
     return nn.Embedding.from_pretrained(torch.empty(rows, channels), freeze=False)
 
 

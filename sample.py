@@ -32,9 +32,8 @@ from runtime.sample_text import Chat, Samples, tell_errors_in_one_line
 @torch.inference_mode()
 def plain_generate(model, tokens: list[int], count: int, temperature: float = 1.0,
                    generator=None) -> list[int]:
-    """The `count` tokens that a model puts behind `tokens`. Each is drawn from all of the window
-    before it. A full window continues with its newest half. Temperature 0 takes the most probable
-    token."""
+    """`count` tokens drawn after `tokens`, each given the whole window before it. A full window
+    continues with its newest half. Temperature 0 takes the most probable token."""
     seq_len = model.cfg.seq_len
     window = list(tokens[-seq_len:])
     drawn = []

@@ -6,30 +6,18 @@
 
 New to training? Read the plain program. It is the whole algorithm: a batch, forward and backward,
 clipping, AdamW, evaluation, saving. `Run` does the same on any number of ranks and in any
-precision. Tests check that the results agree. New to parallel training? Continue with the picture
-of the ranks, then Run.train, compute_gradients and update.
-
-    plain_train             Run.train, on each rank
-    plain_batch             Loader.next: this rank's rows of the batch, in microbatches
-    learning_rate           the same function
-                            compute_gradients:
-    zero_grad                 the same, in the flat buffers of zero.FlatParameters
-    forward and backward      for each microbatch, with pp in the order of a schedule
-                              finish_grad_sync: waits for the sums of gradients over the replicas
-    norm                      step_stats: loss and squared norm are summed over all ranks
-                            update:
-    clipping                  all ranks clip by the same factor, or all skip the step
-    AdamW                     on all of the rank's parameters, or on a shard
-    plain_evaluate          evaluation.evaluate
-    plain_save              checkpoint_writer.Writer: the same file, from the shards of all ranks
+precision. Tests check that the results agree. New to parallel training? Read the picture of the
+ranks below, then parallel.py, which has each technique in its plain form, then Run.train,
+compute_gradients and update.
 
 Everything else that a long run needs is in runtime/: flags, signals, what a checkpoint holds
-beside tensors, and the monitors, which take a diverged run back to an older checkpoint. To change
-the loss, see model.Head. docs/extend.md says where other changes go.
+besides tensors, and the monitors, which take a diverged run back to an older checkpoint. To change
+the loss, edit model.Head for --plain and tensor.VocabParallelHead for Run. docs/extend.md says
+where other changes go.
 """
 import signal
 
-if __name__ == "__main__":      # before the slow `import torch`, so that Ctrl-C exits at once
+if __name__ == "__main__":      # Ctrl-C during the slow import of torch exits at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import math
@@ -39,7 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Iterator
 
-import runtime      # first: if numpy or torch is missing, it exits with a message of one line
+import runtime      # first: without numpy or torch it exits with a one-line message
 
 import numpy as np
 import torch
@@ -77,7 +65,7 @@ def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, sh
             print(loss)
 
     prints the same losses as `python train.py --steps 20`."""
-    device = model.head.weight.device
+    device = next(model.parameters()).device
     for step in range(first_step, config.steps + 1):
         # The data are windows of T + 1 tokens, shuffled by the seed. The batch is the batch_size
         # windows after those consumed. Each gives a row: its first T tokens are the inputs, its
@@ -99,7 +87,7 @@ def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, sh
 
 
 def plain_adamw(config: Config, model: GPT) -> torch.optim.AdamW:
-    """PyTorch's AdamW, with weight decay for the matrices only."""
+    """PyTorch's AdamW, with weight decay for matrices only. Each step sets the learning rate."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]       # biases, LayerNorm
     return torch.optim.AdamW([dict(params=matrices, weight_decay=config.weight_decay),
@@ -131,8 +119,9 @@ def learning_rate(config: Config, step: int) -> float:
 
 @torch.no_grad()
 def plain_evaluate(config: Config, model: GPT, shards: list) -> float:
-    """The mean loss in nats on windows at equal distances, the same in every evaluation."""
-    device, seq_len = model.head.weight.device, model.cfg.seq_len
+    """The mean loss in nats on evenly spaced windows, the same in every evaluation."""
+    device = next(model.parameters()).device
+    seq_len = model.cfg.seq_len
     n_windows = sum((len(tokens) - 1) // seq_len for tokens in shards)
     count = evaluation.eval_sequences(config, model.cfg, n_windows)
     window_ids = np.linspace(0, n_windows - 1, count).astype(np.int64)
@@ -145,13 +134,15 @@ def plain_evaluate(config: Config, model: GPT, shards: list) -> float:
 
 
 def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> None:
-    """`python train.py --plain`: train, evaluate, save and resume. Its --out is like that of any
-    other run: `Run` continues what it has saved, and it continues what a `Run` has saved."""
-    config, model_config, begin = startup.prepare(given, job, device, stack)    # flags, --out
-    dtype, _ = PRECISIONS[config.dtype]                                         # fp32 or fp64
+    """`python train.py --plain`: train, evaluate, save and resume. It uses the same --out as a
+    `Run`, and each continues what the other has saved. `given` are the flags of the command, `job`
+    is this process, and `stack` closes what is open when the process ends."""
+    # Refuse mistakes, lock --out, and find the checkpoint to begin from: begin.path, or None.
+    config, model_config, begin = startup.prepare(given, job, device, stack)
+    dtype, _ = PRECISIONS[config.dtype]         # fp32 or fp64
     model = model_config.build().initialize(config.seed).to(device, dtype)
     optimizer = plain_adamw(config, model)
-    # `facts` are what a checkpoint holds beside tensors: the step, the flags, the data ...
+    # `facts` are what a checkpoint holds besides tensors: the step, the flags, the data ...
     if begin.path is None:
         facts = plain_run.new_facts(config, model_config, begin)
     else:
@@ -165,7 +156,7 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
     train_shards = open_shards(config.data, "train")
     val_shards = open_shards(config.data, "val")
     log = plain_run.Log(config, model_config, done)             # metrics.jsonl and the console
-    stop = plain_run.StopSignal()
+    stop = plain_run.StopAfterStep()        # at Ctrl-C
     training = plain_train(config, model, optimizer, train_shards, first_step=done + 1)
     for step, (loss, norm) in enumerate(log.timed(training), start=done + 1):
         if not math.isfinite(norm):
@@ -176,9 +167,9 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
         log.write(row)
         if config.is_due(step, config.save_every) or stop.received:
             plain_run.update_facts(facts, config, model_config, step)
-            with plain_run.told_in_one_line(config):            # what a full disk raises
+            with plain_run.errors_in_one_line(config):          # such as a full disk
                 plain_save(model, optimizer, facts, Path(config.out))
-            plain_run.remove_others(facts, config)
+            plain_run.remove_old_checkpoints(facts, config)
         if stop.received:
             stop.end(log, step)
     log.end()
@@ -195,22 +186,39 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
 #     stage 1, last    rank 2  <-- tp -->  rank 3          rank 6  <-- tp -->  rank 7
 #
 #           divides                   what the ranks exchange                         parallelism/
-#     tp    each matrix               activations twice a block, and their gradients  tensor.py
+#     tp    each matrix               activations twice per block, their gradients     tensor.py
 #     pp    the layers, in stages     activations, and their gradients                pipeline.py
 #     dp    the rows of the batch     gradients: rank 0 with 4, 1 with 5, 2 with 6 .. zero.py
 #     cp    the positions of a row    keys and values, and gradients as in dp         context.py
 #
 # Ranks at the same place in different replicas, such as 0 and 4, train the same parameters. With
-# --zero 0 each updates all of them. With --zero 1 to 3 each updates one shard and sends it to the
-# others.
+# --zero 0 each updates all of them. With --zero 1 each keeps AdamW's state of one shard, updates
+# this shard and sends it to the others. With --zero 2 it also keeps the gradients of this shard
+# alone, and with --zero 3 the parameters.
+#
+#     the plain program       Run, on each rank
+#
+#     plain_train             train
+#     plain_batch             Loader.next: this rank's rows of the batch, in microbatches
+#     learning_rate           the same function
+#                             compute_gradients:
+#     zero_grad                 the same, in the flat buffers of zero.FlatParameters
+#     forward and backward      for each microbatch, with pp in the order of a schedule
+#                               finish_grad_sync: waits for the sums of gradients over the replicas
+#     norm                      step_stats: loss and squared norm are summed over all ranks
+#                             update:
+#     clipping                  all ranks clip by the same factor, or all skip the step
+#     AdamW                     on all of the rank's parameters, or on a shard
+#     plain_evaluate          evaluation.evaluate
+#     plain_save              checkpoint_writer.Writer: the same file, from the shards of all ranks
 
 
 @dataclass
 class StepStats:
     """The statistics of a step. Every rank has the same, except for local_loss."""
     loss: float                 # mean over the targets of the global batch that count, in nats
-    activation_norm: float      # mean over the tokens of the norm of the final hidden state. The
-                                # monitor of divergence watches it, as the OPT-175B team did
+    activation_norm: float      # the norm of the final hidden state, averaged over the tokens. The
+                                # divergence monitor watches it, as the OPT-175B team did
     grad_norm: float            # of the whole model, unscaled, before clipping
     skipped: str                # why the update is skipped, such as NOT_FINITE, or ""
     loss_scale: float           # the loss scale used in this step
@@ -248,8 +256,9 @@ class Run:
         self.monitors = Monitors(self)
         self.stop = None
         dtype, master_dtype = PRECISIONS[config.dtype]
-        # This rank's part of the model: its stage's layers, and its slice of each matrix. Then the
-        # flat buffers that hold its parameters, and the hooks that sum their gradients.
+        # build_rank keeps the blocks of this stage (pp), and replaces their layers by those that
+        # hold a slice (tp) or exchange keys and values (cp). It moves the parameters into flat
+        # buffers, whose hooks sum the gradients (dp, ZeRO).
         self.model, self.flat = build_rank(model_config, grid, config, (dtype, master_dtype),
                                            device)
         self.writer = Writer(Path(config.out), config.keep, model_config, self.flat,
@@ -260,7 +269,7 @@ class Run:
 
     def restore(self, state: dict | None) -> None:
         """Continue from the state in a checkpoint, or begin before step 1 without one. A rollback
-        calls it, too. On the CPU, in the same layout and with as many threads, a resumed run ends
+        calls it, too. On the CPU, with the same layout and number of threads, a resumed run ends
         with the same bits as an uninterrupted run."""
         self.monitors.restore(state)
         progress = run_state.progress_in(state, self)
@@ -281,30 +290,31 @@ class Run:
     # ---- The loop ---------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train until step --steps. A signal is handled in another thread. It waits while
-        `stop.held()` is active, because the state is being changed."""
+        """Train until step --steps. Another thread handles signals. It waits while `stop.held()` is
+        active, because the state is changing."""
         self.model.train()
         while self.step <= self.config.steps:
-            self.monitors.begin_step()      # leaves out what --skip-steps or a rollback excludes
+            self.monitors.begin_step()          # passes over data that --skip-steps excludes
             batch = self.loader.next()          # this rank's rows, in microbatches
             lr = self.learning_rate(self.config, self.step) * self.monitors.lr_factor
             stats = self.compute_gradients(batch)
             with self.stop.held():
                 self.update(stats, lr)
                 row = self.monitors.judge_step(batch, stats, lr)    # of metrics.jsonl
-            if row is not None:     # None: the run diverged, and went back to a checkpoint
+            if row is not None:     # None: it diverged, and has restored an older checkpoint
                 self.evaluate_and_save(row)
-            self.step = self.finished_step + 1
+            self.step = self.finished_step + 1          # of the older checkpoint, if it has
         with self.stop.held():
             self.finish()
 
     def evaluate_and_save(self, row: dict) -> None:
-        """Evaluate and save after the last step, and after each of every --eval-every and
-        --save-every steps. `row` is the step's row of metrics.jsonl."""
+        """Evaluate every --eval-every steps and save every --save-every steps, and both after the
+        last one. `row` is the step's row of metrics.jsonl."""
         if self.config.is_due(self.step, self.config.eval_every):
-            row.update(console.announce_and_evaluate(self))
+            console.announce_evaluation(self)
+            row.update(evaluation.evaluate(self))
         saving = self.config.is_due(self.step, self.config.save_every)
-        intact = self.monitors.copies_are_equal(saving)         # of the state: no bit has flipped
+        intact = self.monitors.copies_are_equal(saving)     # of the state. If not, a bit flipped
         with self.stop.held():
             self.monitors.log.write_row(self, row)
             if not intact:
@@ -331,19 +341,21 @@ class Run:
 
         # 1. Forward and backward. The model returns the sum of a microbatch's losses. Times
         #    loss_factor it is the microbatch's share of the mean loss of the batch, times the loss
-        #    scale. The gradients of all microbatches and replicas add up to that of this mean.
+        #    scale. The gradients of all microbatches and replicas add up to the gradient of this
+        #    mean.
         loss_factor = self.scaler.scale / targets_in_batch
-        flat.zero_grad(self.scaler.scale, tokens_in_batch, targets_in_batch)    # for --exact
+        flat.zero_grad(self.scaler.scale, tokens_in_batch, targets_in_batch)
         if grid.is_last:
-            # The head computes its gradients in forward, so it needs the factor now. Its backward
-            # returns them and does not apply the factor again.
+            # The parallel head computes its gradients already in forward, to save memory: those of
+            # loss * loss_factor. The product below is this factor, not a second one.
             model.head.set_loss_factor(loss_factor)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
             for m, (inputs, targets, dropout_seed, positions) in enumerate(microbatches):
                 # Hooks start the all-reduce of each bucket of gradients in backward: only in that
                 # of the last microbatch, or with ZeRO 2 and 3 in every one.
-                flat.prepare_grad_sync(model, last=m == len(microbatches) - 1)
+                is_last = m == len(microbatches) - 1
+                flat.prepare_grad_sync(model, is_last)
                 loss = model(inputs, targets, dropout_seed, positions=positions)
                 (loss * loss_factor).backward()
                 loss_sum += loss.detach()
@@ -382,8 +394,8 @@ class Run:
             local_loss=loss_sum)
 
     def update(self, stats: StepStats, lr: float) -> None:
-        """Update the weights. Every rank skips it if the loss or a gradient is inf or NaN. With
-        --exact also if one is too large for an exact sum."""
+        """Update the weights. Every rank skips it if the loss or a gradient is inf or NaN, or with
+        --exact if one is too large for an exact sum."""
         config = self.config
         # 4. Clip, and AdamW. One factor both clips the gradients and undoes the loss scale. With
         #    ZeRO each rank updates its shard. The others receive it during the next forward.

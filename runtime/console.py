@@ -132,10 +132,8 @@ def evaluated_tokens(run) -> str:
     return f"{count * run.model_config.seq_len:,} of {run.val_data.n_tokens:,} tokens"
 
 
-def announce_and_evaluate(run) -> dict:
-    """Say on what a train.Run is evaluated, and return the results (evaluation.evaluate)."""
+def announce_evaluation(run) -> None:
     print_rank0(f"evaluate on {evaluated_tokens(run)}")
-    return evaluate(run)
 
 
 def format_step(run, row: dict, seconds: float) -> str:

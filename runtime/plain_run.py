@@ -1,5 +1,5 @@
-"""What `train.py --plain` needs beside training: what it refuses, what its checkpoints hold beside
-tensors, its log, and its end by a signal. train.plain_launch calls the functions here, and
+"""What `train.py --plain` needs besides training: what it refuses, what its checkpoints hold
+besides tensors, its log, and its end by a signal. train.plain_launch calls the functions here, and
 runtime/startup.py calls `check_flags`.
 
 The directory of a plain run is that of any other run: either continues what the other has saved.
@@ -52,7 +52,7 @@ def check_flags(given: dict, world: int) -> None:
         raise ValueError("--plain reads one directory, not a mixture: drop it, or give one --data")
 
 
-# ---- What a checkpoint holds beside tensors --------------------------------------------------
+# ---- What a checkpoint holds besides tensors --------------------------------------------------
 
 def new_facts(config: Config, model_config: GPTConfig, begin: Start) -> dict:
     """What the checkpoints of a new run hold, at step 0. Raises RunError for data that the plain
@@ -114,7 +114,7 @@ def take_data(facts: dict, config: Config, model_config: GPTConfig) -> None:
 
 
 @contextmanager
-def told_in_one_line(config: Config):
+def errors_in_one_line(config: Config):
     """Raise RunError if the block cannot write a checkpoint."""
     try:
         yield
@@ -123,7 +123,7 @@ def told_in_one_line(config: Config):
                        f"{what_is_left(Path(config.out))}") from error
 
 
-def remove_others(facts: dict, config: Config) -> None:
+def remove_old_checkpoints(facts: dict, config: Config) -> None:
     """Remove old checkpoints, but not those that a run may go back to."""
     named = {file for _, file, _ in facts["monitor"]["checkpoints"]}
     remove_old(Path(config.out), config.keep, named)
@@ -177,7 +177,7 @@ class Log:
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
 
 
-class StopSignal:
+class StopAfterStep:
     """Ctrl-C, SIGTERM and a closed terminal. The run ends after the step in progress and its save.
     A second signal ends it at once."""
 

@@ -14,7 +14,7 @@ from amp import PRECISIONS
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
-from runtime import checks, console, devices, plain_run, run_state, start_follow
+from runtime import checks, console, devices, evaluation, plain_run, run_state, start_follow
 from runtime.checkpoint_files import list_checkpoints
 from runtime.cpu_threads import Threads
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
@@ -145,7 +145,8 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, stack: Ex
     run.monitors.log.threads.compare()
     row = on_rank0(lambda: find_unevaluated(config, state))
     if row is not None:
-        row |= console.announce_and_evaluate(run)
+        console.announce_evaluation(run)
+        row |= evaluation.evaluate(run)
         run.monitors.log.write_row(run, row)
         run.monitors.fail_if_diverged(row)
 

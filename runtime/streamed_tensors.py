@@ -35,8 +35,8 @@ class Streamed:
 
 
 class LateStorage(torch.UntypedStorage):
-    """A storage of the device `meta`, which has no memory. torch.save calls `cpu` for the bytes of a
-    storage that is not on the CPU, and drops them when they are in the file."""
+    """A storage of the device `meta`, which has no memory. torch.save calls `cpu` for the bytes of
+    a storage that is not on the CPU, and drops them when they are in the file."""
 
     def cpu(self):
         return self.source.read().untyped_storage()

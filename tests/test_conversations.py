@@ -623,8 +623,9 @@ def test_layouts_train_on_answers_as_one_process(pool, tmp_path, reversals, one_
 
 
 def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_process, tmp_path):
-    """Loss and gradient norm are those of a plain model, whose loss is divided by the learnt targets
-    of the batch. The mean of the microbatches' means is another number: they have unequal numbers of targets."""
+    """Loss and gradient norm are those of a plain model, whose loss is divided by the number of
+    targets of the batch that count. The mean of the microbatches' means is another number: they
+    have unequal numbers of targets."""
     dataset = data.TokenDataset(reversals, "train", WORDS.seq_len)
     config = train.Config(batch_size=8, steps=6, lr=1e-3, warmup_steps=5)
     plain = WORDS.build().initialize(config.seed).double()

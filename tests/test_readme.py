@@ -64,7 +64,8 @@ def test_the_project_has_one_name_and_can_be_cited():
     assert f'title: "{name}"' in citation.splitlines()
     assert f"the {name} authors" in (ROOT / "LICENSE").read_text()
     keys = re.findall(r"(?m)^([\w-]+):", citation)
-    assert {"cff-version", "message", "title", "authors"} <= set(keys) and len(set(keys)) == len(keys)
+    assert {"cff-version", "message", "title", "authors"} <= set(keys)
+    assert len(set(keys)) == len(keys)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -188,9 +189,9 @@ def test_the_readmes_layouts_are_not_refused(shards):
 
 @pytest.mark.slow
 def test_the_readmes_training_commands_make_a_step_with_a_tiny_model(shards, tmp_path):
-    """Each train.py command with its layout and switches (but --compile and --plain, which have their
-    own tests), on as many ranks, all on the CPU; once, if others differ in data and --out alone. Those that
-    begin from a checkpoint find one of eight steps."""
+    """Each train.py command with its layout and switches (but --compile and --plain, which have
+    their own tests), on as many ranks, all on the CPU; once, if others differ in data and --out
+    alone. Those that begin from a checkpoint find one of eight steps."""
     tiny = ["--data", shards, "--n-layer", 4, "--n-head", 2, "--n-embd", 16, "--seq-len", 16,
             "--device", "cpu", "--eval-every", 0, "--timeout", 300]
     first, = launch(1, *tiny, "--batch-size", 4, "--steps", 8, "--out", tmp_path / "first")
