@@ -71,8 +71,8 @@ NOT_FINITE = "not finite"       # why a step is skipped: the loss or a gradient 
 class LossScaler:
     """The factor on the loss: halved when gradients overflow, doubled after a long run without.
 
-    Its scale follows that of torch.amp.GradScaler step for step, also in fp32. In addition, it never
-    falls below `min_scale` and never grows past what fp32 holds. `update` never raises.
+    Its scale follows that of torch.amp.GradScaler step for step, also in fp32. In addition, it
+    never falls below `min_scale` and never grows past what fp32 holds. `update` never raises.
     runtime/divergence.py judges what a scale at its floor means.
     """
 

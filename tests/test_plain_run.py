@@ -90,6 +90,7 @@ def test_a_checkpoint_has_the_entries_of_a_run(shards, run_train, tmp_path):
                     "tokenizer", "data"):
             assert state[key] == states["run"][key], (name, key)
         assert state["scaler"]["scale"] == 1
+        assert bool(state["monitor"]["losses"]) == (name == "run")      # that of other steps
         assert state.keys() == states["run"].keys()
         assert state["config"] | dict(plain=False, out="") == states["run"]["config"] | dict(out="")
         assert [step for step, _, _ in state["monitor"]["checkpoints"]][-1] == 4
