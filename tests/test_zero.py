@@ -22,7 +22,6 @@ from parallelism.pipeline import run_schedule
 from parallelism.schedules import gpipe, one_f_one_b
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters
-from runtime import run_state
 from tests.harness import (CFG, FORMULA, Memory, Passes, assert_close, gradient_pairs, gridded,
                            in_turn, on_ranks, settings, stage_of, staged, tokens_of, traffic)
 
@@ -112,7 +111,7 @@ def test_a_run_offloads_and_shards_as_its_flags_say(tmp_path):
     """With --offload masters and moments of a model on another device, here torch's meta device,
     are on the host; with --zero 1, 2 and 3 one of two replicas has half of them."""
     def kept(device, **flags):
-        with mock.patch.object(run_state, "restore"):
+        with mock.patch.object(train.Run, "restore"):
             run = train.Run(settings(tmp_path, **flags), CFG, Grid(dp=2, pp=1, tp=1),
                             torch.device(device), Memory(CFG), Memory(CFG), None)
         found = [bucket.shard[name] for bucket in run.flat.buckets
