@@ -155,7 +155,7 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
 
     train_shards = open_shards(config.data, "train")
     val_shards = open_shards(config.data, "val")
-    log = plain_run.Log(config, model_config, done)             # metrics.jsonl and the console
+    log = plain_run.Log(config, model_config, facts)            # metrics.jsonl and the console
     stop = plain_run.StopAfterStep()        # at Ctrl-C
     training = plain_train(config, model, optimizer, train_shards, first_step=done + 1)
     for step, (loss, norm) in enumerate(log.timed(training), start=done + 1):

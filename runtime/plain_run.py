@@ -18,7 +18,7 @@ from amp import make_scaler
 from data import TokenDataset
 from model import GPTConfig, ceil_div
 from runtime.checkpoint_files import first_cause, remove_old, step_file, what_is_left
-from runtime.console import environment
+from runtime.console import changed_flags, describe, environment, time_left
 from runtime.directory import Metrics, Start
 from runtime.divergence import STATISTICS, DivergenceMonitor
 from runtime.evaluation import bits_per_byte, describe_data
@@ -134,18 +134,21 @@ def remove_old_checkpoints(facts: dict, config: Config) -> None:
 class Log:
     """The rows of metrics.jsonl, and lines of them on the console."""
 
-    def __init__(self, config: Config, model_config: GPTConfig, done: int):
-        """`done`: the step of the checkpoint with which the run continues, or 0."""
+    def __init__(self, config: Config, model_config: GPTConfig, facts: dict):
+        """`facts`: those of the checkpoint with which the run continues, or of step 0."""
         self.config = config
         self.tokens = config.batch_size * model_config.seq_len          # of a step
         self.seconds = 0.0                                              # of the last step
         self.metrics = Metrics(Path(config.out), rank=0)
         val_data = TokenDataset(config.data, "val", model_config.seq_len)
         self.bytes_per_token = val_data.meta["bytes_per_token"]
-        if done > 0:
-            print_rank0(f"resume   {config.out}, after step {done}")
-        event = "start" if done == 0 else "resume"
-        self.metrics.write(event=event, step=done, config=dataclasses.asdict(config),
+        event = dict(event="start", step=facts["step"])
+        if facts["step"] > 0:
+            changed = changed_flags(config, facts)
+            print_rank0(", ".join([f"resume   {config.out}, after step {facts['step']}",
+                                   *describe(changed)]))
+            event |= dict(event="resume", changed=changed)
+        self.metrics.write(**event, config=dataclasses.asdict(config),
                            data=describe_data(val_data, config, model_config),
                            environment=environment([socket.gethostname()]))
 
@@ -165,10 +168,13 @@ class Log:
                     tokens_per_second=round(speed, 1))
         if config.is_due(step, config.log_every or ceil_div(config.steps, LINES)):
             print_rank0(f"step {step}/{config.steps}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
-                        f"norm {row['grad_norm']:.3f}  {speed:,.0f} tok/s")
+                        f"norm {row['grad_norm']:.3f}  {speed:,.0f} tok/s  "
+                        f"left {time_left(config.steps - step, self.seconds)}")
         if "val_loss" in row:
-            row["bits_per_byte"] = bits_per_byte(row["val_loss"], self.bytes_per_token)
-            print_rank0(f"validation: {row['val_loss']:.4f} nats a token")
+            bits = bits_per_byte(row["val_loss"], self.bytes_per_token)
+            row["bits_per_byte"] = bits
+            in_bits = "" if bits is None else f", {bits:.4f} bits a byte"
+            print_rank0(f"validation: {row['val_loss']:.4f} nats a token{in_bits}")
         self.metrics.write(**row)
 
     def end(self) -> None:

@@ -121,6 +121,17 @@ def test_metrics_have_the_rows_of_a_run(shards, run_train, tmp_path):
         assert events[0][key] == plain_events[0][key]
 
 
+def test_a_resume_tells_which_flags_have_changed(shards, run_train, tmp_path):
+    flags = ["--data", shards, "--out", tmp_path, *PLAIN]
+    run_train(*flags)
+    _, printed, _ = run_train(*flags, "--steps", 6, "--lr", 0.001)
+    assert f"resume   {tmp_path}, after step 4, steps 6 instead of 4, lr 0.001 instead of 0.004" in (
+        printed)
+    assert "bits a byte" in printed
+    event, = (event for event in read_metrics(tmp_path)[1] if event["event"] == "resume")
+    assert event["changed"] == dict(steps=[4, 6], lr=[0.004, 0.001])
+
+
 def test_a_finished_run_says_so(shards, run_train, tmp_path):
     flags = ["--data", shards, "--out", tmp_path, *PLAIN]
     run_train(*flags)
