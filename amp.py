@@ -52,7 +52,7 @@ PRECISIONS = {
 
 def plain_scaled_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer, scale: float) -> float:
     """Take one step of `optimizer` on the gradients of an fp16 `loss`. Returns the next scale."""
-    parameters = optimizer.param_groups[0]["params"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad()
     (loss * scale).backward()                       # small gradients no longer round to zero
     if not all(p.grad.isfinite().all() for p in parameters):

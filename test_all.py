@@ -726,20 +726,23 @@ def test_zb_h1_is_1f1b_bit_for_bit(pool, tmp_path, layout, flags):
 def test_plain_scaled_step_equals_that_of_torchs_scaler():
     """Dynamic loss scaling in its plainest form and torch.amp.GradScaler make the same 30 steps, to
     the bit: the same weights and scales. They run in fp32, as GradScaler wants it. A gradient of
-    2^113 overflows until the scale is 2^14."""
-    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
-    plain, torchs = (torch.optim.SGD([weight], lr=2.0 ** -113) for weight in weights)
+    2^113 overflows until the scale is 2^14. The optimizer has two groups of parameters."""
+    weights = [[nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))] for _ in range(2)]
+    plain, torchs = (torch.optim.SGD([dict(params=[first]), dict(params=[second])], lr=2.0 ** -113)
+                     for first, second in weights)
     scale = 2.0 ** 16
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0 ** 16)
     for step in range(30):
-        losses = [(weight * 2.0 ** (111 + step % 3)).sum() for weight in weights]
+        losses = [(first * 2.0 ** (111 + step % 3)).sum() + (second * 2.0 ** 111).sum()
+                  for first, second in weights]
         scale = amp.plain_scaled_step(losses[0], plain, scale)
         torchs.zero_grad()
         theirs.scale(losses[1]).backward()
         theirs.step(torchs)
         theirs.update()
-        assert scale == theirs.get_scale() and weights[0].equal(weights[1])
-    assert scale == 2.0 ** 14 and weights[0][0] < -8
+        assert scale == theirs.get_scale()
+        assert all(ours.equal(other) for ours, other in zip(*weights))
+    assert scale == 2.0 ** 14 and weights[0][0][0] < -8
 
 
 @pytest.mark.claim("The loss scale moves as that of PyTorch's `GradScaler`.")
