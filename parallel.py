@@ -41,9 +41,9 @@ from model import GPT, GPTConfig, ceil_div
 # A rank is one process. The ranks form an array (dp, pp, cp, tp) in row-major order: neighbors in
 # tp have consecutive ranks. For dp 2, pp 2, cp 1, tp 2:
 #
-#                     stage 0     stage 1
-#       replica 0     0   1       2   3          tensor parallel    (0 1) (2 3) (4 5) (6 7)
-#       replica 1     4   5       6   7          pipelines          (0 2) (1 3) (4 6) (5 7)
+#                     replica 0   replica 1
+#       stage 0       0   1       4   5          tensor parallel    (0 1) (2 3) (4 5) (6 7)
+#       stage 1       2   3       6   7          pipelines          (0 2) (1 3) (4 6) (5 7)
 #                                                same weights       (0 4) (1 5) (2 6) (3 7)
 #
 # Tensor parallelism communicates most: each block and microbatch needs two all-reduces in forward

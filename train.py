@@ -54,8 +54,9 @@ from runtime.signals import StopSignal
 
 def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, shards: list,
                 first_step: int = 1) -> Iterator[tuple[float, float]]:
-    """Train until step config.steps. Yields the loss and the gradient norm of each step. To try
-    it, after `python data.py`:
+    """Train until step config.steps. Yields the loss and the gradient norm of each step.
+
+    Try it after `python data.py`:
 
         from train import *
         shards = open_shards("data/python", "train")
@@ -64,12 +65,12 @@ def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, sh
         for loss, norm in plain_train(config, model, plain_adamw(config, model), shards):
             print(loss)
 
-    prints the same losses as `python train.py --steps 20`."""
+    These are the losses of `python train.py --steps 20`."""
     device = next(model.parameters()).device
     for step in range(first_step, config.steps + 1):
-        # The data are windows of T + 1 tokens, shuffled by the seed. The batch is the batch_size
-        # windows after those consumed. Each gives a row: its first T tokens are the inputs, its
-        # last T the targets.
+        # A window is T + 1 tokens. The seed shuffles all windows, and each step takes the next
+        # batch_size of them. One gives a row: its first T tokens are the inputs, its last T the
+        # targets, because each position predicts the token that follows.
         consumed = (step - 1) * config.batch_size
         rows = plain_batch(shards, model.cfg.seq_len, config.seed, consumed, config.batch_size)
         rows = torch.from_numpy(rows).to(device)                    # (B, T + 1)
@@ -123,13 +124,15 @@ def plain_evaluate(config: Config, model: GPT, shards: list) -> float:
     device = next(model.parameters()).device
     seq_len = model.cfg.seq_len
     n_windows = sum((len(tokens) - 1) // seq_len for tokens in shards)
-    count = evaluation.eval_sequences(config, model.cfg, n_windows)
+    count = evaluation.eval_sequences(config, model.cfg, n_windows)     # at most 128 by default
     window_ids = np.linspace(0, n_windows - 1, count).astype(np.int64)
     loss_sum = 0.0
+    model.eval()                        # no dropout
     for first in range(0, count, config.batch_size):
         batch = window_ids[first:first + config.batch_size]
         rows = torch.from_numpy(plain_windows(shards, seq_len, batch)).to(device)   # (B, T + 1)
         loss_sum += model(rows[:, :-1], rows[:, 1:]).item()
+    model.train()
     return loss_sum / (count * seq_len)
 
 
@@ -157,8 +160,10 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
     val_shards = open_shards(config.data, "val")
     log = plain_run.Log(config, model_config, facts)            # metrics.jsonl and the console
     stop = plain_run.StopAfterStep()        # at Ctrl-C
+    step = done
     training = plain_train(config, model, optimizer, train_shards, first_step=done + 1)
-    for step, (loss, norm) in enumerate(log.timed(training), start=done + 1):
+    for loss, norm in log.timed(training):      # one step each, and the log measures its time
+        step += 1
         if not math.isfinite(norm):
             raise RunError(f"step {step} has loss {loss} and gradient norm {norm}: lower --lr")
         row = dict(step=step, loss=loss, lr=learning_rate(config, step), grad_norm=norm)
@@ -240,7 +245,7 @@ class Run:
     scaler              amp.LossScaler, which adjusts the loss scale
     writer              checkpoint_writer.Writer
     monitors            monitors.Monitors: divergence, flipped bits, the log
-    stop                signals.StopSignal, once the run trains. Before that it is None
+    stop                signals.StopSignal while the run trains, otherwise None
     """
     learning_rate = staticmethod(learning_rate)         # console.report_resume asks for it, too
 
@@ -268,8 +273,8 @@ class Run:
         self.restore(state)
 
     def restore(self, state: dict | None) -> None:
-        """Continue from the state in a checkpoint, or begin before step 1 without one. A rollback
-        calls it, too. On the CPU, with the same layout and number of threads, a resumed run ends
+        """Load the state of a checkpoint. Without one, begin before step 1. A rollback calls this,
+        too. On the CPU, with the same layout and number of threads, a resumed run ends
         with the same bits as an uninterrupted run."""
         self.monitors.restore(state)
         progress = run_state.progress_in(state, self)
@@ -295,15 +300,17 @@ class Run:
         self.model.train()
         while self.step <= self.config.steps:
             self.monitors.begin_step()          # passes over data that --skip-steps excludes
-            batch = self.loader.next()          # this rank's rows, in microbatches
+            batch = self.loader.next()          # this rank's rows. It moves self.batches on
             lr = self.learning_rate(self.config, self.step) * self.monitors.lr_factor
             stats = self.compute_gradients(batch)
             with self.stop.held():
                 self.update(stats, lr)
-                row = self.monitors.judge_step(batch, stats, lr)    # of metrics.jsonl
-            if row is not None:     # None: it diverged, and has restored an older checkpoint
+                row = self.monitors.judge_step(batch, stats, lr)
+            # The row is the step's line of metrics.jsonl. It is None if the run has diverged. Then
+            # judge_step has restored an older checkpoint, whose step is now finished_step.
+            if row is not None:
                 self.evaluate_and_save(row)
-            self.step = self.finished_step + 1          # of the older checkpoint, if it has
+            self.step = self.finished_step + 1
         with self.stop.held():
             self.finish()
 
@@ -314,7 +321,8 @@ class Run:
             console.announce_evaluation(self)
             row.update(evaluation.evaluate(self))
         saving = self.config.is_due(self.step, self.config.save_every)
-        intact = self.monitors.copies_are_equal(saving)     # of the state. If not, a bit flipped
+        # Ranks hold copies of some state. If two copies differ, a bit has flipped.
+        intact = self.monitors.copies_are_equal(saving)
         with self.stop.held():
             self.monitors.log.write_row(self, row)
             if not intact:
@@ -336,18 +344,21 @@ class Run:
         holds."""
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
-        tokens_in_batch = batch.size * self.model_config.seq_len            # of all ranks
-        targets_in_batch = self.train_data.count_targets(batch.window_ids)  # that count in the loss
+        # Of all ranks. They differ in conversations, where only answers count in the loss.
+        tokens_in_batch = batch.size * self.model_config.seq_len
+        targets_in_batch = self.train_data.count_targets(batch.window_ids)
 
         # 1. Forward and backward. The model returns the sum of a microbatch's losses. Times
         #    loss_factor it is the microbatch's share of the mean loss of the batch, times the loss
         #    scale. The gradients of all microbatches and replicas add up to the gradient of this
         #    mean.
         loss_factor = self.scaler.scale / targets_in_batch
+        # It also notes the loss scale, and with --exact the two counts.
         flat.zero_grad(self.scaler.scale, tokens_in_batch, targets_in_batch)
         if grid.is_last:
-            # The parallel head computes its gradients already in forward, to save memory: those of
-            # loss * loss_factor. The product below is this factor, not a second one.
+            # To save memory, the parallel head computes its gradients in forward, so it needs the
+            # factor now. The product with loss_factor below tells backward the same factor, which
+            # is not applied again. This call also sets head.norms, read in step_stats, to 0.
             model.head.set_loss_factor(loss_factor)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
@@ -362,7 +373,7 @@ class Run:
         else:       # a pipeline: the same in the order of a schedule, and stages exchange messages
             schedule = make_schedule(config.pp_schedule, grid, len(microbatches))
             loss_sum = run_schedule(schedule, model, grid, microbatches, self.activation_like, flat)
-        self.loader.prefetch()      # the next batch, while the GPU computes: the next line waits
+        self.loader.prefetch()      # the next batch, while the GPU computes. The next line waits
 
         # 2. Wait for the all-reduces of the gradients over the replicas. With ZeRO they are
         #    reduce-scatters, and this rank gets the sum of its shard.
@@ -408,9 +419,9 @@ class Run:
         self.finished_step = self.step
 
     def sum_across_ranks(self, local: dict) -> dict:
-        """{name: scalar tensor} -> {name: its sum over all ranks, a number}. Blocks until the sums
-        arrive, with several ranks at most --timeout. It also tells every rank if one has received
-        a signal."""
+        """Sum each scalar tensor of `local` over all ranks -> {name: a number}. Waits for the other
+        ranks, at most --timeout. One more number is summed on the way: how many ranks have received
+        a signal. So all ranks learn of it in the same step."""
         has_signal = self.stop is not None and self.stop.since is not None
         numbers = [*local.values(), self.scalar(float(has_signal))]
         sums = all_reduce(torch.stack(numbers), self.grid.groups["world"]).wait()
