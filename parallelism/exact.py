@@ -341,8 +341,8 @@ class ExactParameters(FlatParameters):
     def grad_dtype(self, master_dtype):
         return torch.float64
 
-    def zero_grad(self, loss_scale=1.0, tokens=1, learnt=1):
-        self.grid.exact.set_units(loss_scale, tokens, learnt)
+    def zero_grad(self, loss_scale=1.0, tokens=1, targets=1):
+        self.grid.exact.set_units(loss_scale, tokens, targets)
         super().zero_grad(loss_scale)
 
     def add_grad(self, total, grad):

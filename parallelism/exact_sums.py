@@ -65,12 +65,12 @@ class ExactSums:
         self.scratch = torch.empty(0, device=device)
         self.set_units(1.0, 1)
 
-    def set_units(self, loss_scale: float, tokens: int, learnt: int | None = None) -> None:
+    def set_units(self, loss_scale: float, tokens: int, targets: int | None = None) -> None:
         """Before a step or an evaluation. `tokens`, of all ranks, bound the number of terms of a
-        sum; `learnt` (None: all), those of which the loss is the mean, set the size of a gradient.
+        sum; `targets` (None: all), those of which the loss is the mean, set the size of a gradient.
         """
         self.loss_scale, self.tokens = loss_scale, tokens
-        self.activation_gradient = 2.0 ** -36 * power_of_2(loss_scale / (learnt or tokens))
+        self.activation_gradient = 2.0 ** -36 * power_of_2(loss_scale / (targets or tokens))
         self.gradient = 2.0 ** -40 * power_of_2(loss_scale)
         self.embedding_gradient = 2.0 ** -36 * power_of_2(loss_scale)
         self.excess = torch.zeros((), device=self.scratch.device)

@@ -184,9 +184,9 @@ class FlatParameters(FullTensors):
         if self.zero < 3:
             self.unshard(self.buckets)
 
-    def zero_grad(self, loss_scale: float = 1.0, tokens: int = 1, learnt: int = 1) -> None:
-        """Zero the gradients, before a step on so many `tokens` of all ranks, of which `learnt`
-        have a loss."""
+    def zero_grad(self, loss_scale: float = 1.0, tokens: int = 1, targets: int = 1) -> None:
+        """Zero the gradients, before a step on so many `tokens` of all ranks, of which `targets`
+        count in the loss."""
         self.grad_factor = loss_scale
         self.grads_are_summed = False
         torch._foreach_zero_([bucket.grad if self.zero < 2 else bucket.shard["grad"]

@@ -55,9 +55,9 @@ def evaluate_source(run, source: Source) -> float:
     at_once = grid.dp * config.micro_batch              # a microbatch for each dp rank
     evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
     window_ids = pad_window_ids(source.first + evenly_spaced, at_once)
-    learnt = run.val_data.count_targets(window_ids)
+    targets = run.val_data.count_targets(window_ids)
     if grid.exact is not None:
-        grid.exact.set_units(1.0, count * run.model_config.seq_len, learnt)
+        grid.exact.set_units(1.0, count * run.model_config.seq_len, targets)
     total = 0.0
     part = MICROBATCHES * at_once           # in parts, so that --timeout applies to each part
     for first in range(0, len(window_ids), part):
@@ -69,7 +69,7 @@ def evaluate_source(run, source: Source) -> float:
             loss_sum = grid.exact.checked(loss_sum)
         total += run.sum_across_ranks(dict(loss=loss_sum))["loss"]
     run.model.train()
-    return total / learnt
+    return total / targets
 
 
 def forward(run, microbatches: list) -> torch.Tensor:
