@@ -153,7 +153,8 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
         plain_run.continue_facts(facts, config, model_config)
     done = facts["step"]
     if done >= config.steps:
-        print(f"{begin.path} is step {done} of {config.steps}: nothing left to do; raise --steps")
+        print(f"{begin.path} is step {done} of {config.steps}: nothing left to do; raise --steps to "
+              f"continue, or begin a new run in another --out")
         return
 
     train_shards = open_shards(config.data, "train")

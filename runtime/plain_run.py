@@ -22,6 +22,7 @@ from runtime.console import changed_flags, describe, environment, time_left
 from runtime.directory import Metrics, Start
 from runtime.divergence import STATISTICS, DivergenceMonitor
 from runtime.evaluation import bits_per_byte, describe_data
+from runtime.flops import parameter_count
 from runtime.options import SHAPE, Config
 from runtime.processes import RunError, print_rank0
 from runtime.signals import exit_like_signal
@@ -38,7 +39,7 @@ LINES = 50                      # of steps on the console in a run, about
 def check_flags(given: dict, world: int) -> None:
     """Raise ValueError unless --plain has all flags that were given."""
     if world > 1:
-        raise ValueError(f"--plain is for one process, not {world}: drop it, or start without "
+        raise ValueError(f"--plain is for one process, not {world}: drop --plain, or start without "
                          f"torchrun")
     if set(given) - FLAGS:
         names = ", ".join("--" + name.replace("_", "-") for name in sorted(set(given) - FLAGS))
@@ -49,7 +50,8 @@ def check_flags(given: dict, world: int) -> None:
     if given.get("resume", "auto") not in ("auto", "never"):
         raise ValueError("--plain has no --resume FILE: give auto or never, or drop --plain")
     if set("=,") & set(given.get("data", "")) and not Path(given["data"]).is_dir():
-        raise ValueError("--plain reads one directory, not a mixture: drop it, or give one --data")
+        raise ValueError("--plain reads one directory, not a mixture: drop --plain, or give one "
+                         "directory")
 
 
 # ---- What a checkpoint holds besides tensors --------------------------------------------------
@@ -72,11 +74,14 @@ def continue_facts(facts: dict, config: Config, model_config: GPTConfig) -> None
                if getattr(config, name) != getattr(default, name)]
     if changed:
         raise RunError(f"this run has --{changed[0].replace('_', '-')}, which --plain has not: "
-                       f"continue without --plain", 2)
+                       f"drop --plain", 2)
+    stored = facts["config"]["batch_size"]
+    if facts["step"] > 0 and config.batch_size != stored:
+        raise RunError(f"this run has --batch-size {stored}, not {config.batch_size}: give "
+                       f"--batch-size {stored}, or drop --plain", 2)
     if facts["consumed_samples"] != facts["step"] * config.batch_size or monitor["excluded"]:
-        raise RunError(f"step {facts['step']} of this run has read {facts['consumed_samples']} "
-                       f"sequences, not {config.batch_size} in each step: continue without "
-                       f"--plain, or with the --batch-size that it had", 2)
+        raise RunError("this run has left out sequences, or had another --batch-size, which "
+                       "--plain cannot continue: drop --plain", 2)
     # The losses of the steps to come are not judged. What the run could go back to stays.
     fresh = dataclasses.asdict(DivergenceMonitor())
     facts["monitor"] = monitor | {name: fresh[name] for name in STATISTICS}
@@ -99,8 +104,8 @@ def take_data(facts: dict, config: Config, model_config: GPTConfig) -> None:
     checked."""
     train = TokenDataset(config.data, "train", model_config.seq_len)
     if train.has_conversations:
-        raise RunError(f"--plain reads text, and {config.data} has conversations: drop it, or give "
-                       f"another --data", 2)
+        raise RunError(f"--plain reads text, and {config.data} has conversations: drop --plain, or "
+                       f"give another --data", 2)
     if "data" not in facts:
         try:
             for split in ("train", "val"):
@@ -142,6 +147,9 @@ class Log:
         self.metrics = Metrics(Path(config.out), rank=0)
         val_data = TokenDataset(config.data, "val", model_config.seq_len)
         self.bytes_per_token = val_data.meta["bytes_per_token"]
+        print_rank0(f"model    {parameter_count(model_config):,} parameters\n"
+                    f"data     {config.data}, {config.batch_size} sequences of "
+                    f"{model_config.seq_len} tokens in a step")
         event = dict(event="start", step=facts["step"])
         if facts["step"] > 0:
             changed = changed_flags(config, facts)

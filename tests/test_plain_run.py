@@ -55,7 +55,7 @@ def test_conversations_and_tokens_beyond_the_vocabulary_are_refused(shards, run_
 
 
 @pytest.mark.parametrize("first, then, words", [
-    ([], ["--batch-size", 2], "not 2 in each step"),
+    ([], ["--batch-size", 2], "this run has --batch-size 4, not 2"),
     (["--batch-ramp", "2:2:4"], [], "this run has --batch-ramp"),
     (["--dropout", 0.1], [], "this run has --dropout"),
     (["--skip-steps", "2:2"], [], "this run has --skip-steps"),
@@ -72,6 +72,14 @@ def test_what_another_program_must_continue_is_refused(shards, two_sources, run_
     status, _, error = run_train(*flags, "--plain", "--steps", 6, *then)
     assert status == 2 and words in error and error.count("\n") == 1
     assert ((out / "latest.pt").read_bytes(), (out / "metrics.jsonl").read_bytes()) == before
+
+
+def test_a_run_that_has_changed_its_batch_size_is_refused(shards, run_train, tmp_path):
+    flags = ["--data", shards, "--out", tmp_path, *TINY]
+    for steps, size in ((2, 2), (4, 4)):
+        assert run_train(*flags, "--steps", steps, "--batch-size", size)[0] == 0
+    status, _, error = run_train(*flags, "--batch-size", 4, "--steps", 6, "--plain")
+    assert status == 2 and "had another --batch-size" in error and error.count("\n") == 1
 
 
 def test_a_checkpoint_has_the_entries_of_a_run(shards, run_train, tmp_path):
