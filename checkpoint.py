@@ -206,10 +206,15 @@ def save(state: dict, out: Path, keep: int) -> Path:
     write_file(state, out / "step.pt.tmp", path)
     link_file(path, out / "latest.pt")
     flush_folder(out)
-    # The monitor names the files that a rollback may go back to, among them the run's first.
+    remove_unnamed(state, out, keep)
+    return path
+
+
+def remove_unnamed(state: dict, out: Path, keep: int) -> None:
+    """Remove the checkpoints in `out`, except the newest `keep` and those that the state's monitor
+    names: a rollback may go back to them."""
     named = {file for _, file, _ in state["monitor"].get("checkpoints", [])}
     remove_old(out, keep, named)
-    return path
 
 
 @retry_transient

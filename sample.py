@@ -35,12 +35,13 @@ def plain_generate(model, tokens: list[int], count: int, temperature: float = 1.
     """`count` tokens drawn after `tokens`, each given the whole window before it. A full window
     continues with its newest half. Temperature 0 takes the most probable token."""
     seq_len = model.cfg.seq_len
+    device = next(model.parameters()).device
     window = list(tokens[-seq_len:])
     drawn = []
     for _ in range(count):
         if len(window) > seq_len:
             window = window[-max(1, seq_len // 2):]
-        logits = model(torch.tensor([window]))[0, -1]               # (V,), of the last position
+        logits = model(torch.tensor([window], device=device))[0, -1].cpu()      # (V,), of the last
         if temperature == 0:
             token = logits.argmax().item()
         else:

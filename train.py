@@ -145,21 +145,22 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
     dtype, _ = PRECISIONS[config.dtype]         # fp32 or fp64
     model = model_config.build().initialize(config.seed).to(device, dtype)
     optimizer = plain_adamw(config, model)
+    loaded = None
+    if begin.path is not None:
+        loaded = plain_load(model, optimizer, begin.path)
+    train_data, val_data = startup.open_data(config, model_config, loaded, job)     # checks them
     # `facts` are what a checkpoint holds besides tensors: the step, the flags, the data ...
-    if begin.path is None:
-        facts = plain_run.new_facts(config, model_config, begin)
-    else:
-        facts = plain_load(model, optimizer, begin.path)
-        plain_run.continue_facts(facts, config, model_config)
+    facts = plain_run.facts_at_start(loaded, config, model_config, begin, train_data)
     done = facts["step"]
     if done >= config.steps:
-        print(f"{begin.path} is step {done} of {config.steps}: nothing left to do; raise --steps to "
-              f"continue, or begin a new run in another --out")
+        print(f"{begin.path} is step {done} of {config.steps}: nothing left to do; raise --steps "
+              f"to continue, or begin a new run in another --out")
         return
 
     train_shards = open_shards(config.data, "train")
     val_shards = open_shards(config.data, "val")
-    log = plain_run.Log(config, model_config, facts)            # metrics.jsonl and the console
+    # The log writes metrics.jsonl and the console.
+    log = plain_run.Log(config, model_config, facts, given, begin, val_data)
     stop = plain_run.StopAfterStep()        # at Ctrl-C
     step = done
     training = plain_train(config, model, optimizer, train_shards, first_step=done + 1)
@@ -171,12 +172,13 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
         if config.is_due(step, config.eval_every):
             row["val_loss"] = plain_evaluate(config, model, val_shards)
         log.write(row)
-        if config.is_due(step, config.save_every) or stop.received:
+        stopping = stop.received and step < config.steps
+        if config.is_due(step, config.save_every) or stopping:
             plain_run.update_facts(facts, config, model_config, step)
             with plain_run.errors_in_one_line(config):          # such as a full disk
                 plain_save(model, optimizer, facts, Path(config.out))
-            plain_run.remove_old_checkpoints(facts, config)
-        if stop.received:
+            checkpoint.remove_unnamed(facts, Path(config.out), config.keep)
+        if stopping:
             stop.end(log, step)
     log.end()
 

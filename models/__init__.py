@@ -9,7 +9,7 @@ PEAK_LR = model.PEAK_LR | llama.PEAK_LR
 
 
 def make_config(**fields) -> GPTConfig:
-    """The GPTConfig or LlamaConfig with these fields; only the second has `n_kv_head`."""
+    """The GPTConfig or LlamaConfig with these fields. Only the second has `n_kv_head`."""
     if "n_kv_head" in fields:
         return LlamaConfig(**fields)
     return GPTConfig(**fields)

@@ -62,6 +62,7 @@ IN_PROJECTS = {
 
 # Names, or FLAG=VALUE for wrong values of our flags; patterns of fnmatch. The first one counts.
 ADVICE = {          # what to do where a value is not ours, or nothing is needed
+    "noise-scale": "the gradient noise scale is gone (docs/experiments.md): leave it out",
     "*.py": "there are no configuration files, only flags: docs/training.md has nanoGPT's demo",
     "*.json *.yaml *.yml *.toml config config-file config-path":
         "there are no configuration files, only flags: --help lists them",

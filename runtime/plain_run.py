@@ -9,7 +9,7 @@ import shlex
 import signal
 import socket
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Iterator
 
@@ -17,15 +17,17 @@ import checkpoint
 from amp import make_scaler
 from data import TokenDataset
 from model import GPTConfig, ceil_div
-from runtime.checkpoint_files import first_cause, remove_old, step_file, what_is_left
+from parallelism.collectives import out_of_memory
+from runtime.checkpoint_files import first_cause, step_file, what_is_left
 from runtime.console import changed_flags, describe, environment, time_left
 from runtime.directory import Metrics, Start
 from runtime.divergence import STATISTICS, DivergenceMonitor
 from runtime.evaluation import bits_per_byte, describe_data
 from runtime.flops import parameter_count
 from runtime.options import SHAPE, Config
-from runtime.processes import RunError, print_rank0
-from runtime.signals import exit_like_signal
+from runtime.processes import RunError, all_ranks, print_rank0
+from runtime.rollback import restored_monitor
+from runtime.signals import StopSignal, exit_like_signal
 
 # The flags that --plain takes. A run that it continues may have had others. They are ignored.
 FLAGS = {"plain", "data", "out", "model", *SHAPE, "batch_size", "steps", "epochs", "lr",
@@ -54,38 +56,49 @@ def check_flags(given: dict, world: int) -> None:
                          "directory")
 
 
-# ---- What a checkpoint holds besides tensors --------------------------------------------------
+# ---- What a checkpoint holds besides tensors -------------------------------------------------
 
-def new_facts(config: Config, model_config: GPTConfig, begin: Start) -> dict:
-    """What the checkpoints of a new run hold, at step 0. Raises RunError for data that the plain
-    forms cannot read."""
-    facts = dict(format=checkpoint.FORMAT, run=begin.run, model=dataclasses.asdict(model_config),
-                 monitor=dataclasses.asdict(DivergenceMonitor()), step=0)
-    take_data(facts, config, model_config)
-    return facts
+def facts_at_start(loaded: dict | None, config: Config, model_config: GPTConfig, begin: Start,
+                   train_data: TokenDataset) -> dict:
+    """What the run's checkpoints hold besides tensors, at its start. `loaded` are the entries of
+    the checkpoint with which it continues, of any layout, or None. Raises RunError if the plain
+    forms cannot continue it."""
+    if train_data.has_conversations:
+        raise RunError(f"--plain reads text, and {config.data} has conversations: drop --plain, or "
+                       f"give another --data", 2)
+    if loaded is None:
+        facts = dict(format=checkpoint.FORMAT, run=begin.run, step=0,
+                     model=dataclasses.asdict(model_config))
+        monitor = DivergenceMonitor()
+    else:
+        check_continues(loaded, config)
+        facts = loaded
+        monitor = restored_monitor(config, train_data, loaded)
+        # The losses of the steps to come are not judged. What the run could go back to stays.
+        for name in STATISTICS:
+            setattr(monitor, name, getattr(DivergenceMonitor(), name))
+    facts.update(data=train_data.mixture.phases, monitor=dataclasses.asdict(monitor),
+                 tokenizer=train_data.meta["tokenizer"])
+    return facts | {key: train_data.meta[key] for key in checkpoint.OPTIONAL
+                    if key in train_data.meta}
 
 
-def continue_facts(facts: dict, config: Config, model_config: GPTConfig) -> None:
-    """Continue those of a checkpoint, of whichever layout. Raises RunError unless the plain forms
-    continue where it is in its data."""
-    monitor = facts["monitor"]
+def check_continues(loaded: dict, config: Config) -> None:
+    """Raise RunError unless every step of the run so far has read one batch of --batch-size
+    sequences, as the steps to come will do."""
     default = Config()
-    changed = [name for name in CHANGE_THE_BATCH
-               if getattr(config, name) != getattr(default, name)]
-    if changed:
-        raise RunError(f"this run has --{changed[0].replace('_', '-')}, which --plain has not: "
-                       f"drop --plain", 2)
-    stored = facts["config"]["batch_size"]
-    if facts["step"] > 0 and config.batch_size != stored:
+    for name in CHANGE_THE_BATCH:
+        if getattr(config, name) != getattr(default, name):
+            raise RunError(f"this run has --{name.replace('_', '-')}, which --plain has not: drop "
+                           f"--plain", 2)
+    stored = loaded["config"]["batch_size"]
+    if config.batch_size != stored:
         raise RunError(f"this run has --batch-size {stored}, not {config.batch_size}: give "
                        f"--batch-size {stored}, or drop --plain", 2)
-    if facts["consumed_samples"] != facts["step"] * config.batch_size or monitor["excluded"]:
+    consumed = loaded["step"] * config.batch_size
+    if loaded["consumed_samples"] != consumed or loaded["monitor"].get("excluded"):
         raise RunError("this run has left out sequences, or had another --batch-size, which "
                        "--plain cannot continue: drop --plain", 2)
-    # The losses of the steps to come are not judged. What the run could go back to stays.
-    fresh = dataclasses.asdict(DivergenceMonitor())
-    facts["monitor"] = monitor | {name: fresh[name] for name in STATISTICS}
-    take_data(facts, config, model_config)
 
 
 def update_facts(facts: dict, config: Config, model_config: GPTConfig, step: int) -> None:
@@ -94,44 +107,25 @@ def update_facts(facts: dict, config: Config, model_config: GPTConfig, step: int
     facts.update(step=step, consumed_samples=consumed, tokens=consumed * model_config.seq_len,
                  config=dataclasses.asdict(config), scaler=make_scaler(config.dtype).state_dict())
     monitor = DivergenceMonitor(**facts["monitor"])
-    file = step_file(Path(config.out), step).name       # a Run that continues may go back to it
+    file = step_file(Path(config.out), step).name
+    # is_start: a Run that continues may go back to this file. Its loss was finite.
     monitor.add_checkpoint(step, file, config.keep, scheduled=True, at_floor=False, is_start=True)
     facts["monitor"] = dataclasses.asdict(monitor)
-
-
-def take_data(facts: dict, config: Config, model_config: GPTConfig) -> None:
-    """Set what the checkpoints say of the data. The tokens of data that is new to the run are
-    checked."""
-    train = TokenDataset(config.data, "train", model_config.seq_len)
-    if train.has_conversations:
-        raise RunError(f"--plain reads text, and {config.data} has conversations: drop --plain, or "
-                       f"give another --data", 2)
-    if "data" not in facts:
-        try:
-            for split in ("train", "val"):
-                dataset = TokenDataset(config.data, split, model_config.seq_len)
-                dataset.mixture.check(0, 1, model_config.vocab_size)
-        except ValueError as error:
-            raise RunError(str(error), 2) from None
-    facts["data"] = train.mixture.phases
-    facts["tokenizer"] = train.meta["tokenizer"]
-    facts.update({key: train.meta[key] for key in checkpoint.OPTIONAL if key in train.meta})
 
 
 @contextmanager
 def errors_in_one_line(config: Config):
     """Raise RunError if the block cannot write a checkpoint."""
+    out = Path(config.out)
     try:
         yield
     except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            (out / "step.pt.tmp").unlink(missing_ok=True)       # give its space back
+        if out_of_memory(error):
+            raise
         raise RunError(f"a checkpoint could not be written: {first_cause(error)}; "
-                       f"{what_is_left(Path(config.out))}") from error
-
-
-def remove_old_checkpoints(facts: dict, config: Config) -> None:
-    """Remove old checkpoints, but not those that a run may go back to."""
-    named = {file for _, file, _ in facts["monitor"]["checkpoints"]}
-    remove_old(Path(config.out), config.keep, named)
+                       f"{what_is_left(out)}") from error
 
 
 # ---- The log, and the end by a signal --------------------------------------------------------
@@ -139,24 +133,27 @@ def remove_old_checkpoints(facts: dict, config: Config) -> None:
 class Log:
     """The rows of metrics.jsonl, and lines of them on the console."""
 
-    def __init__(self, config: Config, model_config: GPTConfig, facts: dict):
+    def __init__(self, config: Config, model_config: GPTConfig, facts: dict, given: dict,
+                 begin: Start, val_data: TokenDataset):
         """`facts`: those of the checkpoint with which the run continues, or of step 0."""
         self.config = config
         self.tokens = config.batch_size * model_config.seq_len          # of a step
         self.seconds = 0.0                                              # of the last step
-        self.metrics = Metrics(Path(config.out), rank=0)
-        val_data = TokenDataset(config.data, "val", model_config.seq_len)
+        self.metrics = all_ranks(lambda: Metrics(Path(config.out), rank=0))
         self.bytes_per_token = val_data.meta["bytes_per_token"]
+        step = facts["step"]
         print_rank0(f"model    {parameter_count(model_config):,} parameters\n"
                     f"data     {config.data}, {config.batch_size} sequences of "
                     f"{model_config.seq_len} tokens in a step")
-        event = dict(event="start", step=facts["step"])
-        if facts["step"] > 0:
+        event = dict(event="start")
+        if step > 0:
             changed = changed_flags(config, facts)
-            print_rank0(", ".join([f"resume   {config.out}, after step {facts['step']}",
+            event = dict(event="resume", path=str(begin.path), given=given, changed=changed)
+            print_rank0(", ".join([f"resume   {begin.path}, after step {step}",
                                    *describe(changed)]))
-            event |= dict(event="resume", changed=changed)
-        self.metrics.write(**event, config=dataclasses.asdict(config),
+        for damaged in begin.events:
+            self.metrics.write(**damaged, step=step)
+        self.metrics.write(**event, step=step, config=dataclasses.asdict(config),
                            data=describe_data(val_data, config, model_config),
                            environment=environment([socket.gethostname()]))
 
@@ -193,10 +190,12 @@ class Log:
 
 class StopAfterStep:
     """Ctrl-C, SIGTERM and a closed terminal. The run ends after the step in progress and its save.
-    A second signal ends it at once."""
+    A second signal ends it at once, unless it comes within half a second: a launcher may forward
+    what the terminal has already sent."""
 
     def __init__(self):
         self.number = None              # of the first signal
+        self.since = None               # its time, in seconds
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)            # Windows has no SIGHUP
             if number is not None and signal.getsignal(number) != signal.SIG_IGN:
@@ -207,11 +206,14 @@ class StopAfterStep:
         return self.number is not None
 
     def receive(self, number: int, frame) -> None:
-        if self.received:
+        now = time.monotonic()
+        if not self.received:
+            self.number, self.since = number, now
+            StopSignal.write("saving after the step in progress; a second signal ends at once, "
+                             "without saving")
+        elif now - self.since >= 0.5:
+            StopSignal.write("ended without saving")
             exit_like_signal(number)
-        self.number = number
-        print_rank0("saving after the step in progress; a second signal ends at once, without "
-                    "saving")
 
     def end(self, log: Log, step: int) -> None:
         """End the process by the signal, after the save of this step."""

@@ -133,8 +133,8 @@ def test_a_resume_tells_which_flags_have_changed(shards, run_train, tmp_path):
     flags = ["--data", shards, "--out", tmp_path, *PLAIN]
     run_train(*flags)
     _, printed, _ = run_train(*flags, "--steps", 6, "--lr", 0.001)
-    assert f"resume   {tmp_path}, after step 4, steps 6 instead of 4, lr 0.001 instead of 0.004" in (
-        printed)
+    assert (f"resume   {tmp_path}/step_00000004.pt, after step 4, steps 6 instead of 4, "
+            f"lr 0.001 instead of 0.004\n") in printed
     assert "bits a byte" in printed
     event, = (event for event in read_metrics(tmp_path)[1] if event["event"] == "resume")
     assert event["changed"] == dict(steps=[4, 6], lr=[0.004, 0.001])
@@ -188,3 +188,33 @@ def test_a_full_disk_ends_the_run_in_one_line(shards, run_train, tmp_path):
     assert status == 1 and error.count("\n") == 1
     assert "No space left" in error and "earlier checkpoints are untouched" in error
     assert checkpoint.load(tmp_path / "latest.pt")["step"] == 2
+
+
+def test_two_signals_at_once_are_one(shards, tmp_path):
+    """A shell and a launcher may send the same signal. Here the second comes in the evaluation."""
+    code = """
+import os, signal, threading, train
+def send():
+    os.kill(os.getpid(), signal.SIGTERM)
+evaluate = train.plain_evaluate
+def slowly(*arguments):
+    send()
+    threading.Event().wait(0.1)
+    send()
+    return evaluate(*arguments)
+train.plain_evaluate = slowly
+train.main()
+"""
+    (tmp_path / "program.py").write_text(code)
+    run = Command(tmp_path / "program.py", "--data", shards, "--out", tmp_path / "o", *PLAIN,
+                  "--save-every", 0)
+    status, text, error = run.finish()
+    assert (status, error) == (-signal.SIGTERM, "")
+    assert "stopped and saved after step 2" in text
+    assert checkpoint.load(tmp_path / "o/latest.pt")["step"] == 2
+
+
+def test_metrics_that_cannot_be_written_end_in_one_line(shards, run_train, tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    status, _, error = run_train("--data", shards, "--out", tmp_path, *PLAIN)
+    assert status == 2 and error.count("\n") == 1 and "Is a directory" in error

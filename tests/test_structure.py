@@ -22,7 +22,10 @@ from dataclasses import fields
 
 import pytest
 
+import checkpoint
+import data
 import model
+from corpus import mixtures
 from corpus.program import parse_flags
 from model import GPTConfig
 from runtime.options import Config
@@ -193,3 +196,9 @@ def test_the_books_commands_work_without_tools_and_tests(tmp_path):
     finish(train, "step 2/2")
     finish(plain, "step 2")
     finish(start("sample.py --ckpt out/latest.pt --max-tokens 3 --prompt def"), "def")
+
+
+def test_constants_that_stand_in_two_files_are_equal():
+    """data.py must not import torch, and checkpoint.py nothing of corpus/."""
+    assert data.IGNORE_INDEX == model.IGNORE_INDEX
+    assert checkpoint.OPTIONAL == mixtures.OPTIONAL
