@@ -1565,6 +1565,11 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
             assert f"data {then} instead of" in text and changed == dict(data=[first, then])
             assert end["data"] == [*whole["data"], [32, weights]]
             assert (len(whole["monitor"]["losses"]), len(end["monitor"]["losses"])) == (10, 6)
+            again = tmp_path / f"again {then}"              # a resume does not forget them again
+            again.mkdir()
+            shutil.copy(out / "step_00000008.pt", again)
+            run_train("--data", then, "--out", again, *flags)
+            assert len(saved(again, 10)["monitor"]["losses"]) == 6
     expect_mistake(run_train("--data", "a", "--out", out, *flags),
                    "the text that b=3,a=1 had, not on that of a: ")
     assert run_train("--data", "a=1,b=0", "--out", out, *flags, "--steps", 11)[0] == 0
