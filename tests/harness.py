@@ -80,7 +80,7 @@ from parallelism.context import recompute_attention
 from parallelism.pipeline import recompute_blocks
 from parallelism.tensor import MAX_LOGITS, param_specs
 from parallelism.zero import FlatParameters, gather_before_use
-from runtime import checkpoint_writer, console, processes, run_state
+from runtime import checkpoint_writer, console, loader, processes, run_state
 from runtime.options import Config
 
 torch.set_num_threads(1)
@@ -498,11 +498,18 @@ def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1)):
     def begin(run):
         runs.append(run)
         prepare(run)
-    runs = []
+    runs, starts = [], []
+    next_batch = loader.Loader.next
+
+    def noted(own):
+        batch = next_batch(own)
+        starts.append(batch.start)
+        return batch
     Path(config.out).mkdir(exist_ok=True)
-    rows, ends, _ = run_steps(0, 1, (1, 1, 1), config, cfg, lambda run: run.batches.consumed,
-                              state, begin)
-    batches = [(end - row["batch_size"], row["batch_size"]) for end, row in zip(ends, rows)]
+    with mock.patch.object(loader.Loader, "next", noted):
+        rows, trained_on, _ = run_steps(0, 1, (1, 1, 1), config, cfg, lambda run: starts[-1],
+                                        state, begin)
+    batches = [(start, row["batch_size"]) for start, row in zip(trained_on, rows)]
     return SimpleNamespace(run=runs[0], rows=rows, events=runs[0].events, batches=batches)
 
 
