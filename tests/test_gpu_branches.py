@@ -323,7 +323,8 @@ def second_device():
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in [("empty.memory_format", on_cpu(torch.empty)),
                          ("empty_strided", on_cpu(torch.empty_strided)),
-                         ("arange.start", on_cpu(torch.arange)), ("_copy_from", copy_from)]:
+                         ("arange", on_cpu(torch.arange)), ("arange.start", on_cpu(torch.arange)),
+                         ("_copy_from", copy_from)]:
         library.impl(name, kernel, "PrivateUse1")
     return torch.device("second", 0), library
 
