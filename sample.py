@@ -41,7 +41,8 @@ def plain_generate(model, tokens: list[int], count: int, temperature: float = 1.
     for _ in range(count):
         if len(window) > seq_len:
             window = window[-max(1, seq_len // 2):]
-        logits = model(torch.tensor([window], device=device))[0, -1].cpu()      # (V,), of the last
+        logits = model(torch.tensor([window], device=device))       # (1, T, V)
+        logits = logits[0, -1].cpu()                                # (V,), of the last position
         if temperature == 0:
             token = logits.argmax().item()
         else:

@@ -55,7 +55,8 @@ class Samples:
     def prompts(self):
         count = self.args.num_samples or 1
         seeds = range(self.args.seed, self.args.seed + count)
-        for self.prompt, tokens in self.tokens_of_prompts:
+        for prompt, tokens in self.tokens_of_prompts:
+            self.prompt = prompt
             if len(tokens) > self.seq_len:
                 warn(f"the prompt has {len(tokens)} tokens, the model sees the last {self.seq_len}")
             for first in range(0, count, AT_ONCE):
@@ -71,8 +72,8 @@ class Samples:
         shown = 0                       # characters of the first sample on standard output
         self.begin_sample()
         for tokens in drawn:
-            going_on = {i for i, token in enumerate(tokens) if token is not None} - stopped
-            for i in going_on:
+            continuing = {i for i, token in enumerate(tokens) if token is not None} - stopped
+            for i in continuing:
                 texts[i] += bytes_of_token(self.tokenizer, tokens[i])
                 if stop and stop in texts[i]:
                     texts[i] = texts[i].partition(stop)[0]
@@ -81,7 +82,7 @@ class Samples:
             if stop and 0 not in stopped:       # its last bytes may be the beginning of `stop`
                 certain = certain[:max(0, len(certain) - len(stop) + 1)]
             shown = show(certain, shown)
-            if going_on <= stopped:
+            if continuing <= stopped:
                 break
         show(texts[0], shown, is_whole=True)
         print()
