@@ -28,7 +28,7 @@ A file of weights alone has no moments and is for `train.py --init-from`.
 
 First come `plain_save` and `plain_load` for a model in one process, then the pieces of any layout,
 then `save` and `load` of a run. Two files help: runtime/checkpoint_writer.py moves the pieces to
-rank 0 and writes in a thread, and runtime/checkpoint_files.py knows disks.
+rank 0 and writes in a thread, and base/checkpoint_files.py knows disks.
 """
 import os
 from collections.abc import Iterator
@@ -37,6 +37,8 @@ from typing import NamedTuple
 
 import torch
 
+from base.checkpoint_files import (flush_folder, link_file, name_for_torch, reading, remove_old,
+                                      retry_transient, step_file, verify, write_file)
 from model import GPT, VOCAB_MATRICES, GPTConfig
 from models import make_config
 from parallelism.buckets import Bucket, make_buckets
@@ -44,8 +46,6 @@ from parallelism.build import Grid, build_stage
 from parallelism.cpu_kernels import use_kernels
 from parallelism.tensor import ParamSpec, param_specs
 from parallelism.zero import FlatParameters
-from runtime.checkpoint_files import (flush_folder, link_file, name_for_torch, reading, remove_old,
-                                      retry_transient, step_file, verify, write_file)
 
 FORMAT = 7
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

@@ -31,13 +31,13 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import runtime      # first: without numpy or tiktoken it ends the program in one line
+import base      # first: without numpy or tiktoken it ends the program in one line
 
 import numpy as np
 
+from base.batch_ramp import batch_size_at
 from corpus.mixtures import NO_WINDOW, open_mixture
 from corpus.shards import find_shards, open_shard
-from runtime.batch_ramp import batch_size_at
 
 IGNORE_INDEX = -1       # a target that does not count in the loss, as model.IGNORE_INDEX
 

@@ -17,15 +17,15 @@ if __name__ == "__main__":      # Ctrl-C at any time, also while torch is import
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # First: without torch it ends the program in one line.
-from runtime.sample_flags import make_parser, parse_flags
+from base.sample_flags import make_parser, parse_flags
 
 import torch
 
 from amp import PRECISIONS
+from base.devices import pick_device
 from checkpoint import load_model
 from corpus.tokenizers import get_tokenizer
 from models.kv_cache import CachedModel
-from runtime.devices import pick_device
 from runtime.sample_text import Chat, Samples, tell_errors_in_one_line
 
 

@@ -59,6 +59,7 @@ import data
 import parallel
 import sample
 import train
+from base import checkpoint_files
 from corpus.prepare import prepare
 from corpus.shards import SPLITS
 from corpus.tokenizers import get_tokenizer
@@ -66,7 +67,6 @@ from model import GPT, IGNORE_INDEX, GPTConfig
 from models.llama import LlamaConfig
 from parallelism import collectives, context
 from parallelism.tensor import TIED
-from runtime import checkpoint_files
 from tests.harness import (BOUNDS, CFG, CUTS, INTERLEAVED, LAYOUTS, NASTY, TWO_STEPS, UPSTREAM,
                            Command, Memory, Pool, after_backward, assert_close, assert_same_state,
                            batches_from, by_step, column, cut, dataset, deep_enough, differences,

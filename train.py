@@ -27,13 +27,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Iterator
 
-import runtime      # first: without numpy or torch it exits with a one-line message
+import base      # first: without numpy or torch it exits with a one-line message
 
 import numpy as np
 import torch
 
 import checkpoint
 from amp import NOT_FINITE, PRECISIONS, clip_factor
+from base import processes
+from base.options import Config
+from base.processes import Job, RunError
 from checkpoint import plain_load, plain_save
 from data import Batch, Batches, TokenDataset, open_shards, plain_batch, plain_windows
 from model import GPT, GPTConfig
@@ -41,12 +44,10 @@ from parallelism.build import Grid, build_rank, make_groups
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import checks, console, directory, evaluation, plain_run, processes, run_state, startup
+from runtime import checks, console, directory, evaluation, plain_run, run_state, startup
 from runtime.checkpoint_writer import Writer
 from runtime.loader import Loader
 from runtime.monitors import Monitors
-from runtime.options import Config
-from runtime.processes import Job, RunError
 from runtime.signals import StopSignal
 
 

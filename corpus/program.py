@@ -8,6 +8,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from base.commandline import Parser
+from base.other_names import DATA_ADVICE
 from corpus.chat_templates import is_own
 from corpus.console import explain, is_failure, print_lines
 from corpus.conversations import FORMS
@@ -21,8 +23,6 @@ from corpus.split import VAL_ONE_IN
 from corpus.split_names import follow_names
 from corpus.temporary_folder import signals_stop
 from corpus.tokenizers import DOWNLOADED, MOST_TOKENS, OWN, find_file, is_named
-from runtime.commandline import Parser
-from runtime.other_names import DATA_ADVICE
 
 SEQ_LEN = 128               # train.py's default, for a warning
 

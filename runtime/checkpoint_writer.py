@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
+from base.checkpoint_files import what_is_left
+from base.processes import RunError, warn
 from checkpoint import STATE, Scattered, file_order, join_pieces, owned_slices
 from model import GPTConfig
 from parallelism.build import Grid
 from parallelism.collectives import PeerError, comm_errors, on_hosts, to_host
 from parallelism.zero import FlatParameters
-from runtime.checkpoint_files import what_is_left
-from runtime.processes import RunError, warn
 from runtime.streamed_tensors import Streamed
 
 

@@ -11,6 +11,9 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from base.batch_ramp import batch_sizes, steps_of_epochs
+from base.options import Config, merge_config, new_run_advice
+from base.processes import warn
 from corpus.chat_templates import is_own
 from corpus.shards import fits_tokenizer
 from data import TokenDataset
@@ -22,9 +25,6 @@ from parallelism.collectives import out_of_memory
 from parallelism.exact import MOST_STRIPS
 from parallelism.pipeline import chunk_layers
 from parallelism.tensor import param_specs
-from runtime.batch_ramp import batch_sizes, steps_of_epochs
-from runtime.options import Config, merge_config, new_run_advice
-from runtime.processes import warn
 
 
 def refuse(problems: list[str]) -> None:

@@ -18,6 +18,10 @@ from pathlib import Path
 import torch
 
 from amp import PRECISIONS
+from base.batch_ramp import batch_sizes, sequences_after
+from base.flops import flops_per_token, parameter_count, peak_flops
+from base.options import RESTORED, Config, restored_flags, step_range
+from base.processes import print_rank0
 from data import Batch
 from model import PEAK_LR, ceil_div
 from parallelism.buckets import state_bytes
@@ -25,13 +29,9 @@ from parallelism.build import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
 from parallelism.cpu_kernels import multiplies_in_fp32
 from runtime import checks
-from runtime.batch_ramp import batch_sizes, sequences_after
 from runtime.cpu_threads import Threads
 from runtime.directory import Metrics, Start
 from runtime.evaluation import describe_data, eval_sequences, evaluate
-from runtime.flops import flops_per_token, parameter_count, peak_flops
-from runtime.options import RESTORED, Config, restored_flags, step_range
-from runtime.processes import print_rank0
 
 COMPARE_RANKS_EVERY = 100       # steps
 LINES = 50                      # of steps on the console in a run, about

@@ -15,7 +15,7 @@ from collections import deque
 import torch
 import torch.nn.functional as F
 
-from runtime.processes import print_rank0
+from base.processes import print_rank0
 
 TRIAL_SECONDS = 0.05
 PAUSE = 60              # seconds between two comparisons

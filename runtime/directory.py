@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from base.checkpoint_files import CorruptCheckpoint, list_checkpoints, verify
+from base.processes import RunError, warn
 from checkpoint import load
-from runtime.checkpoint_files import CorruptCheckpoint, list_checkpoints, verify
-from runtime.processes import RunError, warn
 
 
 @contextmanager

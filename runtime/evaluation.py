@@ -11,13 +11,13 @@ import math
 import numpy as np
 import torch
 
+from base.options import Config
 from corpus.mixtures import Source
 from data import TokenDataset, pad_window_ids
 from model import GPTConfig
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import make_schedule
 from runtime.eval_answers import greedy_accuracy
-from runtime.options import Config
 
 DEFAULT_SEQUENCES = 128         # of each source
 MICROBATCHES = 64               # on each rank, for each all-reduce

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import torch
 
+from base.checkpoint_files import list_checkpoints
+from base.processes import RunError
 from model import ceil_div
 from parallelism.collectives import all_gather, all_gather_object, to_host
 from parallelism.zero import FlatParameters
 from runtime import run_state
-from runtime.checkpoint_files import list_checkpoints
 from runtime.directory import latest_valid
-from runtime.processes import RunError
 
 KINDS = ("replicas", "tp", "embedding")     # of groups, the one that names a parameter best first:
                                         # replicas share all gradients, so one tensor alone differs

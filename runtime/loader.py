@@ -6,10 +6,10 @@ The next batch is loaded while the GPU computes, and its windows are announced t
 import numpy as np
 import torch
 
+from base import devices
 from data import Batch, TokenDataset, split_microbatches
 from model import derive_seed
 from parallelism.context import own_positions
-from runtime import devices
 
 
 class Loader:

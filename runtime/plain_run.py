@@ -15,17 +15,17 @@ from typing import Iterator
 
 import checkpoint
 from amp import make_scaler
+from base.checkpoint_files import first_cause, step_file, what_is_left
+from base.flops import parameter_count
+from base.options import SHAPE, Config
+from base.processes import RunError, all_ranks, print_rank0
 from data import TokenDataset
 from model import GPTConfig, ceil_div
 from parallelism.collectives import out_of_memory
-from runtime.checkpoint_files import first_cause, step_file, what_is_left
 from runtime.console import changed_flags, describe, environment, time_left
 from runtime.directory import Metrics, Start
 from runtime.divergence import STATISTICS, DivergenceMonitor
 from runtime.evaluation import bits_per_byte, describe_data
-from runtime.flops import parameter_count
-from runtime.options import SHAPE, Config
-from runtime.processes import RunError, all_ranks, print_rank0
 from runtime.rollback import restored_monitor
 from runtime.signals import StopSignal, exit_like_signal
 

@@ -12,15 +12,15 @@ from itertools import pairwise
 from pathlib import Path
 
 from amp import NOT_FINITE
+from base.batch_ramp import batch_size_at, sequences_after
+from base.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range
+from base.processes import RunError, all_ranks
 from data import Batch, TokenDataset
 from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
 from runtime import directory, flipped_bits, run_state
-from runtime.batch_ramp import batch_size_at, sequences_after
 from runtime.divergence import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor,
                                 scale_may_help)
-from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range
-from runtime.processes import RunError, all_ranks
 
 
 def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:

@@ -10,11 +10,11 @@ from typing import Callable, NamedTuple
 
 import checkpoint
 from amp import LossScaler, make_scaler
-from runtime.checkpoint_files import step_file
+from base.checkpoint_files import step_file
+from base.options import Config
+from base.processes import all_ranks, on_rank0
 from runtime.directory import load_state
 from runtime.divergence import DivergenceMonitor
-from runtime.options import Config
-from runtime.processes import all_ranks, on_rank0
 
 
 class Progress(NamedTuple):

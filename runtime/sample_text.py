@@ -16,11 +16,11 @@ from contextlib import contextmanager
 
 import torch
 
+from base.sample_flags import read_lines, read_prompts
 from corpus.chat_templates import get_template
 from corpus.messages import ASSISTANT, Message
 from corpus.tokenizers import bytes_of_token, check_rows, prompt_tokens
 from parallelism.collectives import first_line, out_of_memory
-from runtime.sample_flags import read_lines, read_prompts
 
 AT_ONCE = 16                    # The samples in a batch. It bounds the memory of the cache.
 DASHES = "-" * 40 + "\n"        # the line between samples

@@ -27,10 +27,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from base.checkpoint_files import what_is_left
+from base.processes import RunError, all_ranks, is_rank0, print_error
 from parallelism.collectives import PeerError, all_reduce
 from runtime import console, flipped_bits, run_state
-from runtime.checkpoint_files import what_is_left
-from runtime.processes import RunError, all_ranks, is_rank0, print_error
 from runtime.run_state import Progress
 
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from runtime.options import Config
-from runtime.processes import warn
+from base.options import Config
+from base.processes import warn
 
 SECONDS_TO_END = 10             # time allowed to send the last lines
 SECONDS_AFTER_A_SIGNAL = 3      # the same

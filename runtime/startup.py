@@ -11,17 +11,18 @@ import torch
 import torch.distributed as dist
 
 from amp import PRECISIONS
+from base import devices
+from base.checkpoint_files import list_checkpoints
+from base.options import Config, parse_flags
+from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_mistake,
+                               on_rank0, refuse_tasks_without_ranks)
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
-from runtime import checks, console, devices, evaluation, plain_run, run_state, start_follow
-from runtime.checkpoint_files import list_checkpoints
+from runtime import checks, console, evaluation, plain_run, run_state, start_follow
 from runtime.cpu_threads import Threads
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
                                lock_output_dir, start_branch)
-from runtime.options import Config, parse_flags
-from runtime.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_mistake,
-                               on_rank0, refuse_tasks_without_ranks)
 
 
 def parse() -> tuple[Job, dict, torch.device, timedelta]:

@@ -70,6 +70,8 @@ import data
 import parallel
 import sample
 import train
+from base import processes
+from base.options import Config
 from corpus import compressed, downloads, encode, formats, inputs, program
 from corpus.mixtures import Mixture, Source
 from corpus.prepare import prepare
@@ -80,8 +82,7 @@ from parallelism.context import recompute_attention
 from parallelism.pipeline import recompute_blocks
 from parallelism.tensor import MAX_LOGITS, param_specs
 from parallelism.zero import FlatParameters, gather_before_use
-from runtime import checkpoint_writer, console, loader, processes, run_state
-from runtime.options import Config
+from runtime import checkpoint_writer, console, loader, run_state
 
 torch.set_num_threads(1)
 

@@ -38,8 +38,8 @@ Without a constant, all others fitted anew:
 from dataclasses import dataclass
 from unittest import mock
 
+from base.flops import flops_per_token
 from model import GPTConfig
-from runtime.flops import flops_per_token
 from tools.plan import estimate, time
 from tools.plan.flags import PlanConfig
 from tools.plan.time import BlockTimes

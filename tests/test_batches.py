@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import data
+from base.batch_ramp import batch_size_at, sequences_after, steps_of_epochs
+from base.options import Config
 from corpus.mixtures import Mixture, Source
-from runtime.batch_ramp import batch_size_at, sequences_after, steps_of_epochs
-from runtime.options import Config
 from tests.harness import batches_from, dataset, megatrons_batch_size
 
 

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 import checkpoint
+from base import checkpoint_files
+from base.options import Config
 from model import GPT, GPTConfig
-from runtime import checkpoint_files, checkpoint_writer, directory
+from runtime import checkpoint_writer, directory
 from runtime.checkpoint_writer import Writer
-from runtime.options import Config
 from tests.harness import (CFG, after_backward, assert_same_state, names_in, overflow_in,
                            save_at_the_start, saved, saved_file, settings, small_state, tokens_of,
                            watched)

@@ -26,12 +26,12 @@ import train
 from corpus import conversations, formats, inputs, json_values, windows
 from corpus.conversations import Template
 from corpus.messages import Message
-from runtime import loader
 from corpus.prepare import prepare
 from corpus.shards import BEGINS, LEARNT, open_shard, read_meta
 from corpus.tokenizers import get_tokenizer, name_of
 from model import mask_of_packed
 from models.llama import LlamaConfig
+from runtime import loader
 from runtime import eval_answers
 from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
 from runtime.evaluation import evaluate

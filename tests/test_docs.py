@@ -19,10 +19,10 @@ from types import SimpleNamespace
 import pytest
 
 import tools.compare
+from base import sample_flags
+from base.options import Config
+from base.other_names import IN_PROJECTS, OTHER_NAMES, PROJECTS
 from corpus import program
-from runtime import sample_flags
-from runtime.options import Config
-from runtime.other_names import IN_PROJECTS, OTHER_NAMES, PROJECTS
 from tests.harness import ROOT, TINY, launch, run_main
 from tools import docs, loss_picture
 

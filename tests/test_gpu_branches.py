@@ -29,12 +29,13 @@ from torch.utils.backend_registration import (
 import checkpoint
 import sample
 import train
+from base import processes
 from model import GPT
 from parallelism import build, collectives, cpu_kernels, pipeline
 from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
-from runtime import console, evaluation, processes
+from runtime import console, evaluation
 from tests.harness import (CFG, GPUS, ROOT, TINY, Memory, Rows, assert_same_rows,
                            gather_full_state, gridded, no_signal, own_processes, read_metrics,
                            run_main, run_steps, settings, torchrun, traffic, without_saves)

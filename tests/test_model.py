@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 
 import model
+from base.flops import parameter_count
 from model import GPT, SIZES, GPTConfig
 from parallelism import collectives, context, cpu_kernels
 from parallelism.build import Grid
-from runtime.flops import parameter_count
 from tests.harness import (CFG, differences, on_ranks, run_steps, settings, staged, tokens_of,
                            trained, whole_gradient, without_saves)
 

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 
 import checkpoint
 import sample
+from base.flops import flops_per_token, parameter_count
+from base.options import parse_flags
 from model import GPTConfig
 from models import SIZES, kv_cache, llama, make_config
 from models.llama import FAMILIES, LlamaConfig
 from parallelism import cpu_kernels
 from runtime import checks
-from runtime.flops import flops_per_token, parameter_count
-from runtime.options import parse_flags
 from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, differences, plain_gradient, random_gpt,
                            relative, same_bits, tokens_of, trained, weights_only,
                            whole_gradient, without_saves)

@@ -27,6 +27,8 @@ import tools.plan.search
 import tools.plan.time
 import tools.schedule
 import train
+from base.flops import parameter_count
+from base.options import Config, parse_flags
 from model import SIZES, GPT, GPTConfig
 from models.llama import LlamaConfig
 from parallelism import cpu_kernels, pipeline, sequence, tensor
@@ -36,8 +38,6 @@ from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS
 from parallelism.zero import FlatParameters
 from runtime import checks, console, evaluation
-from runtime.flops import parameter_count
-from runtime.options import Config, parse_flags
 from tests import published_runs
 from tests.harness import (CFG, COVER, FORMULA, PAGES, ROOT, Alive, Memory, Rows, column,
                            deep_enough_for, gridded, no_signal, nothing, run_steps, settings,

@@ -21,16 +21,16 @@ import pytest
 
 import data
 import tools.schedule
+from base.options import Config, parse_flags
+from base.other_names import OTHER_NAMES
 from corpus import program
 from model import SIZES
 from runtime import checks, plain_run
-from runtime.options import Config, parse_flags
-from runtime.other_names import OTHER_NAMES
 from tests.harness import (PAGES, README, ROOT, TINY, Command, kinds, launch, read_metrics,
                            readme_commands, saved, wait_for_step)
 from tools.plan.flags import PlanConfig
 
-FOLDERS = ["models", "corpus", "parallelism", "runtime", "tools", "tests", "docs"]
+FOLDERS = ["models", "corpus", "parallelism", "base", "runtime", "tools", "tests", "docs"]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
     names = [*asdict(Config()), *(field.name for field in fields(PlanConfig))]
     known = {f"--{name.replace('_', '-')}" for name in names}
     tool_files = [str(file.relative_to(ROOT)) for file in ROOT.glob("tools/**/*.py")]
-    for file in ["corpus/program.py", "runtime/sample_flags.py", "parallel.py", "checkpoint.py",
+    for file in ["corpus/program.py", "base/sample_flags.py", "parallel.py", "checkpoint.py",
                  *tool_files]:
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((

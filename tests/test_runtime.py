@@ -47,6 +47,10 @@ import data
 import model
 import sample
 import train
+from base import checkpoint_files, devices, processes
+from base.flops import flops_per_token, peak_flops
+from base.options import Config, merge_config, parse_flags
+from base.processes import Job, RunError
 from corpus import program
 from corpus.tokenizers import get_tokenizer
 from model import GPT, SIZES, GPTConfig
@@ -55,12 +59,9 @@ from parallelism import collectives, cpu_kernels
 from parallelism.buckets import make_buckets
 from parallelism.build import Grid, build_stage
 from parallelism.tensor import param_specs
-from runtime import (checkpoint_files, checkpoint_writer, checks, console, cpu_threads, devices,
-                     directory, evaluation, processes, rollback, sample_text, signals, startup)
+from runtime import (checkpoint_writer, checks, console, cpu_threads, directory, evaluation,
+                     rollback, sample_text, signals, startup)
 from runtime.divergence import DivergenceMonitor
-from runtime.flops import flops_per_token, peak_flops
-from runtime.options import Config, merge_config, parse_flags
-from runtime.processes import Job, RunError
 from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backward,
                            assert_same_state, batches_from, column, dataset, expect_mistake,
                            failing, kinds, launch, monitor_now, names_in, no_file_above, nothing,

@@ -6,6 +6,7 @@
     models/         decoders since GPT-3
     corpus/         from the files that people have to shards of tokens
     parallelism/    each technique as train.py runs it
+    base/           what the book stands on: flags, processes, devices, files of checkpoints
     runtime/        what a run on real machines needs beside the training
     tools/          programs that only use the rest
 
@@ -25,16 +26,17 @@ import pytest
 import checkpoint
 import data
 import model
+from base.options import Config
 from corpus import mixtures
 from corpus.program import parse_flags
 from model import GPTConfig
-from runtime.options import Config
 from tests.harness import ROOT, tokens_of
 
 OURS = ("amp", "checkpoint", "data", "model", "parallel", "sample", "train", "test_all",
-        "models", "corpus", "parallelism", "runtime", "tools", "tests")
-PACKAGES = ("models", "corpus", "parallelism", "runtime", "tools", "tests")
-WITHOUT_TOOLS = ("*.py", "models/*.py", "corpus/*.py", "parallelism/*.py", "runtime/*.py")
+        "models", "corpus", "parallelism", "base", "runtime", "tools", "tests")
+PACKAGES = ("models", "corpus", "parallelism", "base", "runtime", "tools", "tests")
+WITHOUT_TOOLS = ("*.py", "models/*.py", "corpus/*.py", "parallelism/*.py", "base/*.py",
+                 "runtime/*.py")
 FILES = sorted(file for pattern in (*WITHOUT_TOOLS, "tools/**/*.py") for file in ROOT.glob(pattern)
                if file.name not in ("__init__.py", "test_all.py"))
 
@@ -44,30 +46,15 @@ MAY_IMPORT = {
     "models.*": ("model models.*", ""),
     "amp": ("", ""),
     # corpus.program: where data.py is the program
-    "data": ("corpus.mixtures corpus.program corpus.shards runtime runtime.batch_ramp", ""),
-    "corpus.*": ("corpus.* runtime.commandline runtime.other_names", ""),
+    "data": ("corpus.mixtures corpus.program corpus.shards base base.batch_ramp", ""),
+    "corpus.*": ("corpus.* base.commandline base.other_names", ""),
     "parallel": ("model data", ""),               # data: in `main` alone
-    "checkpoint": ("model models* parallelism.* runtime.processes runtime.checkpoint_files", ""),
+    "checkpoint": ("model models* parallelism.* base.processes base.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
-    "sample": ("amp models* checkpoint corpus.tokenizers runtime.devices runtime.sample_flags "
+    "sample": ("amp models* checkpoint corpus.tokenizers base.devices base.sample_flags "
                "runtime.sample_text", ""),
     "parallelism.*": ("model models* amp parallel parallelism.*", ""),
-    # Below the book (runtime/__init__.py):
-    "runtime.commandline": ("", ""),
-    "runtime.other_names": ("", ""),
-    "runtime.model_names": ("models*", ""),
-    "runtime.options": ("models* amp parallelism.schedules runtime.commandline "
-                        "runtime.model_names runtime.other_names", ""),
-    "runtime.processes": ("parallelism.collectives", ""),
-    "runtime.devices": ("parallelism.collectives runtime.options runtime.processes", ""),
-    "runtime.batch_ramp": ("", ""),
-    "runtime.cpu_threads": ("runtime.processes", ""),
-    "runtime.checkpoint_files": ("parallelism.collectives runtime.processes", ""),
-    "runtime.streamed_tensors": ("", ""),
-    "runtime.flops": ("model", ""),
-    "runtime.sample_flags": ("runtime.commandline runtime.other_names", ""),
-    "runtime.sample_text": ("corpus.* parallelism.collectives runtime.sample_flags", ""),
-    # Above it:
+    "base.*": ("model models* amp parallelism.* base.*", ""),
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),
 }
@@ -120,6 +107,21 @@ def test_no_imports_run_in_a_circle():
         pytest.fail("imports in a circle: " + " <- ".join(error.args[1]))
 
 
+def test_rooms_stand_above_one_another_in_no_circle():
+    """A room is a folder, or a file of the book. (parallel.py reads data in `main` alone.)"""
+    graph = {}
+    for file in FILES:
+        room = name_of(file).split(".")[0]
+        found = {name.split(".")[0] for name in imports_of(ast.parse(file.read_text()))} - {room}
+        if room == "parallel":
+            found -= {"data"}
+        graph.setdefault(room, set()).update(found)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail("rooms in a circle: " + " <- ".join(error.args[1]))
+
+
 def test_parallel_py_reads_data_in_main_alone():
     """So that what imports parallel.py, as the checkpoint does, does not depend on data."""
     tree = ast.parse((ROOT / "parallel.py").read_text())
@@ -163,7 +165,7 @@ def test_the_example_in_model_py_runs():
     assert names["loss"].dim() == 0 and type(names["model"]) is model.GPT
 
 
-@pytest.mark.parametrize("folder", ["corpus", "runtime"])
+@pytest.mark.parametrize("folder", ["base", "corpus", "runtime"])
 def test_a_folders_docstring_names_its_files(folder):
     words = (ROOT / folder / "__init__.py").read_text().split()
     for file in (ROOT / folder).glob("[!_]*.py"):
@@ -172,7 +174,7 @@ def test_a_folders_docstring_names_its_files(folder):
 
 @pytest.mark.slow
 def test_the_books_commands_work_without_tools_and_tests(tmp_path):
-    """In a folder that has the seven programs, models/, corpus/, parallelism/ and runtime/ alone.
+    """In a folder that has the seven programs, models/, corpus/, parallelism/, base/ and runtime/ alone.
     (.ci/run does it by torchrun too. That none of their files imports one of tools/ or tests/ is
     shown by test_imports_run_one_way_and_no_file_imports_a_tool.)"""
     for pattern in WITHOUT_TOOLS:

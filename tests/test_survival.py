@@ -40,13 +40,14 @@ from torch.utils._pytree import tree_map_only
 import checkpoint
 import data
 import train
+from base import checkpoint_files, processes
+from base.flops import parameter_count
+from base.options import Config
+from base.processes import RunError
 from parallelism import collectives, pipeline
 from parallelism.build import Grid
-from runtime import checkpoint_files, checks, console, directory, processes, run_state, signals
+from runtime import checks, console, directory, run_state, signals
 from runtime.checkpoint_writer import copy_pieces
-from runtime.flops import parameter_count
-from runtime.options import Config
-from runtime.processes import RunError
 from runtime.streamed_tensors import Streamed
 from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Command, Memory,
                            after_backward, assert_same_state, column, expect_mistake, failing,

@@ -15,8 +15,8 @@ import torch
 import checkpoint
 import data
 import train
+from base.options import Config
 from model import GPT, GPTConfig
-from runtime.options import Config
 from tests.harness import TINY, column, launch, read_metrics, relative, small_state, trained
 
 

@@ -3,4 +3,4 @@ core's docstrings say still works. Each runs from the root of the repository as
 
     python -m tools.NAME --help
 """
-import runtime      # without numpy or torch all of them end in its line
+import base      # without numpy or torch all of them end in its line

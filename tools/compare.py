@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.commandline import Parser
+from base.commandline import Parser
 from tools import comparable_losses, loss_picture
 from tools.comparable_losses import evaluated
 from tools.metrics import Run, finite, last_valid_step, part_means, read_metrics

@@ -3,8 +3,8 @@
     python -m tools.docs                # write them
     python -m tools.docs --check        # only say which differ; exit status 1 if one does
 
-    docs/flags.md               runtime.options.Config, the parsers of data.py and sample.py,
-                                runtime/other_names.py, NOTES below
+    docs/flags.md               base.options.Config, the parsers of data.py and sample.py,
+                                base/other_names.py, NOTES below
     docs/claims.md              the marks @pytest.mark.claim of the tests
     docs/images/*.svg           the schedules and the block, by tools/svg.py
 
@@ -26,12 +26,12 @@ import sys
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
+from base import sample_flags
+from base.commandline import Parser
+from base.options import LOCAL, SHAPE, Config
+from base.other_names import IN_PROJECTS, OTHER_NAMES, PROJECTS
 from corpus import program
 from models import SIZES
-from runtime import sample_flags
-from runtime.commandline import Parser
-from runtime.options import LOCAL, SHAPE, Config
-from runtime.other_names import IN_PROJECTS, OTHER_NAMES, PROJECTS
 from tools import schedule, svg
 from tools.markdown import table
 

@@ -26,7 +26,7 @@ import threading
 import time
 from pathlib import Path
 
-from runtime.commandline import Parser
+from base.commandline import Parser
 from tools.metrics import last_valid_step, parse_line
 
 POLL_SECONDS = 1.0

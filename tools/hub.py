@@ -14,8 +14,8 @@ from typing import Callable
 
 import torch
 
+from base.checkpoint_files import reading, verify
 from corpus.downloads import download
-from runtime.checkpoint_files import reading, verify
 from tools.huggingface_names import tensors_of
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",

@@ -24,6 +24,9 @@ from pathlib import Path
 
 import torch
 
+from base.checkpoint_files import reading, verify, write_file
+from base.commandline import Parser
+from base.flops import parameter_count
 from checkpoint import FORMAT, KEYS, load, parameter_shapes
 from corpus.bpe import find_merges
 from corpus.chat_templates import (entries_of, find_template, get_template, is_own,
@@ -35,10 +38,7 @@ from corpus.tokenizers import (file_name, get_tokenizer, name_of, read_file, rea
                                read_ranks, text_prefix)
 from model import GPTConfig
 from models import make_config
-from runtime.checkpoint_files import reading, verify, write_file
-from runtime.commandline import Parser
 from runtime.directory import new_run
-from runtime.flops import parameter_count
 from tools.hub import IS_ADAPTER, check_source, fetch, tensor_readers, weight_files
 from tools.huggingface_formats import (BUFFERS, END_OF_TEXT, FAMILIES, Family, config_json,
                                        model_config, their_names, to_ours, to_theirs)

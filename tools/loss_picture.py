@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS
+from base.options import FLAGS_THAT_CHANGE_THE_LOSS
 from tools.metrics import Run, part_means
 
 PARTS = 50

@@ -11,11 +11,11 @@ import tools        # first: python tools/schedule.py ends in its line
 from itertools import accumulate
 from pathlib import Path
 
+from base.commandline import Parser
 from model import GPTConfig
 from parallelism.build import Grid
 from parallelism.schedules import SCHEDULES, make_schedule
 from runtime.checks import check_layout
-from runtime.commandline import Parser
 from tools import svg
 
 TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B", "zb-h1": "ZB-H1"}

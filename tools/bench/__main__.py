@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import tools.bench
-from runtime import commandline
+from base import commandline
 from tools.bench import gpu
 from tools.bench.tables import TABLES
 

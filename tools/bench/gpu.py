@@ -24,13 +24,13 @@ import torch
 import torch.nn.functional as F
 
 import train
+from base import commandline
+from base.flops import flops_per_token, peak_flops
+from base.options import Config, parse_flags
 from corpus.shards import SPLITS
 from data import TokenDataset
 from model import SIZES, GPTConfig
 from parallelism.build import Grid
-from runtime import commandline
-from runtime.flops import flops_per_token, peak_flops
-from runtime.options import Config, parse_flags
 from tools.bench import launch
 from tools.bench.layouts import LAYOUTS, compare_layout
 from tools.bench.peer import SHAPE

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import train
+from base import devices
 from parallelism.zero import FlatParameters
-from runtime import devices
 
 POISON = "POISON_FREED_PARAMETERS"
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 import model
+from base.flops import parameter_count
 from model import GPTConfig
-from runtime.flops import parameter_count
 from tools import markdown
 from tools.bench import launch
 from tools.bench.peak_memory import (BIG, CONTEXT, CONTEXTS, MICROBATCHES, NARROW, PIPELINES,

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import tools.faults
-from runtime import commandline
+from base import commandline
 from tools import markdown
 from tools.faults.policies import POLICIES
 from tools.faults.runs import DTYPES, FAULTS, MODELS, Outcome, disturbed, healthy, make_texts

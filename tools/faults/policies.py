@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 import train
+from base import checkpoint_files
+from base.options import Config
+from base.processes import RunError
 from corpus.shards import SPLITS
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid, make_groups
-from runtime import checkpoint_files, console, rollback, run_state
-from runtime.options import Config
-from runtime.processes import RunError
+from runtime import console, rollback, run_state
 from runtime.rollback import go_back_if_diverged
 from runtime.run_state import submit as submit_save     # bound before it is patched below
 

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 import checkpoint
+from base import checkpoint_files
+from base.options import Config
 from corpus.prepare import prepare
 from data import TokenDataset
 from model import GPTConfig
-from runtime import checkpoint_files, evaluation
-from runtime.options import Config
+from runtime import evaluation
 from tools.faults.policies import CountAlarms, Policy, PolicyRun
 
 # Neither the models nor the seeds (__main__.py) are those by which divergence.py's constants were

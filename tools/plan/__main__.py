@@ -10,12 +10,12 @@ import json
 import math
 from dataclasses import replace
 
+from base import options
+from base.commandline import Parser
+from base.other_names import OTHER_NAMES, PLAN_ADVICE
+from base.processes import print_rank0
 from models import make_config
-from runtime import options
 from runtime.checks import check_config, check_heads
-from runtime.commandline import Parser
-from runtime.other_names import OTHER_NAMES, PLAN_ADVICE
-from runtime.processes import print_rank0
 from tools.plan.batch import with_usual_batch
 from tools.plan.estimate import make_plan
 from tools.plan.flags import OWN_FLAGS, RUN_FLAGS, PlanConfig

@@ -1,8 +1,8 @@
 """The batch size of a plan that is given none: what published runs of a model of this size had."""
 from dataclasses import replace
 
+from base.flops import parameter_count
 from model import GPTConfig
-from runtime.flops import parameter_count
 from tools.plan.flags import LEAST_PARAMETERS, PlanConfig
 
 # Tokens of a step: GPT-3's of 0.5M, 1M, 2M and 3.2M by its parameters (Brown et al. 2020, table

@@ -3,8 +3,8 @@ cost, and what scaling laws say.
 """
 import math
 
+from base.flops import flops_per_token, parameter_count
 from model import GPTConfig
-from runtime.flops import flops_per_token, parameter_count
 from tools.plan.flags import LAYOUT, PlanConfig
 from tools.plan.memory import gpu_bytes, memory_bytes
 from tools.plan.stages import kinds_of_stages

@@ -10,7 +10,7 @@ import argparse
 import re
 from dataclasses import dataclass
 
-from runtime.flops import PEAK_FLOPS
+from base.flops import PEAK_FLOPS
 
 # Fractions of the peak that matrix products and FlashAttention (1) reach, fitted on published steps
 # (tests/published_runs.py); attention counts its whole square, of which it computes half.

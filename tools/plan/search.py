@@ -4,9 +4,9 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
+from base.flops import flops_per_token, parameter_count
 from model import SIZES, GPTConfig
 from runtime.checks import check_layout
-from runtime.flops import flops_per_token, parameter_count
 from tools.plan.estimate import DAY, HEADROOM, make_plan
 from tools.plan.flags import LAYOUT, PlanConfig
 

@@ -3,8 +3,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from runtime.commandline import Parser
-from runtime.other_names import SAMPLE_ADVICE, SAMPLE_NAMES
+from base.commandline import Parser
+from base.other_names import SAMPLE_ADVICE, SAMPLE_NAMES
 
 DTYPES = ("fp32", "bf16")
 LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly

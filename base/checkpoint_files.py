@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
+from base.processes import RunError, warn
 from parallelism.collectives import PeerError, first_line, out_of_memory
-from runtime.processes import RunError, warn
 
 STEP_FILE = re.compile(r"step_(\d{8})\.pt")
 RETRY_SECONDS = (0, 0.2, 1, 3)      # waits before each attempt to read

@@ -8,11 +8,11 @@ import math
 import re
 
 from amp import PRECISIONS
+from base.commandline import Parser
+from base.model_names import suggest_model
+from base.other_names import ADVICE, OTHER_NAMES
 from models import SIZES
 from parallelism.schedules import SCHEDULES
-from runtime.commandline import Parser
-from runtime.model_names import suggest_model
-from runtime.other_names import ADVICE, OTHER_NAMES
 
 
 def flag(default, help, low=None, below=None, choices=None, group=None, form=None, suggest=None):

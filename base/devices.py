@@ -5,9 +5,9 @@ import shutil
 
 import torch
 
+from base.options import Config
+from base.processes import Job, RunError
 from parallelism.collectives import all_gather_object
-from runtime.options import Config
-from runtime.processes import Job, RunError
 
 
 def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.device:

@@ -1,0 +1,30 @@
+"""What the book stands on: what a program needs before it knows of any run, one concern a file.
+data.py, corpus/, checkpoint.py, train.py and sample.py call it. It calls the models' tables, amp.py
+and parallelism/:
+
+    commandline, options, sample_flags  flags, and the mistakes in them
+    model_names, other_names            names of models; names that flags have in other trainers
+    batch_ramp                          the sizes of batches that grow
+    processes, devices                  ranks, and what they compute on
+    checkpoint_files                    the files of checkpoints: find, read, write, remove
+    flops                               what a model computes
+
+Programs import something from here before numpy and torch, so that a Python without the packages
+that they need, such as the system's, ends in one line.
+"""
+import importlib.util
+import sys
+from pathlib import Path
+
+program = Path(sys.argv[0]).name
+needed = ["numpy"]
+if program != "data.py":
+    needed.append("torch")
+if program in ("data.py", "sample.py"):
+    needed.append("tiktoken")
+missing = [name for name in needed if importlib.util.find_spec(name) is None]
+if missing:
+    print(f"{sys.executable} does not have {' and '.join(missing)}: activate the environment that "
+          f"does, as `. .venv/bin/activate` (README.md), or `pip install -r requirements.txt`",
+          file=sys.stderr)
+    sys.exit(2)
