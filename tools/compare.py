@@ -14,8 +14,6 @@ within each process; where the clock was set back, none.
 A resume or rollback to step k makes the rows beyond k void: they are left out. tools/metrics.py
 reads the file, and says what is drawn of more than a million steps.
 """
-import tools        # first: python tools/compare.py ends in its line
-
 import json
 import math
 import shutil

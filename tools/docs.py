@@ -17,8 +17,6 @@ README.md and the pages of docs/ may have blocks, whose content stands between t
 
 The tests are parsed, not imported. docs/images/layouts.svg shows runs: tools.compare draws it.
 """
-import tools        # first: python tools/docs.py ends in its line
-
 import ast
 import dataclasses
 import re

@@ -14,8 +14,6 @@ step twice: there the void steps stay, and those that replace them are not sent.
 `train.py --log` starts this program with --parent: it then ignores Ctrl-C and ends, after it has
 sent the last line, when train.py closes its standard input.
 """
-import tools        # first: python tools/follow.py ends in its line
-
 import importlib.util
 import io
 import json

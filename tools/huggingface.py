@@ -11,8 +11,6 @@ sample.py see 13 characters.
 tools/huggingface_formats.py says how each architecture differs in its names and in the layout of
 its tensors.
 """
-import tools        # first: python tools/huggingface.py ends in its line
-
 import json
 import os
 import shlex

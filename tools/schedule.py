@@ -6,8 +6,6 @@
 
 `clock` simulates the lists of ops that parallelism/schedules.py makes, without processes.
 """
-import tools        # first: python tools/schedule.py ends in its line
-
 from itertools import accumulate
 from pathlib import Path
 

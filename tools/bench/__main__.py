@@ -1,11 +1,6 @@
 """The command line of python -m tools.bench."""
-import sys
-
-if not __package__:
-    sys.path.insert(0, f"{sys.path[0]}/..")
-import tools        # first: python tools/bench ends in its line
-
 import os
+import sys
 import tempfile
 from pathlib import Path
 

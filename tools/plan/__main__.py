@@ -1,13 +1,8 @@
 """The command line of python -m tools.plan."""
-import sys
-
-if not __package__:
-    sys.path.insert(0, f"{sys.path[0]}/..")
-import tools        # first: python tools/plan ends in its line
-
 import argparse
 import json
 import math
+import sys
 from dataclasses import replace
 
 from base import options
