@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import README, readme_commands, run_main
-from tools import comparable_losses, compare, loss_picture, metrics
+from tests.harness import run_main
+from tools import comparable_losses, compare, loss_picture, metrics, picture
 
 
 @pytest.fixture
@@ -174,8 +174,6 @@ def test_compare_reads_what_is_not_finite_or_not_a_step(tmp_path, monkeypatch):
     assert one.split()[:6] == "a 2.0000 4 2.0000 4 5".split() and one.split()[7] == "4h00m"
     assert two.split()[:5] == "b - - - -".split()
     assert compare.compare(compare.read_runs(["b"])).splitlines()[0].split() == ["9.0000", "|", "a"]
-    with pytest.raises(ValueError, match="a has too few steps for a chart"):
-        compare.compare(compare.read_runs(["a"]), as_mermaid=True)
 
 
 def test_compare_draws_bits_per_byte_where_tokenizers_differ(tmp_path, monkeypatch):
@@ -185,8 +183,6 @@ def test_compare_draws_bits_per_byte_where_tokenizers_differ(tmp_path, monkeypat
         write_run(name, *[5.0] * 64, data=data)
     chart = compare.compare(compare.read_runs(["a", "b"])).splitlines()
     assert [chart[row].split()[0] for row in (0, 15)] == ["7.2135", "1.8034"]
-    mermaid = compare.compare(compare.read_runs(["a", "b"]), as_mermaid=True)
-    assert 'y-axis "loss, bits a byte" 1.803 --> 7.213' in mermaid
 
 
 def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(run_compare, tmp_path,
@@ -211,32 +207,6 @@ def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(run_compare,
         assert text.splitlines()[-1].split()[7] == "1h30m" and text.count("h30m") == 1
     status, _, error = run_compare("a/metrics.jsonl")
     assert status == 2 and "a/metrics.jsonl is a file: give the --out of a run" in error
-
-
-def test_compare_draws_a_chart_for_a_readme(run_compare, tmp_path, monkeypatch):
-    """32 means over the tokens that both runs have read, here of two steps each: as the
-    chart of docs/exact.md, which has as many points."""
-    monkeypatch.chdir(tmp_path)
-    commands = [command for _, command in readme_commands("tools.compare")]
-    command = ["--mermaid", "out", "out/one"]
-    assert command in commands
-    for name, steps, loss in [("out", 64, 1), ("out/one", 90, 1000)]:
-        write_lines(Path(name), [(s / 100, s, dict(loss=loss + s)) for s in range(1, steps + 1)])
-    status, text, error = run_compare(*command)
-    chart, table = text.split("\n```\n")
-    assert (status, error) == (0, "") and table.splitlines()[0].split()[0] == "best"
-    lines = [[float(x) for x in line.split("[")[1].strip("]").split(",")]
-             for line in chart.splitlines()[5:]]
-    assert lines == [[loss + 1.5 + 2 * k for k in range(32)] for loss in (1, 1000)]
-    assert chart.splitlines()[:5] == [
-        "```mermaid", "xychart-beta", '    title "out, out/one"',
-        '    x-axis "tokens" 100 --> 6300',
-        '    y-axis "loss, nats a token" 2.5 --> 1063.5']
-    [ours] = [block for block in README.split("```")[1::2] if block.startswith("mermaid")]
-    assert [len(line.split(",")) for line in ours.splitlines() if "line [" in line] == [32, 32]
-    write_lines(Path("c"), [(0.1, 1, dict(loss=1)), (0.2, 2, dict(loss=1))])
-    assert run_compare("--mermaid", "c") == (
-        2, "", "tools.compare: c has too few steps for a chart of 32 points\n")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -313,6 +283,27 @@ def test_a_picture_says_how_far_layouts_differ(tmp_path, monkeypatch):
     assert loss_picture.layouts([a, d]) == []
 
 
+def test_the_colors_of_a_sweep_rise_with_the_first_flag(tmp_path, monkeypatch):
+    """A dash is a value of the second. Of layouts a dash means --exact, a color the layout; runs
+    that differ in more have the colors in turn."""
+    def of(names, flags, *configs):
+        runs = [metrics.Run(name, events=[dict(event="start", config=config)])
+                for name, config in zip(names, configs)]
+        return loss_picture.looks(runs, names, flags)
+    monkeypatch.setattr(loss_picture, "strips", lambda runs: [])
+    sweep = [dict(lr=lr, beta2=beta2) for lr in (4, 1, 2) for beta2 in (0.95, 0.9)]
+    first, *_, last = loss_picture.RISING
+    assert of("abcdef", ["lr", "beta2"], *sweep) == [
+        (color, dash) for color in (last, first, loss_picture.RISING[3]) for dash in ("--", "-")]
+    assert of("ab", ["lr"], dict(lr=2), dict(lr=1)) == [(last, "-"), (first, "-")]
+    ours = loss_picture.COLORS
+    assert of("abcdefgh", ["model"], *[dict(model=name) for name in "abcdefgh"]) == [
+        *[(color, "-") for color in ours], (ours[0], "--")]
+    monkeypatch.setattr(loss_picture, "strips", lambda runs: [1])
+    assert of(["tp 2", "pp 2", "tp 2, exact"], ["tp", "exact"], {}, {}, dict(exact=True)) == [
+        (ours[0], "-"), (ours[1], "-"), (ours[0], "--")]
+
+
 def test_a_picture_names_the_best_run_first_and_the_flags_that_differ(run_compare, tmp_path,
                                                                       monkeypatch):
     """Below the axes: the legend. More than 28 runs: a line says so."""
@@ -325,13 +316,10 @@ def test_a_picture_names_the_best_run_first_and_the_flags_that_differ(run_compar
     status, text, error = run_compare("--svg", "a.svg", *[f"<{i}>" for i in range(30)])
     assert (status, error) == (0, "") and text.endswith(
         "\nnote     a.svg has the first 28 of 30 runs\nwrote a.svg\n")
-    picture = Path("a.svg").read_text()
-    places = {words: float(y) for y, words in re.findall(
-        r'y="([\d.]+)"[^>]*>([^<]*)</text>', picture)}
-    legend = [f"&lt;{i}&gt;, lr {i / 8}" for i in range(29, 1, -1)]
-    assert [words for words in places if "lr" in words] == legend
-    assert places[legend[-1]] > places[legend[0]] > places["tokens read"]
-    monkeypatch.setattr(loss_picture, "find_spec", lambda name: None)
+    svg = Path("a.svg").read_text()
+    legend = re.findall(r">&lt;(\d+)&gt;, lr ([\d.]+)</text>", svg)
+    assert legend == [(str(i), str(i / 8)) for i in range(29, 1, -1)]
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
     status, _, error = run_compare("--svg", "a.svg", "<1>", "<2>")
     assert status == 2 and error == (
         "tools.compare: --svg needs a package that is missing: pip install matplotlib\n")

@@ -1,7 +1,6 @@
 """Plot and tabulate runs from their metrics.jsonl, finished or still training.
 
     python -m tools.compare out/lr1e-3 out/lr2e-3
-    python -m tools.compare --mermaid out/one out       # a chart for a README
     python -m tools.compare --svg losses.svg out/one out        # a picture
 
 The chart has the losses over the tokens read, on a logarithmic scale that ends at the first loss.
@@ -30,7 +29,6 @@ from tools.comparable_losses import evaluated
 from tools.metrics import Run, finite, last_valid_step, part_means, read_metrics
 
 NATS, BITS = "nats a token", "bits a byte"      # units of a loss
-PARTS = 32          # points of a line of the chart for a README
 
 
 # ---------------------------------------------------------------------------------------------
@@ -117,26 +115,6 @@ def chart(runs: list[tuple[str, Run]], width: int, height: int = 16) -> list[str
         if marks.strip():
             lines.append(f"{letter:>9} |{marks}")
     return [*lines, f"{'tokens':>9}  0{most_tokens:>{width - 1},}", ""]
-
-
-def mermaid(runs: list[Run]) -> str:
-    """The chart as an xychart-beta of Mermaid, which GitHub draws: the mean losses of equal parts
-    of the tokens that all runs have read. Raises ValueError if a part has no loss."""
-    part = max(1, min(run.last["tokens"] for run in runs) // PARTS)
-    unit = unit_of(runs)
-    curves = []
-    for run in runs:
-        numbers, means = part_means(drawn(run, "loss", unit), (run.steps["tokens"] - 1) // part)
-        if numbers[:PARTS].tolist() != [*range(PARTS)]:
-            raise ValueError(f"{run.name} has too few steps for a chart of {PARTS} points")
-        curves.append(means[:PARTS].round(3).tolist())
-    first, last = part // 2, part // 2 + part * (PARTS - 1)         # the middle of a part
-    lines = [f"    line [{', '.join(map(str, curve))}]" for curve in curves]
-    return "\n".join(["```mermaid", "xychart-beta",
-                      f'    title "{", ".join(run.name for run in runs)}"',
-                      f'    x-axis "tokens" {first} --> {last}',
-                      f'    y-axis "loss, {unit}" {min(map(min, curves))} --> '
-                      f'{max(map(max, curves))}', *lines, "```"])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -242,31 +220,29 @@ def draw(runs: list[Run], file: Path) -> None:
         runs = [run for _, section in sections for run in section]
     flags = differing_flags(runs)
     names = names or [describe(run, flags) for run in runs]
-    loss_picture.draw(runs[:loss_picture.MOST], names, file)
+    loss_picture.draw(runs[:loss_picture.MOST], names, flags, file)
     if len(runs) > loss_picture.MOST:
         print(f"note     {file} has the first {loss_picture.MOST} of {len(runs)} runs")
     print(f"wrote {file}")
 
 
-def compare(runs: list[Run], as_mermaid=False) -> str:
-    """A chart as wide as the terminal, or one for a README, and a table."""
+def compare(runs: list[Run]) -> str:
+    """A chart as wide as the terminal, and a table."""
     notes, sections = comparable_losses.order(runs)
     runs = [run for _, section in sections for run in section]
     letters = dict(zip((run.name for run in runs), string.ascii_lowercase))     # the best 26
     charted = [(letters[run.name], run) for run in runs if run.name in letters]
     width = max(20, shutil.get_terminal_size((100, 24)).columns - 12)
-    lines = [mermaid(runs)] if as_mermaid else chart(charted, width)
+    lines = chart(charted, width)
     notes += unit_note(runs)
     lines += [f"note     {note}" for note in notes]
     return "\n".join(lines + table(sections, letters))
 
 
 def main() -> None:
-    usage = "python -m tools.compare [--mermaid] [--svg FILE] OUT ..."
+    usage = "python -m tools.compare [--svg FILE] OUT ..."
     parser = Parser("tools.compare", usage, __doc__)
     parser.add_argument("outs", nargs="+", metavar="OUT", help="the --out of a run of train.py")
-    parser.add_argument("--mermaid", action="store_true",
-                        help="draw for a README on GitHub, not for the terminal")
     parser.add_argument("--svg", metavar="FILE", help="also draw the losses, and in layouts their "
                         "differences from the first run, to this file")
     args = parser.parse_args()
@@ -276,7 +252,7 @@ def main() -> None:
         parser.error(f"--svg {args.svg}: the picture is an SVG: give a name that ends in .svg")
     try:
         runs = read_runs(args.outs)
-        print(compare(runs, args.mermaid))
+        print(compare(runs))
         if args.svg:
             draw(runs, Path(args.svg))
     except (ValueError, OSError) as error:

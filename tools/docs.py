@@ -1,4 +1,4 @@
-"""Write the generated pages, blocks and pictures of docs/ from the code that they describe.
+"""Write the generated pages and blocks of docs/ from the code that they describe.
 
     python -m tools.docs                # write them
     python -m tools.docs --check        # only say which differ; exit status 1 if one does
@@ -6,7 +6,6 @@
     docs/flags.md               base.options.Config, the parsers of data.py and sample.py,
                                 base/other_names.py, NOTES below
     docs/claims.md              the marks @pytest.mark.claim of the tests
-    docs/images/*.svg           the schedules and the block, by tools/svg.py
 
 README.md and the pages of docs/ may have blocks, whose content stands between two marks:
 
@@ -15,7 +14,8 @@ README.md and the pages of docs/ may have blocks, whose content stands between t
     <!-- generated: faults -->          the marks @pytest.mark.fault of the tests
     <!-- end -->
 
-The tests are parsed, not imported. docs/images/layouts.svg shows runs: tools.compare draws it.
+The tests are parsed, not imported. Other tools write pictures to docs/images: layouts.svg is by
+tools.compare --svg (docs/exact.md), schedules.svg by tools.schedule --svg, as its docstring says.
 """
 import ast
 import dataclasses
@@ -30,7 +30,7 @@ from base.options import LOCAL, SHAPE, Config
 from base.other_names import IN_PROJECTS, OTHER_NAMES, PROJECTS
 from corpus import program
 from models import SIZES
-from tools import schedule, svg
+from tools import schedule
 from tools.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -336,11 +336,8 @@ def fill(page: str, up: str) -> str:
 
 
 def generated() -> dict[str, str]:
-    """{path: what it should contain} of every page, picture, and page with blocks."""
-    pages = {"docs/flags.md": flags_page(), "docs/claims.md": claims_page(),
-             "docs/images/block.svg": svg.block(),
-             "docs/images/schedules.svg": schedule.picture(
-                 [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)], 4, 8)}
+    """{path: what it should contain} of every page, and page with blocks."""
+    pages = {"docs/flags.md": flags_page(), "docs/claims.md": claims_page()}
     for file in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))):
         path = file.relative_to(ROOT).as_posix()
         if path in pages:
@@ -363,7 +360,7 @@ def outdated() -> dict[str, str]:
 
 def main() -> None:
     parser = Parser("tools.docs", "python -m tools.docs [--check]",
-                    "Write the generated pages, blocks and pictures of docs/.")
+                    "Write the generated pages and blocks of docs/.")
     parser.add_argument("--check", action="store_true", help="write nothing; say which differ")
     args = parser.parse_args()
     try:

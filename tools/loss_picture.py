@@ -9,7 +9,6 @@ a strip with each one's largest relative difference from the first in each part.
 """
 import math
 from functools import reduce
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from base.options import FLAGS_THAT_CHANGE_THE_LOSS
 from tools.metrics import Run, part_means
+from tools.picture import picture
 
 PARTS = 50
 MOST = 28           # runs: each color with each dash
@@ -24,9 +24,8 @@ MOST = 28           # runs: each color with each dash
 # are left out: they are not seen on a dark or a white page.
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c959f"]
 DASHES = ["-", "--", ":", "-."]
-# Text has the color of the reader's scheme, light or dark.
-STYLE = ("<style>text{fill:#24292f}"
-         "@media (prefers-color-scheme:dark){text{fill:#e6edf3}}</style>")
+# From violet to yellow, without those that are too dark or too light for a page.
+RISING = ["#5b2a86", "#414f9d", "#2f6c8e", "#21918c", "#35b779", "#84c141", "#d8b400"]
 
 
 class Curve(NamedTuple):
@@ -120,49 +119,78 @@ def short(count: float) -> str:
     return f"{count:g}"
 
 
-def draw(runs: list[Run], names: list[str], file: Path) -> None:
-    """`names`: of the legend. Raises ValueError without matplotlib."""
-    if find_spec("matplotlib") is None:
-        raise ValueError("--svg needs a package that is missing: pip install matplotlib")
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+def looks(runs: list[Run], names: list[str], flags: list[str]) -> list[tuple[str, str]]:
+    """A color and a dash for each run. Of layouts a color is a layout, a dash means --exact. In a
+    sweep of one or two numbers a color is a value of the first flag, and goes from violet to yellow
+    with it; a dash is a value of the second. Else the runs have the colors in turn."""
+    palette = COLORS
+    values = [[run.config.get(flag) for run in runs] for flag in flags]
+    if strips(runs):
+        colors = places([name.removesuffix(", exact") for name in names])
+        dashes = [int(bool(run.config.get("exact"))) for run in runs]
+    elif len(flags) in (1, 2) and all(isinstance(x, (int, float)) for row in values for x in row):
+        colors, dashes = places(values[0], sorted(values[0])), [0] * len(runs)
+        palette = rising(max(colors) + 1)
+        if len(flags) == 2:
+            dashes = places(values[1], sorted(values[1]))
+    else:
+        colors = range(len(runs))
+        dashes = [place // len(COLORS) for place in colors]
+    return [(palette[color % len(palette)], DASHES[dash % len(DASHES)])
+            for color, dash in zip(colors, dashes)]
+
+
+def places(values: list, order: list | None = None) -> list[int]:
+    """The place of each value among the different ones, in this order or in that of the values."""
+    different = list(dict.fromkeys(values if order is None else order))
+    return [different.index(value) for value in values]
+
+
+def rising(count: int) -> list[str]:
+    """So many of the colors from violet to yellow, evenly spaced."""
+    return [RISING[round(place * (len(RISING) - 1) / max(1, count - 1))] for place in range(count)]
+
+
+def draw(runs: list[Run], names: list[str], flags: list[str], file: Path) -> None:
+    """`names` stand in the legend; `flags` are those that differ. Raises ValueError without
+    matplotlib."""
     below = strips(runs)
-    gray = "#8c959f"
-    # Text remains text; the same input gives the same bytes.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "", "axes.edgecolor": gray,
-                     "xtick.color": gray, "ytick.color": gray, "xtick.labelcolor": "black",
-                     "ytick.labelcolor": "black", "axes.spines.top": False,
-                     "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}):
-        figure = Figure((8, 4 + 1.2 * len(below) + 0.21 * len(runs)), layout="constrained")
+    columns = 2 if max(map(len, names)) < 40 else 1
+    height = 4 + 1.2 * len(below) + 0.21 * math.ceil(len(runs) / columns)
+    with picture(file, "Losses of the runs", height) as figure:
         panels = figure.subplots(1 + len(below), sharex=True, squeeze=False,
                                  height_ratios=[4] + [1] * len(below))[:, 0]
-        looks = []
-        for i, (train, val) in enumerate(zip(curves(runs, "loss"), curves(runs, "val_loss"))):
-            look = dict(color=COLORS[i % len(COLORS)],
-                        linestyle=DASHES[i // len(COLORS) % len(DASHES)], linewidth=1.5)
-            if below:           # the lines coincide: each is thinner than the one below it
-                look["linewidth"] += min(2.2, 12 / len(runs)) * (len(runs) - 1 - i)
-            looks.append(look)
-            panels[0].plot(*train, **look, label=names[i])
-            panels[0].plot(*val, "o", color=look["color"], markersize=4)
-        panels[0].set(yscale="log", ylabel="loss, nats per token",
-                      title=f"Lines: training loss; points: validation loss; both: means of 1/"
-                            f"{PARTS} of the tokens")
-        panels[0].yaxis.set(major_locator=MaxNLocator(7), minor_locator=NullLocator(),
-                            major_formatter=FuncFormatter(lambda loss, _: f"{loss:g}"))
+        styles = [dict(color=color, linestyle=dash, linewidth=1.5)
+                  for color, dash in looks(runs, names, flags)]
+        draw_losses(panels[0], runs, names, styles, lines_coincide=bool(below))
         for panel, strip in zip(panels[1:], below):
             for member, curve in zip(strip.members[1:], strip.curves):
-                panel.plot(*curve, **looks[member] | dict(linewidth=1.5))
+                panel.plot(*curve, **styles[member])
             panel.set_yscale("symlog", linthresh=1e-8)
             panel.set(ylim=(-1e-9, 1), yticks=[0, 1e-7, 1e-4, 1e-1],
-                      yticklabels=["0", "1e-7", "1e-4", "1e-1"])
-            panel.set_title(f"difference from {names[strip.members[0]]}, {strip.words}",
-                            loc="left", fontsize="medium")
-        panels[-1].set_xlabel("tokens read")
-        panels[-1].xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: short(tokens)))
-        figure.legend(loc="outside lower left", frameon=False)
-        figure.savefig(file, format="svg", transparent=True, bbox_inches="tight",
-                       metadata=dict(Date=None))
-    title = "<title>Losses of the runs</title>"
-    file.write_text(file.read_text().replace("<metadata>", f"{title}{STYLE}<metadata>", 1))
+                      yticklabels=["0", "1e-7", "1e-4", "1e-1"],
+                      title=f"difference from {names[strip.members[0]].removesuffix(', exact')}, "
+                            f"{strip.words}")
+        panels[-1].set(xlabel="tokens read", xlim=(0, max(run.last["tokens"] for run in runs)))
+        panels[-1].xaxis.set_major_formatter(lambda tokens, _: short(tokens))
+        for panel in panels:
+            panel.grid(alpha=0.25)
+        legend = figure.legend(loc="outside lower left", frameon=False, ncols=columns)
+        for line in legend.get_lines():
+            line.set_linewidth(1.5)
+
+
+def draw_losses(panel, runs: list[Run], names: list[str], styles: list[dict],
+                lines_coincide: bool) -> None:
+    """Each line that coincides with others is thinner than the one below it."""
+    from matplotlib.ticker import MaxNLocator, NullLocator
+    for i, (train, val) in enumerate(zip(curves(runs, "loss"), curves(runs, "val_loss"))):
+        wider = min(1.5, 8 / len(runs)) * (len(runs) - 1 - i) if lines_coincide else 0
+        style = styles[i] | dict(linewidth=1.5 + wider)
+        panel.plot(*train, **style, label=names[i])
+        panel.plot(*val, "o", color=style["color"], markersize=4)
+    panel.set(yscale="log", ylabel="loss, nats per token",
+              title=f"Lines: training loss; points: validation loss; both: means of 1/{PARTS} of "
+                    f"the tokens")
+    panel.yaxis.set(major_locator=MaxNLocator(7), minor_locator=NullLocator(),
+                    major_formatter=lambda loss, _: f"{loss:g}")

@@ -2,7 +2,7 @@
 
     python -m tools.schedule --pp 4 --microbatches 8
     python -m tools.schedule --pp 2 --microbatches 4 --pp-schedule interleaved --pp-chunks 2
-    python -m tools.schedule --pp 4 --microbatches 8 --svg schedules.svg        # all four
+    python -m tools.schedule --pp 4 --microbatches 8 --svg schedules.svg        # all four, by matplotlib
 
 `clock` simulates the lists of ops that parallelism/schedules.py makes, without processes.
 """
@@ -14,9 +14,13 @@ from model import GPTConfig
 from parallelism.build import Grid
 from parallelism.schedules import SCHEDULES, make_schedule
 from runtime.checks import check_layout
-from tools import svg
+from tools.picture import GRAY, picture
 
 TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B", "zb-h1": "ZB-H1"}
+# Of the picture: the color of an op, its name; how pale the first, second ... chunk is.
+OPS = {"F": ("#2f81f7", "forward"), "B": ("#bc4c00", "backward"),
+       "W": ("#1a7f37", "weight gradients")}
+SHADES = (1, 0.7, 0.55, 0.45)
 
 
 def clock(schedules: list, units: list | None = None) -> list[dict]:
@@ -105,15 +109,50 @@ def describe(name: str, p: int, m: int, v: int) -> str:
         f"live activations, in microbatches: {', '.join(counts)}"])
 
 
-def picture(layouts: list[tuple[str, int]], p: int, m: int) -> str:
-    """Schedules, each with its number of chunks, as an SVG on one time scale."""
-    rows = []
+def panels(layouts: list[tuple[str, int]], p: int, m: int) -> list[tuple[str, list[dict]]]:
+    """What the picture shows of schedules, each with its number of chunks: a title, and `clock`'s
+    table in one unit of time for all, the forward of a whole stage."""
+    found = []
     for name, chunks in layouts:
         ops, times = simulate(name, p, m, chunks)
         live = ", ".join(f"{live_activations(stage) / chunks:g}" for stage in ops)
         title = f"{TITLES[name]}: idle {bubble(times):.0%} of the time; holds {live} microbatches"
-        rows.append((title, times, 1 / chunks))
-    return svg.schedules(rows)
+        found.append((title, [{op: (start / chunks, end / chunks)
+                               for op, (start, end) in row.items()} for row in times]))
+    return found
+
+
+def draw_panels(shown: list[tuple[str, list[dict]]], file: Path) -> None:
+    """A picture of these panels. Raises ValueError without matplotlib."""
+    stages = len(shown[0][1])
+    ends = [max(end for row in times for _, end in row.values()) for _, times in shown]
+    height = len(shown) * (0.26 * stages + 0.4) + 0.5
+    with picture(file, "Pipeline schedules: what each stage computes, and when", height) as figure:
+        axes = figure.subplots(len(shown), squeeze=False)[:, 0]
+        for panel, (title, times), end in zip(axes, shown, ends):
+            panel.set(title=title, xlim=(0, max(ends)), xticks=[], ylim=(stages - 0.5, -0.5),
+                      yticks=range(stages), yticklabels=[f"stage {n}" for n in range(stages)])
+            panel.tick_params(length=0)
+            panel.spines[:].set_visible(False)
+            panel.barh(range(stages), end, 0.9, color=GRAY, alpha=0.2)
+            for stage, row in enumerate(times):
+                draw_ops(panel, stage, row, max(ends))
+        # Empty bars, for the legend alone.
+        bars = [axes[0].barh(0, 0, color=color, label=name) for color, name in OPS.values()]
+        bars.append(axes[0].barh(0, 0, color=GRAY, alpha=0.2, label="idle"))
+        figure.legend(handles=bars, loc="outside lower left", ncols=len(bars), frameon=False,
+                      title="number: microbatch; paler: second chunk", alignment="left")
+
+
+def draw_ops(panel, stage: int, row: dict, span: float) -> None:
+    """The bars of a stage, with the number of the microbatch where there is room for it."""
+    for (op, microbatch, chunk), (start, end) in row.items():
+        color, _ = OPS[op]
+        panel.barh(stage, end - start - span / 600, 0.9, left=start, color=color,
+                   alpha=SHADES[min(chunk, len(SHADES) - 1)])
+        if (end - start) / span > 0.011 * len(str(microbatch)):
+            panel.text((start + end) / 2, stage, microbatch, color="white", fontsize=7,
+                       ha="center", va="center")
 
 
 def main() -> None:
@@ -145,7 +184,8 @@ def main() -> None:
                 raise ValueError(f"interleaved requires --microbatches in multiples of --pp {p}")
             check_layout(GPTConfig(n_layer=p * v), p, m, args)
         if args.svg:
-            Path(args.svg).write_text(picture(layouts, p, m))
+            draw_panels(panels(layouts, p, m), Path(args.svg))
+            print(f"wrote {args.svg}")
         else:
             print(describe(args.pp_schedule, p, m, args.pp_chunks))
     except (ValueError, OSError) as error:

@@ -1,0 +1,35 @@
+"""Pictures as SVG, drawn by matplotlib, an optional package. tools/loss_picture.py and
+tools/schedule.py draw in them.
+"""
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+WIDTH = 8                   # inches; GitHub shows a page in about 9
+GRAY = "#8c959f"            # is seen on a white and on a dark page
+# Black text gets the color of the reader's scheme, light or dark.
+STYLE = ("<style>text{fill:#24292f}"
+         "@media (prefers-color-scheme:dark){text{fill:#e6edf3}}</style>")
+
+
+@contextmanager
+def picture(file: Path, title: str, height: float) -> Iterator:
+    """A matplotlib Figure to draw in; at the end it is written to `file`. A screen reader says the
+    title. Raises ValueError without matplotlib."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("--svg needs a package that is missing: pip install matplotlib")
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    # Text remains text; the same input gives the same bytes.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "", "axes.edgecolor": GRAY,
+                     "xtick.color": GRAY, "ytick.color": GRAY, "xtick.labelcolor": "black",
+                     "ytick.labelcolor": "black", "axes.spines.top": False,
+                     "axes.spines.right": False, "axes.titlelocation": "left",
+                     "axes.titlesize": "medium"}):
+        figure = Figure((WIDTH, height), layout="constrained")
+        yield figure
+        figure.savefig(file, format="svg", transparent=True, bbox_inches="tight",
+                       metadata=dict(Date=None))
+    svg = file.read_text()
+    file.write_text(svg.replace("<metadata>", f"<title>{title}</title>{STYLE}<metadata>", 1))
