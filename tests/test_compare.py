@@ -114,33 +114,30 @@ CHAT = described("bytes", 257, None, d=("chat", 332, 24))
 MIXED = described(d=("text", 4001, 128), e=("novel", 7001, 128))
 
 
+OF_D = "windows of 16 tokens of 100% d by bytes with 257 tokens"
+APART = "apart, by nats a token: no bits a byte (conversations, or shards without meta.json)"
+
+
 @pytest.mark.parametrize("runs, order, words", [
     ([("a", 3.0, BYTES), ("b", 2.0, BYTES)], "b a", []),
     ([("a", 3.4, BYTES), ("b", 6.4, GPT2)], "b a",
-     ["note     different tokenizers: bytes with 257 tokens, 1.00 bytes a token (a); gpt2 with "
-      "50,257 tokens, 4.00 bytes a token (b)",
-      "note     different samples of the validation text: 2,048 of 4,001 tokens, 16 at a time (a)",
-      "note     so the order is by bits a byte, not by nats a token",
+     [f"note     the evaluations read 128 {OF_D} (a); 62 windows of 16 tokens of 100% d by gpt2 "
+      "with 50,257 tokens (b)", "note     so the order is by bits a byte, not by nats a token",
       "note     the chart's unit is bits a byte"]),
     ([("a", 3.0, BYTES), ("b", 2.0, OTHER), ("c", 1.0, OTHER)], "c b a",
-     ["note     different validation text: 100% d (c, b); 100% d (a)"]),
+     [f"note     the evaluations read 128 {OF_D} (c, b); 128 {OF_D} (a)\nnote     so the order"]),
     ([("a", 3.0, BYTES), ("b", 2.0, SHORT)], "b a",
-     ["note     different samples of the validation text: 128 of 4,001 tokens, 16 at a time (b); "
-      "2,048 of 4,001 tokens, 16 at a time (a)"]),
+     [f"note     the evaluations read 8 {OF_D} (b); 128 {OF_D} (a)\nnote     so the order"]),
     ([("a", 3.0, BYTES), ("b", 2.0, MIXED)], "b a",
-     ["note     different validation text: 50% d + 50% e (b); 100% d (a)"]),
+     ["note     the evaluations read 256 windows of 16 tokens of 50% d + 50% e by bytes"]),
     ([("a", 3.0, BYTES), ("b", 2.0, CHAT)], "a b",
-     ["note     different samples of the validation text: conversations of 332 tokens, in windows "
-      "of 16 (b); 2,048 of 4,001 tokens, 16 at a time (a)",
-      "apart, by nats a token: no bits a byte (conversations, or shards without meta.json)"]),
+     [f"note     the evaluations read 24 {OF_D} (b); 128 {OF_D} (a)\n", APART]),
     ([("a", 3.0, BYTES), ("b", 2.0, WEB), ("c", 1.0, WEB)], "a c b",
-     ["apart, by nats a token: no bits a byte (conversations, or shards without meta.json)",
-      "note     the chart's unit is nats a token, in which different tokenizers cannot be"]),
+     [APART, "note     the chart's unit is nats a token, in which different tokenizers cannot be"]),
     ([("a", 3.0, BYTES), ("b", 2.0, "unknown"), ("c", None, BYTES)], "a b c",
-     ["note     what the evaluations of b read is not known (an older version did not write it)",
-      "apart, by nats a token: no bits a byte", "without an evaluation"]),
-    ([("a", 3.0, "unknown"), ("b", 2.0, "unknown")], "b a",
-     ["note     what the evaluations of b, a read is not known (an older version did not write"]),
+     ["note     the evaluations read what metrics.jsonl does not say (b); 128 windows", APART,
+      "without an evaluation"]),
+    ([("a", 3.0, "unknown"), ("b", 2.0, "unknown")], "b a", []),
     ([("b", 2.0, WEB), ("a", 1.0, WEB)], "a b", [])])
 def test_compare_orders_by_nats_only_what_is_the_same_test(tmp_path, monkeypatch, runs, order,
                                                            words):
@@ -188,7 +185,7 @@ def test_compare_draws_bits_per_byte_where_tokenizers_differ(tmp_path, monkeypat
 def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(run_compare, tmp_path,
                                                                     monkeypatch):
     """A resume with other --eval-tokens: what was evaluated before does not count, and a line says
-    so; nor what an older version wrote. The clock is set back by two hours."""
+    so; nor what was evaluated on data that is not known. The clock is set back by two hours."""
     monkeypatch.chdir(tmp_path)
     def lines(before):
         start = dict(event="start", config={})
@@ -198,8 +195,8 @@ def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(run_compare,
                 (4, 2, dict(event="resume", config={}, data=BYTES)),
                 (4.5, 3, dict(loss=2, val_loss=2.5)), (4.5, 4, dict(loss=2, val_loss=2.25)),
                 (4.5, 5, dict(loss=2, val_loss=math.nan))]
-    for name, before, words in [("a", SHORT, "read other text or tokens (--data, --eval-tokens)"),
-                                ("b", None, "do not say what they read (an older version wrote")]:
+    for name, before, words in [("a", SHORT, f"read 8 {OF_D}: they are left out"),
+                                ("b", None, "read what metrics.jsonl does not say: they")]:
         write_lines(Path(name), lines(before))
         text = compare.compare(compare.read_runs([name, f"{name}/", f"./{name}"]))
         assert f"note     {name}: evaluations up to step 1 {words}" in text

@@ -2,7 +2,7 @@
 
     python -m tools.schedule --pp 4 --microbatches 8
     python -m tools.schedule --pp 2 --microbatches 4 --pp-schedule interleaved --pp-chunks 2
-    python -m tools.schedule --pp 4 --microbatches 8 --svg schedules.svg        # all four, by matplotlib
+    python -m tools.schedule --pp 4 --microbatches 8 --svg schedules.svg        # a picture
 
 `clock` simulates the lists of ops that parallelism/schedules.py makes, without processes.
 """
