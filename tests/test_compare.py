@@ -129,7 +129,8 @@ APART = "apart, by nats a token: no bits a byte (conversations, or shards withou
     ([("a", 3.0, BYTES), ("b", 2.0, SHORT)], "b a",
      [f"note     the evaluations read 8 {OF_D} (b); 128 {OF_D} (a)\nnote     so the order"]),
     ([("a", 3.0, BYTES), ("b", 2.0, MIXED)], "b a",
-     ["note     the evaluations read 256 windows of 16 tokens of 50% d + 50% e by bytes"]),
+     ["note     the evaluations read 256 windows of 16 tokens of 50% d + 50% e by bytes",
+      "note     so the order"]),
     ([("a", 3.0, BYTES), ("b", 2.0, CHAT)], "a b",
      [f"note     the evaluations read 24 {OF_D} (b); 128 {OF_D} (a)\n", APART]),
     ([("a", 3.0, BYTES), ("b", 2.0, WEB), ("c", 1.0, WEB)], "a c b",
@@ -153,6 +154,7 @@ def test_compare_orders_by_nats_only_what_is_the_same_test(tmp_path, monkeypatch
     for line in words:
         assert f"\n{line}" in text, text
     assert ("note" in text or "apart" in text) == bool(words), text
+    assert ("so the order" in text) == any("so the order" in line for line in words), text
 
 
 def test_compare_reads_what_is_not_finite_or_not_a_step(tmp_path, monkeypatch):

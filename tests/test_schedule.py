@@ -71,6 +71,7 @@ def test_the_picture_has_a_panel_for_each_schedule(monkeypatch, capsys, tmp_path
     assert run_main(capsys, tools.schedule, *flags) == (0, f"wrote {file}\n", "")
     assert xml.etree.ElementTree.parse(file) is not None
     content = file.read_text()
+    assert "<title>Pipeline schedules" in content
     assert [content.count(f">{words}: idle") for words in tools.schedule.TITLES.values()] == [1] * 4
     assert content.count("fill: #ffffff") >= 2 * (8 + 8 + 16 + 12)      # the microbatches' numbers
     assert run_main(capsys, tools.schedule, *flags, "--pp-schedule", "1f1b")[0] == 0
