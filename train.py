@@ -248,7 +248,9 @@ class Run:
                         and AdamW's state
     scaler              amp.LossScaler, which adjusts the loss scale
     writer              checkpoint_writer.Writer
-    monitors            monitors.Monitors: divergence, flipped bits, the log
+    divergence          divergence.DivergenceMonitor: the losses and rollbacks so far
+    monitors            monitors.Monitors, which acts on divergence and flipped bits
+    log                 console.RunLog: metrics.jsonl and the console. Set before `train`
     stop                signals.StopSignal while the run trains, otherwise None
     """
     learning_rate = staticmethod(learning_rate)         # console.report_resume asks for it, too
@@ -263,6 +265,7 @@ class Run:
         self.train_data, self.val_data = train_data, val_data
         self.identity = identity or directory.new_run("seed")
         self.monitors = Monitors(self)
+        self.log = None
         self.stop = None
         dtype, master_dtype = PRECISIONS[config.dtype]
         # build_rank keeps the blocks of this stage (pp), and replaces their layers by those that
@@ -280,13 +283,13 @@ class Run:
         """Load the state of a checkpoint. Without one, begin before step 1. A rollback calls this,
         too. On the CPU, with the same layout and number of threads, a resumed run ends
         with the same bits as an uninterrupted run."""
-        self.monitors.restore(state)
         progress = run_state.progress_in(state, self)
         self.step = progress.step + 1
         self.finished_step = progress.step
         self.saved_step = None if state is None else progress.step
         self.optimizer_steps = progress.optimizer_steps
         self.scaler = progress.scaler
+        self.divergence = progress.monitor
         self.batches = Batches(self.train_data, self.config, progress.consumed,
                                progress.sequences_trained)
         self.loader = Loader(self)
@@ -305,7 +308,7 @@ class Run:
         while self.step <= self.config.steps:
             self.monitors.begin_step()          # passes over data that --skip-steps excludes
             batch = self.loader.next()          # this rank's rows. It moves self.batches on
-            lr = self.learning_rate(self.config, self.step) * self.monitors.lr_factor
+            lr = self.learning_rate(self.config, self.step) * self.divergence.lr_factor
             stats = self.compute_gradients(batch)
             with self.stop.held():
                 self.update(stats, lr)
@@ -328,7 +331,7 @@ class Run:
         # Ranks hold copies of some state. If two copies differ, a bit has flipped.
         intact = self.monitors.copies_are_equal(saving)
         with self.stop.held():
-            self.monitors.log.write_row(self, row)
+            self.log.write_row(self, row)
             if not intact:
                 self.monitors.go_back()             # to the last checkpoint
             elif saving:

@@ -309,7 +309,7 @@ def report_start(run, begin: Start) -> None:
     line = None
     if begin.kind == "init-from":
         line = f"weights  from {run.config.init_from}"
-    run.monitors.log.event("start", line, step=0, config=dataclasses.asdict(run.config),
+    run.log.event("start", line, step=0, config=dataclasses.asdict(run.config),
                            **circumstances(run))
 
 
@@ -350,7 +350,7 @@ def describe(changed: dict) -> list[str]:
 def report_resume(run, state: dict, begin: Start, given: dict) -> None:
     """The events of a resume, and its line: which settings differ from the stored ones, and how the
     next step's learning rate changes."""
-    config, factor = run.config, run.monitors.divergence.lr_factor
+    config, factor = run.config, run.divergence.lr_factor
     stored = Config(**restored_flags(state))
     lr_before = run.learning_rate(stored, min(run.step, stored.steps))      # it may have ended
     lr_now = run.learning_rate(config, run.step)
@@ -362,8 +362,8 @@ def report_resume(run, state: dict, begin: Start, given: dict) -> None:
     if factor != 1:
         line += f", learning rate x {factor:.3g}"
     for event in begin.events:
-        run.monitors.log.metrics.write(**event, step=done)
-    run.monitors.log.event("resume", line, path=str(begin.path), given=given, changed=changed,
+        run.log.metrics.write(**event, step=done)
+    run.log.event("resume", line, path=str(begin.path), given=given, changed=changed,
                            lr_factor=factor, config=dataclasses.asdict(config),
                            **circumstances(run), step=done)
 
@@ -376,12 +376,12 @@ def report_stop(run, done: int) -> None:
     line = f"stopped and saved after step {done}; run {command} to go on"
     if run.saved_step is None:
         line = f"stopped before step 1 was done; run {command} to begin again"
-    run.monitors.log.event("stop", line, step=done)
+    run.log.event("stop", line, step=done)
 
 
 def report_end(run) -> None:
     """The event of a run that has made all steps, and a line: how to sample."""
-    run.monitors.log.event("end", step=run.config.steps)
+    run.log.event("end", step=run.config.steps)
     meta = run.train_data.meta
     if meta["tokenizer"] in ("gpt2", "bytes") or "tokenizer_file" in meta:
         file = shlex.quote(f"{run.config.out}/latest.pt")

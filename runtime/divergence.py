@@ -26,10 +26,12 @@ again at step 0.
 """
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from amp import MIN_SCALE, NOT_FINITE
+from base.options import FLAGS_THAT_CHANGE_THE_LOSS, Config
+from data import TokenDataset
 
 MAX_LOSSES = 64         # losses that make the median
 MIN_LOSSES = 16         # the fewest losses that make one
@@ -39,12 +41,21 @@ BAD_STEPS = 3           # bad steps in a row that are a divergence
 MAX_SKIPPED = 20        # the most steps in a row without an update, with --rollback off
 LEAD_IN = 8             # batches before the first bad step that are skipped too
 LR_CUTS = (0.6, 0.1, 0.05)      # the last one is repeated
-STATISTICS = ("losses", "norms", "starts", "lowest", "bad", "skipped")
+STATISTICS = ("losses", "norms", "starts", "lowest", "bad", "skipped", "rate_is_suspect")
 
 
 def scale_may_help(stats) -> bool:
     """Whether a step was skipped that a smaller loss scale may cure."""
     return stats.skipped == NOT_FINITE and stats.loss_scale > MIN_SCALE
+
+
+def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:
+    """Whether losses from before a resume or a rollback can be compared with later ones: only under
+    the same flags and on the same data."""
+    stored = asdict(Config()) | state["config"]         # an older file lacks flags
+    same_flags = all(stored[name] == getattr(config, name) for name in FLAGS_THAT_CHANGE_THE_LOSS)
+    _, weights = data.mixture.update_fingerprints(state["data"])[-1]    # of the last phase
+    return same_flags and weights == data.mixture.phases[-1][1]
 
 
 class Divergence(NamedTuple):
@@ -64,6 +75,7 @@ class DivergenceMonitor:
     lowest: float = math.inf        # lowest median of the losses so far
     bad: int = 0                    # bad steps in a row
     skipped: int = 0                # steps in a row without an update
+    rate_is_suspect: bool = False   # the losses from before the resume are kept (`restored`)
     # History: it outlasts a rollback.
     lr_factor: float = 1.0          # on the learning rate of the schedule
     last_cut: float = 1.0           # the factor that the last rollback applied
@@ -76,6 +88,24 @@ class DivergenceMonitor:
     # Not below this is `deviation`: the loss of answers may fall to 0, where a surprise is no
     # divergence.
     least_deviation: float = 0.0
+
+    @classmethod
+    def restored(cls, state: dict | None, config: Config, data: TokenDataset):
+        """The monitor in a checkpoint, or that of a run before step 1. An older file may lack
+        fields, which keep their defaults."""
+        monitor = cls()
+        if state is not None:
+            for name, value in state["monitor"].items():
+                setattr(monitor, name, value)
+            if config.rollback == "on":     # the checkpoint may have been saved while diverging
+                monitor.bad = min(monitor.bad, BAD_STEPS - 1)
+            # A peak learning rate that has more than tripled is probably a mistake, and the old
+            # losses are the only evidence of it. (Weights alone have no flags.)
+            monitor.rate_is_suspect = config.lr > 3 * state["config"].get("lr", math.inf)
+            if not monitor.rate_is_suspect and not losses_stay_comparable(config, data, state):
+                monitor.forget_losses()
+        monitor.least_deviation = ANSWERS_DEVIATION if data.has_conversations else 0.0
+        return monitor
 
     def copy(self) -> "DivergenceMonitor":
         """One whose lists grow apart from this one's."""

@@ -121,7 +121,7 @@ def report(run, difference: dict) -> tuple[str, list[str]]:
     hosts = run.grid.hosts
     named = sorted({hosts[rank] for rank in difference["ranks"]})
     ranks = " or ".join(f"rank {rank} on {hosts[rank]}" for rank in difference["ranks"])
-    run.monitors.log.event("replicas", step=run.finished_step, hosts=named, **difference)
+    run.log.event("replicas", step=run.finished_step, hosts=named, **difference)
     return f"{ranks} has a wrong {difference['parameter']} ({difference['tensor']})", named
 
 
@@ -130,12 +130,12 @@ def go_back(run, difference: dict) -> None:
     machines was named before."""
     step = run.step
     reason, hosts = report(run, difference)
-    if again := [host for host in hosts if host in run.monitors.divergence.accused]:
-        run.monitors.log.event("stop", step=step, reason=reason)
+    if again := [host for host in hosts if host in run.divergence.accused]:
+        run.log.event("stop", step=step, reason=reason)
         raise RunError(f"step {step}: {reason}, as before on {', '.join(again)}: leave this "
                        f"machine out, then give the same command")
-    accused = [*run.monitors.divergence.accused, *hosts]
+    accused = [*run.divergence.accused, *hosts]
     run_state.go_back(run, lambda: latest_valid(list_checkpoints(Path(run.config.out)) or [None]))
-    run.monitors.divergence.accused = accused     # the restored state does not have it
-    run.monitors.log.event("rollback", f"replicas {reason}: back to step {run.step - 1}",
+    run.divergence.accused = accused     # the restored state does not have it
+    run.log.event("rollback", f"replicas {reason}: back to step {run.step - 1}",
                   reason=reason, to=run.step - 1, step=step)

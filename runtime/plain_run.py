@@ -26,7 +26,6 @@ from runtime.console import changed_flags, describe, environment, time_left
 from runtime.directory import Metrics, Start
 from runtime.divergence import STATISTICS, DivergenceMonitor
 from runtime.evaluation import bits_per_byte, describe_data
-from runtime.rollback import restored_monitor
 from runtime.signals import StopSignal, exit_like_signal
 
 # The flags that --plain takes. A run that it continues may have had others. They are ignored.
@@ -73,7 +72,7 @@ def facts_at_start(loaded: dict | None, config: Config, model_config: GPTConfig,
     else:
         check_continues(loaded, config)
         facts = loaded
-        monitor = restored_monitor(config, train_data, loaded)
+        monitor = DivergenceMonitor.restored(loaded, config, train_data)
         # The losses of the steps to come are not judged. What the run could go back to stays.
         for name in STATISTICS:
             setattr(monitor, name, getattr(DivergenceMonitor(), name))

@@ -1,36 +1,32 @@
 """Rollback: how a run acts on a divergence, which divergence.py judges. It returns to an older
 checkpoint and leaves out the batches that led there.
 
-runtime/monitors.py calls `skip_excluded` before a step, `go_back_if_diverged` after it,
-`restored_monitor` at a resume or a rollback and `fail` at a diverged end. `run` is train.Run: these
-functions read its batches, divergence monitor and writer, and `roll_back` restores it from an older
-checkpoint.
+runtime/monitors.py calls `skip_excluded` before a step, `go_back_if_diverged` after it, and `fail`
+at a diverged end. `run` is train.Run: these functions read its batches, divergence monitor and
+writer, and `roll_back` restores it from an older checkpoint.
 """
-import dataclasses
 import math
 from itertools import pairwise
 from pathlib import Path
 
 from amp import NOT_FINITE
 from base.batch_ramp import batch_size_at, sequences_after
-from base.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range
+from base.options import step_range
 from base.processes import RunError, all_ranks
-from data import Batch, TokenDataset
+from data import Batch
 from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
 from runtime import directory, flipped_bits, run_state
-from runtime.divergence import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor,
-                                scale_may_help)
+from runtime.divergence import BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, scale_may_help
 
 
-def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
-    """Judge a step by its train.StepStats; complete its row of metrics.jsonl. Returns True if the
-    run has gone back to an older checkpoint: the row is then written."""
-    monitor, config = run.monitors.divergence, run.config
-    mixture, consumed = run.train_data.mixture, run.batches.consumed
-    has_other_mixture = mixture.phase_begins(run.monitors.judged, consumed)
-    run.monitors.judged = consumed
-    if has_other_mixture and not run.monitors.rate_is_suspect:
+def go_back_if_diverged(run, began_at: int, batch: Batch, stats, row: dict) -> bool:
+    """Judge a step by its train.StepStats; complete its row of metrics.jsonl. The step found the
+    run at the sequence `began_at` of its data. Returns True if the run has gone back to an older
+    checkpoint: the row is then written."""
+    monitor, config = run.divergence, run.config
+    has_other_mixture = run.train_data.mixture.phase_begins(began_at, run.batches.consumed)
+    if has_other_mixture and not monitor.rate_is_suspect:
         monitor.forget_losses()
     divergence = monitor.observe(batch.start, stats)
     row["skipped"] = monitor.skipped
@@ -39,8 +35,8 @@ def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
     hopeless = off and monitor.skipped >= MAX_SKIPPED and not scale_may_help(stats)
     if not hopeless and (off or divergence is None):
         return False
-    run.monitors.log.print_step(run, row)
-    run.monitors.log.write_row(run, row)
+    run.log.print_step(run, row)
+    run.log.write_row(run, row)
     # Was a flipped bit the cause, not the data or the learning rate?
     difference = flipped_bits.find_difference(run)
     if difference is not None:
@@ -60,22 +56,22 @@ def report(run, batch: Batch, stats, row: dict, divergence: Divergence | None) -
         where = {}
         if stats.skipped == NOT_FINITE:
             where = locate_nonfinite(stats.local_loss.item(), run.flat)
-        run.monitors.log.event("skip", reason=stats.skipped, **seen, **where,
+        run.log.event("skip", reason=stats.skipped, **seen, **where,
                                windows=batch.window_ids.tolist())
     if divergence is not None:
         windows = []
-        starts = run.monitors.divergence.starts[-LEAD_IN - BAD_STEPS:]
+        starts = run.divergence.starts[-LEAD_IN - BAD_STEPS:]
         for start, following in pairwise([*starts, run.batches.consumed]):
             size = min(batch.size, following - start)    # skipped batches leave a gap
             windows += run.train_data.window_ids(run.config.seed, start, size).tolist()
-        run.monitors.log.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
-                               limit=run.monitors.divergence.limit(), windows=windows, **seen)
+        run.log.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
+                               limit=run.divergence.limit(), windows=windows, **seen)
 
 
 def roll_back(run, divergence: Divergence) -> None:
     """Return to a healthy checkpoint, skip the batches that led to the divergence, and save at
     once, so that a kill does not undo the rollback."""
-    config, monitor = run.config, run.monitors.divergence
+    config, monitor = run.config, run.divergence
     diverged_at = run.step
     if monitor.rollbacks >= config.max_rollbacks:
         fail(run, diverged_at,
@@ -90,9 +86,9 @@ def roll_back(run, divergence: Divergence) -> None:
     run_state.go_back(run, lambda: directory.latest_valid(files))
     excluded[0] = max(excluded[0], run.batches.consumed)
     # The history of rollbacks outlasts the restored state, which has a monitor of its own.
-    monitor.rolled_back(run.step - 1, excluded, data_to_blame, restored=run.monitors.divergence)
-    run.monitors.divergence = monitor
-    run.monitors.log.event(
+    monitor.rolled_back(run.step - 1, excluded, data_to_blame, restored=run.divergence)
+    run.divergence = monitor
+    run.log.event(
         "rollback", f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: back to step "
         f"{run.step - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
         reason=divergence.reason, to=run.step - 1, sequences=excluded, lr_factor=monitor.lr_factor,
@@ -104,7 +100,7 @@ def roll_back(run, divergence: Divergence) -> None:
 def skip_excluded(run) -> None:
     """Leave out the excluded sequences that the next batch would contain: those of --skip-steps
     and those of rollbacks."""
-    monitor, config, batches = run.monitors.divergence, run.config, run.batches
+    monitor, config, batches = run.divergence, run.config, run.batches
     consumed = batches.consumed
     size = batch_size_at(config, batches.sequences_trained)
     if config.skip_steps is not None and monitor.applied_skip != config.skip_steps:
@@ -119,7 +115,7 @@ def skip_excluded(run) -> None:
         if first < start + size and start < end:
             start = end
     if start > consumed:
-        run.monitors.log.event(
+        run.log.event(
             "skip", f"skip     sequences {consumed:,} to {start - 1:,} are left out",
             step=run.step, reason="left out", sequences=[consumed, start])
         batches.skip_to(start)
@@ -127,43 +123,14 @@ def skip_excluded(run) -> None:
 
 def fail(run, step: int, reason: str) -> None:
     """Stop a run that cannot recover from its divergence, which `step` showed."""
-    run.monitors.log.event("stop", step=step, reason=reason)
-    healthy = [file for _, file, healthy in run.monitors.divergence.checkpoints if healthy]
+    run.log.event("stop", step=step, reason=reason)
+    healthy = [file for _, file, healthy in run.divergence.checkpoints if healthy]
     begin = "begin again"
     if healthy:
         begin = f"branch from an older checkpoint (--resume {Path(run.config.out, healthy[-1])})"
     raise RunError(f"step {step}: {reason}; the run has diverged: see the events in "
                    f"{run.config.out}/metrics.jsonl, and {begin} in another --out, with a lower "
                    f"--lr, a tighter --clip or --skip-steps")
-
-
-def restored_monitor(config: Config, data: TokenDataset, state: dict) -> DivergenceMonitor:
-    """The monitor in a checkpoint. An older one may lack fields: they keep their defaults."""
-    monitor = DivergenceMonitor()
-    for name, value in state["monitor"].items():
-        setattr(monitor, name, value)
-    if config.rollback == "on":         # the checkpoint may have been saved while diverging
-        monitor.bad = min(monitor.bad, BAD_STEPS - 1)
-    if not losses_stay_comparable(config, data, state):
-        monitor.forget_losses()
-    return monitor
-
-
-def rate_is_suspect(config: Config, state: dict) -> bool:
-    """Whether the peak learning rate has more than tripled, probably by mistake: the old losses are
-    the only evidence of it."""
-    return config.lr > 3 * state["config"].get("lr", math.inf)      # weights alone have no flags
-
-
-def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:
-    """Whether losses from before a resume or a rollback can be compared with later ones: only under
-    the same flags. Exception: a learning rate that is suspect."""
-    if rate_is_suspect(config, state):
-        return True
-    stored = dataclasses.asdict(Config()) | state["config"]     # an older file lacks flags
-    same_flags = all(stored[name] == getattr(config, name) for name in FLAGS_THAT_CHANGE_THE_LOSS)
-    _, weights = data.mixture.update_fingerprints(state["data"])[-1]    # of the last phase
-    return same_flags and weights == data.mixture.phases[-1][1]
 
 
 def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:

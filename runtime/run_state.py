@@ -29,17 +29,16 @@ class Progress(NamedTuple):
     @classmethod
     def of(cls, run) -> "Progress":
         return cls(run.finished_step, run.batches.consumed, run.batches.sequences_trained,
-                   run.optimizer_steps, run.scaler, run.monitors.divergence)
+                   run.optimizer_steps, run.scaler, run.divergence)
 
     def copy(self) -> "Progress":
         return self._replace(scaler=copy.copy(self.scaler), monitor=self.monitor.copy())
 
 
 def progress_in(state: dict | None, run) -> Progress:
-    """The progress of a run that continues from this checkpoint, or begins before step 1. The run's
-    monitors have been restored."""
+    """The progress of a run that continues from this checkpoint, or begins before step 1."""
     scaler = make_scaler(run.config.dtype)
-    monitor = run.monitors.divergence
+    monitor = DivergenceMonitor.restored(state, run.config, run.train_data)
     if state is None:
         return Progress(0, 0, 0, 0, scaler, monitor)
     if state["config"]["dtype"] == run.config.dtype:
@@ -64,9 +63,9 @@ def go_back(run, find: Callable) -> None:
     all_ranks(run.writer.wait)                  # we may load the file being written
     path, events = on_rank0(find)
     run.restore(all_ranks(lambda: load_state(path), status=1))
-    run.monitors.log.compute_clock = None           # the rollback was no computing
+    run.log.compute_clock = None           # the rollback was no computing
     for event in events:
-        run.monitors.log.metrics.write(**event, step=step)
+        run.log.metrics.write(**event, step=step)
 
 
 def save(run, is_start: bool = False) -> None:

@@ -155,7 +155,7 @@ class StopSignal:
             if not self.settle():
                 return
             self.save(self.finished)
-            run.monitors.log.close()
+            run.log.close()
         except Exception as error:
             if self.left:               # and so have the other ranks: the run has ended
                 return
@@ -197,8 +197,8 @@ class StopSignal:
         """Save the state after the last finished step, and tell it. Raises RunError if it cannot be
         written."""
         run = self.run
-        if run.monitors.log.unwritten is not None:       # an evaluation was under way
-            run.monitors.log.metrics.write(**run.monitors.log.unwritten)
+        if run.log.unwritten is not None:       # an evaluation was under way
+            run.log.metrics.write(**run.log.unwritten)
         group = run.grid.groups.get("save")         # None: one process
         # A write that was under way; rank 0 knows how it ended.
         is_lost = all_ranks(run.writer.wait, group=group) is not None

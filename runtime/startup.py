@@ -132,9 +132,9 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, stack: Ex
     tools/follow.py."""
     config = run.config
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
-    run.monitors.log = console.RunLog(metrics, Threads(run.device, run.grid.world))
+    run.log = console.RunLog(metrics, Threads(run.device, run.grid.world))
     if config.log is not None and run.grid.rank == 0:
-        run.monitors.log.close = stack.enter_context(start_follow.started(config))
+        run.log.close = stack.enter_context(start_follow.started(config))
     console.print_summary(run)
     if state is None:
         console.report_start(run, begin)
@@ -143,12 +143,12 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, stack: Ex
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
     console.print_notes(run, given, resumed=state is not None)
-    run.monitors.log.threads.compare()
+    run.log.threads.compare()
     row = on_rank0(lambda: find_unevaluated(config, state))
     if row is not None:
         console.announce_evaluation(run)
         row |= evaluation.evaluate(run)
-        run.monitors.log.write_row(run, row)
+        run.log.write_row(run, row)
         run.monitors.fail_if_diverged(row)
 
 

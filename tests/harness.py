@@ -451,7 +451,7 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None,
                         state and checkpoint.load(state))
         prepare(run)
         rows = Rows(run, look)
-        run.monitors.log = console.RunLog(rows)
+        run.log = console.RunLog(rows)
         run.stop = no_signal()
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
@@ -553,14 +553,14 @@ def poison(run, times=1, at=40):
     """After step `at` the parameters are wrong, in the first `times` attempts: the next three
     losses are high, and the last of them rolls back."""
     def spoil(step):
-        if step == at and run.monitors.divergence.rollbacks < times:
+        if step == at and run.divergence.rollbacks < times:
             for bucket in run.flat.buckets:
                 bucket.shard["data"] *= 30
     after_backward(run, spoil)
 
 
 def monitor_now(run):
-    return asdict(run.monitors.divergence), run.batches.consumed, list(run.events)
+    return asdict(run.divergence), run.batches.consumed, list(run.events)
 
 
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):

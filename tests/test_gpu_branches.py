@@ -354,7 +354,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
             **{name: unwrapped(getattr(dist, name)) for name in names}))
         run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
         rows = Rows(run, lambda run: len(SECOND_LOG))
-        run.monitors.log = console.RunLog(rows)
+        run.log = console.RunLog(rows)
         run.stop = no_signal()
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())

@@ -109,7 +109,7 @@ def a_step_of_a_run(rank, world, config, cfg):
         plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
         with flops, traffic(note), plain, mock.patch.object(cpu_kernels, "NO_PRODUCTS", []), \
                 mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
-            run.monitors.log = console.RunLog(Rows(run, nothing))
+            run.log = console.RunLog(Rows(run, nothing))
             run.stop = no_signal(close=lambda: steps_are_made.append(True))
             run.train()
     numel = sum(bucket.numel for bucket in run.flat.buckets)

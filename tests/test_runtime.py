@@ -1843,7 +1843,7 @@ def late_file(run):
 
 def infinite_gradients(run):
     def spoil(step):
-        if step >= 40 and run.monitors.divergence.rollbacks == 0:
+        if step >= 40 and run.divergence.rollbacks == 0:
             run.flat.buckets[0].shard["grad"][0] = math.inf
     after_backward(run, spoil)
 
@@ -1935,7 +1935,7 @@ def test_bad_batches_are_skipped_and_three_in_a_row_go_back(tmp_path, bad, facts
     seen = watched(settings(tmp_path, steps=50, save_every=4, keep=keep, micro_batch=8), prepare)
     assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == back
     assert [first // 8 for first, _ in seen.batches] == [k for part in read for k in range(*part)]
-    assert seen.run.monitors.divergence.lr_factor == lr_factor
+    assert seen.run.divergence.lr_factor == lr_factor
     skipped = [first // 8 for (first, _), row in zip(seen.batches, seen.rows) if row["skipped"]]
     assert skipped == (bad if facts is NOT_FINITE else [])
 
@@ -1965,7 +1965,7 @@ def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
 def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_with_it(tmp_path):
     """Three losses that are not finite end the first run; the resumed one rolls back."""
     def prepare(run):
-        report_instead(run, lambda: run.monitors.divergence.rollbacks == 0 and run.step >= 4,
+        report_instead(run, lambda: run.divergence.rollbacks == 0 and run.step >= 4,
                        loss=math.nan)
     config = settings(tmp_path, steps=6, save_every=2, keep=9, rollback="off")
     assert kinds(watched(config, prepare).events) == ["spike"]
@@ -2167,9 +2167,9 @@ def test_losses_are_compared_under_the_same_flags_only(tmp_path):
     of 20 losses. If the learning rate rises more than threefold they stay, for only the old losses
     show the mistake."""
     def count(run):
-        counts.append(len(run.monitors.divergence.losses))
+        counts.append(len(run.divergence.losses))
         run.restore(checkpoint.load(file))          # as a rollback does
-        counts.append(len(run.monitors.divergence.losses))
+        counts.append(len(run.divergence.losses))
         raise ZeroDivisionError                     # there is no need to train
     config = settings(tmp_path)
     file = saved_file(tmp_path, 20)
@@ -2189,7 +2189,7 @@ def test_losses_are_compared_under_the_same_flags_only(tmp_path):
         run.train_data.mixture.phases = [[0, {"memory": 1}], [20 * 8, {"memory": 1}]]
     for lr, kept in ((2.9e-3, 1), (3.1e-3, 21)):            # after a step
         seen = watched(replace(config, lr=lr, steps=21), begin_another_mixture, file)
-        assert len(seen.run.monitors.divergence.losses) == kept
+        assert len(seen.run.divergence.losses) == kept
 
 
 def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_batch_is_skipped(
@@ -2199,7 +2199,7 @@ def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_ba
     def prepare(run):
         run.train_data.mixture.phases = [[0, {"memory": 1}], [16, {"memory": 1}]]
     _, seen, _ = run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=4, skip_steps="3:3"),
-                           replace(CFG, n_layer=1), lambda run: len(run.monitors.divergence.losses),
+                           replace(CFG, n_layer=1), lambda run: len(run.divergence.losses),
                            prepare=prepare)
     assert seen == [1, 2, 1, 2]
 

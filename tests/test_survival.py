@@ -556,7 +556,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
     def held():
         yield
         at_step = run.finished_step == run.step == at
-        if fate == "signal" and at_step and not run.monitors.log.unwritten:
+        if fate == "signal" and at_step and not run.log.unwritten:
             signals.StopSignal(run).save(run_state.Progress.of(run).copy())
             raise ZeroDivisionError
 
@@ -574,7 +574,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
             poison(run, at=28)
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
-            run.monitors.log = console.RunLog(directory.Metrics(Path(config.out), rank))
+            run.log = console.RunLog(directory.Metrics(Path(config.out), rank))
             run.stop = no_signal(held)
             run.train()
             assert all(bucket.unsharding is None for bucket in run.flat.buckets)
