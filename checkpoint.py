@@ -31,7 +31,7 @@ then `save` and `load` of a run. Two files help: runtime/checkpoint_writer.py mo
 rank 0 and writes in a thread, and base/checkpoint_files.py knows disks.
 """
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ from base.checkpoint_files import (flush_folder, link_file, name_for_torch, read
                                       retry_transient, step_file, verify, write_file)
 from model import GPT, VOCAB_MATRICES, GPTConfig
 from models import make_config
-from parallelism.buckets import Bucket, make_buckets
+from parallelism.buckets import Bucket, is_owner, make_buckets
 from parallelism.build import Grid, build_stage
 from parallelism.cpu_kernels import use_kernels
 from parallelism.tensor import ParamSpec, param_specs
@@ -130,12 +130,9 @@ def owned_slices(buckets: list[Bucket], grid: Grid, num_shards: int) -> Iterator
     """Which numbers the file takes from the rank of `grid`: (bucket, spec, slice of the bucket's
     shard, slice of the flattened part). They are the same numbers of each tensor of STATE, and each
     number of the model has one owner."""
-    if grid.replica >= num_shards:      # without ZeRO all replicas hold the same: the first owns it
-        return
     for bucket in buckets:
         for spec, shard_slice, param_slice in bucket.shard_ranges:
-            is_replicated = spec.partition_dim is None and grid.tp_rank > 0
-            if not spec.is_tied_copy and not is_replicated:
+            if is_owner(spec, grid, num_shards):
                 yield bucket, spec, shard_slice, param_slice
 
 
@@ -195,9 +192,9 @@ def restore(state: dict, flat: FlatParameters) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def save(state: dict, out: Path, keep: int) -> Path:
+def save(state: dict, out: Path, keep: int, named: Container[str] = ()) -> Path:
     """Write out/step_0000000k.pt and latest.pt. Then remove old checkpoints, except the newest
-    `keep` and those that the state's monitor names.
+    `keep` and the files whose names are in `named`.
 
     Raises OSError if a file cannot be written, as on a full disk. Earlier files are then untouched.
     """
@@ -206,15 +203,8 @@ def save(state: dict, out: Path, keep: int) -> Path:
     write_file(state, out / "step.pt.tmp", path)
     link_file(path, out / "latest.pt")
     flush_folder(out)
-    remove_unnamed(state, out, keep)
-    return path
-
-
-def remove_unnamed(state: dict, out: Path, keep: int) -> None:
-    """Remove the checkpoints in `out`, except the newest `keep` and those that the state's monitor
-    names: a rollback may go back to them."""
-    named = {file for _, file, _ in state["monitor"].get("checkpoints", [])}
     remove_old(out, keep, named)
+    return path
 
 
 @retry_transient

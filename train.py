@@ -178,7 +178,7 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
             plain_run.update_facts(facts, config, model_config, step)
             with plain_run.errors_in_one_line(config):          # such as a full disk
                 plain_save(model, optimizer, facts, Path(config.out))
-            checkpoint.remove_unnamed(facts, Path(config.out), config.keep)
+            plain_run.remove_old_files(facts, config)
         if stopping:
             stop.end(log, step)
     log.end()

@@ -17,6 +17,7 @@ import shutil
 import stat
 import time
 import zipfile
+from collections.abc import Container
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -245,7 +246,7 @@ def read_order(path: Path) -> tuple[int, int] | None:
         return None                                 # `verify` tells of it
 
 
-def remove_old(out: Path, keep: int, named: set[str]) -> None:
+def remove_old(out: Path, keep: int, named: Container[str]) -> None:
     """Remove the checkpoints in `out`, except the newest `keep` and those whose name is in `named`.
     A failure costs a warning: the newest is written."""
     try:

@@ -86,6 +86,14 @@ def make_buckets(specs: list[ParamSpec], replicas: int, num_shards: int = 1,
             for name, group in contents.items() if group]
 
 
+def is_owner(spec: ParamSpec, grid, num_shards: int) -> bool:
+    """Whether the numbers that a rank has of this parameter count as its own: in the global norm,
+    in a checkpoint and in a full tensor. Each number of the model has one owner."""
+    has_first_copy = grid.replica < num_shards      # without ZeRO all replicas hold the same
+    is_replicated = spec.partition_dim is None and grid.tp_rank > 0
+    return has_first_copy and not is_replicated and not spec.is_tied_copy
+
+
 def state_bytes(numel: int, longest: int, replicas: int, dtypes: tuple, zero: int,
                 offload: bool, exact: bool = False) -> tuple[dict, dict]:
     """Bytes of one rank's state, as the table in zero.py says: {kind: bytes} on its device and,

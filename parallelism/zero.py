@@ -36,14 +36,13 @@ from torch.optim.adamw import adamw     # the function: the class imports a comp
 
 from amp import NOT_FINITE
 from model import GPT, GPTConfig, ceil_div, initial_value
-from parallelism.buckets import Bucket, make_buckets
+from parallelism.buckets import Bucket, is_owner, make_buckets
 from parallelism.collectives import (all_gather, all_reduce, copy_to_host_async, reduce_scatter,
                                      sum_dtype)
-from parallelism.full_tensors import FullTensors
 from parallelism.tensor import ParamSpec
 
 
-class FlatParameters(FullTensors):
+class FlatParameters:
     """This rank's parameters (of type `dtype`) and, for `training`, their gradients, masters and
     Adam moments (of type `master_dtype`), in buckets. With `host`, masters and moments are there,
     and AdamW runs there: 6 of 18 bytes per parameter stay on the GPU.
@@ -69,7 +68,6 @@ class FlatParameters(FullTensors):
         self.in_flight = []             # [(bucket, Work)] of gradients
         self.grads_are_summed = False
         self.grad_factor = 1.0
-        self.shapes = None              # of all stages' parameters, once FullTensors has asked
         for bucket in self.buckets:
             self._allocate(bucket, dtype, master_dtype, device, host)
             self._attach(bucket)
@@ -131,13 +129,23 @@ class FlatParameters(FullTensors):
         is_awaited = bucket.pending_grads > 0 or bucket.name in ("tied", "head")
         if self.grads_are_summed or (bucket.grad is None and not is_awaited):
             raise RuntimeError(f"main_grad of {spec.name} is this rank's part of a sum, while "
-                               f"backward runs: call full_gradient({spec.name!r}) after "
+                               f"backward runs: call full_tensors.full_gradient(flat, {spec.name!r}) after "
                                f"finish_grad_sync, on every rank")
         if bucket.grad is None:
             if bucket.name in ("tied", "head"):     # the embedding's, of the last microbatch, is as
                 self._wait_grad_sync()              # large; it was sent while the blocks ran
             bucket.grad = torch.zeros_like(bucket.data, dtype=bucket.shard["grad"].dtype)
         return bucket.view(bucket.grad, spec)
+
+    def before_state_dict(self, *_) -> None:
+        """A hook of the modules: a state_dict() that would be a part of the weights (tensor and
+        pipeline parallelism), or freed memory (ZeRO 3), is refused; else it waits for an update
+        under way (ZeRO 1 and 2)."""
+        if self.grid.tp * self.grid.pp > 1 or self.zero == 3:
+            raise RuntimeError("state_dict() of one rank is not the model's: read a checkpoint's "
+                               "parameters, or call full_tensors.full_state(flat, 'master', name) "
+                               "on every rank")
+        self.wait_params()
 
     @torch.no_grad()
     def load(self, name: str, full) -> None:
@@ -268,15 +276,13 @@ class FlatParameters(FullTensors):
         ranks: `squares` for the global norm, each parameter of the model once, and `all_squares`,
         also every copy of a parameter, only to detect inf or NaN."""
         counted, others = [], []
-        counts = self.grid.replica < self.num_shards      # without ZeRO the first replica alone
         for bucket in self.buckets:
             for spec, shard_slice, _ in bucket.shard_ranges:
                 pieces = bucket.shard["grad"][shard_slice].split(2 ** 20)
-                is_replicated = spec.partition_dim is None and self.grid.tp_rank > 0
-                if not counts or is_replicated or spec.is_tied_copy:
-                    others += pieces
-                else:
+                if is_owner(spec, self.grid, self.num_shards):
                     counted += pieces
+                else:
+                    others += pieces
         # (One fp32 sum over 10M values can be off in its fourth digit. Pieces fit a CPU's cache.)
         return self.sum_squares(counted, others)
 

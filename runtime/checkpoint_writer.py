@@ -12,6 +12,7 @@ So a rank needs memory for its shards once more. Rank 0 also needs memory for tw
 parts of one and their union, whatever the size of the model.
 """
 from collections import deque
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -51,23 +52,23 @@ class Writer:
     def order(self) -> list[Scattered]:
         return file_order(self.model_config, self.grid, self.flat.num_shards)
 
-    def submit(self, facts: dict) -> None:
-        """Copy this rank's pieces, then start to write the state: `facts` and the tensors. Every
-        rank must call it. Call `wait` before."""
+    def submit(self, facts: dict, named: Container[str]) -> None:
+        """Copy this rank's pieces, then start to write the state: `facts` and the tensors. Files
+        whose names are in `named` stay. Every rank must call it. Call `wait` before."""
         copies = copy_pieces(self.flat, STATE.values(), self.timeout)
         task = self._write if self.grid.rank == 0 else self._send
-        self.pending = self.thread.submit(task, facts, copies)
+        self.pending = self.thread.submit(task, facts, named, copies)
 
-    def _send(self, facts: dict, copies: deque) -> None:
+    def _send(self, facts: dict, named: Container[str], copies: deque) -> None:
         send_pieces(copies, self.grid, facts["step"])
 
-    def _write(self, facts: dict, copies: deque) -> str | None:
+    def _write(self, facts: dict, named: Container[str], copies: deque) -> str | None:
         dtype = self.flat.buckets[0].shard["master"].dtype
         inbox = Inbox(self.order, dtype, copies, self.grid, facts["step"])
         tensors = {key: {spec.name: Streamed(spec.shape, dtype, inbox) for spec, _ in self.order}
                    for key in STATE}
         try:
-            checkpoint.save(facts | tensors, self.out, self.keep)
+            checkpoint.save(facts | tensors, self.out, self.keep, named)
             return None
         except OSError as error:        # training continues: earlier files are whole
             reason = str(error)         # the exception itself would keep a tensor in memory

@@ -15,7 +15,7 @@ from typing import Iterator
 
 import checkpoint
 from amp import make_scaler
-from base.checkpoint_files import first_cause, step_file, what_is_left
+from base.checkpoint_files import first_cause, remove_old, step_file, what_is_left
 from base.flops import parameter_count
 from base.options import SHAPE, Config
 from base.processes import RunError, all_ranks, print_rank0
@@ -110,6 +110,12 @@ def update_facts(facts: dict, config: Config, model_config: GPTConfig, step: int
     # is_start: a Run that continues may go back to this file. Its loss was finite.
     monitor.add_checkpoint(step, file, config.keep, scheduled=True, at_floor=False, is_start=True)
     facts["monitor"] = dataclasses.asdict(monitor)
+
+
+def remove_old_files(facts: dict, config: Config) -> None:
+    """Remove the checkpoints that neither --keep nor a rollback of a later Run needs."""
+    named = {file for _, file, _ in facts["monitor"]["checkpoints"]}
+    remove_old(Path(config.out), config.keep, named)
 
 
 @contextmanager

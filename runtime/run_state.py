@@ -94,9 +94,10 @@ def judge_checkpoint(config: Config, progress: Progress, is_start: bool) -> None
 
 
 def submit(run, progress: Progress) -> None:
-    """Start to write a checkpoint: this state and the tensors. The last write must have ended."""
+    """Start to write a checkpoint: this state and the tensors. The last write must have ended. The
+    files to which a rollback may return stay."""
     run.saved_step = progress.step
-    run.writer.submit(dict(
+    facts = dict(
         format=checkpoint.FORMAT, run=run.identity, step=progress.step,
         consumed_samples=progress.consumed,
         tokens=progress.sequences_trained * run.model_config.seq_len,
@@ -105,4 +106,5 @@ def submit(run, progress: Progress) -> None:
         data=run.train_data.mixture.phases, scaler=progress.scaler.state_dict(),
         monitor=dataclasses.asdict(progress.monitor),
         **{key: value for key, value in run.train_data.meta.items()
-           if key in ("tokenizer", *checkpoint.OPTIONAL)}))
+           if key in ("tokenizer", *checkpoint.OPTIONAL)})
+    run.writer.submit(facts, {file for _, file, _ in progress.monitor.checkpoints})

@@ -79,6 +79,7 @@ from corpus.windows import TextWindows
 from model import GPT, GPTConfig
 from parallelism.build import Grid, build_stage, make_groups
 from parallelism.context import recompute_attention
+from parallelism.full_tensors import full_gradients
 from parallelism.pipeline import recompute_blocks
 from parallelism.tensor import MAX_LOGITS, param_specs
 from parallelism.zero import FlatParameters, gather_before_use
@@ -397,7 +398,7 @@ def gather_full_state(flat, cfg, grid, names):
 
 def whole_gradient(run):
     """{global name: gradient of the mean loss} on rank 0; None on the others."""
-    whole = dict(run.flat.full_gradients())
+    whole = dict(full_gradients(run.flat))
     return whole if run.grid.rank == 0 else None
 
 
@@ -427,7 +428,7 @@ def no_signal(held=nullcontext, close=lambda: None):
 
 def without_saves(run):
     """For a test that reads no file: without this the run saves after its last step."""
-    run.writer.submit = lambda facts: None
+    run.writer.submit = lambda *_: None
 
 
 class Trained(NamedTuple):
@@ -721,7 +722,7 @@ def outputs_and_dx(gpt, tokens, targets, x, dy):
 def gradient_pairs(flat, plain):
     """{parameter: (the full gradient, the plain model's)}"""
     return {name: (gradient, plain.get_parameter(name).grad[:len(gradient)])
-            for name, gradient in flat.full_gradients()}
+            for name, gradient in full_gradients(flat)}
 
 
 def tiles_of(positions, world):

@@ -91,11 +91,10 @@ def safe(monkeypatch):
 
 def test_files_reach_the_disk_before_they_get_their_names(tmp_path, links, safe):
     """Serves the claim that a power cut costs nothing but the save. What stays are the newest two
-    files, and those that the monitor lists for a rollback."""
-    monitor = dict(checkpoints=[[1, "step_00000001.pt", True]])
+    files, and those that are named for a rollback."""
     latest = tmp_path / "latest.pt"
     for step in range(1, 6):
-        newest = checkpoint.save({**small_state(step), "monitor": monitor}, tmp_path, 2)
+        newest = checkpoint.save(small_state(step), tmp_path, 2, {"step_00000001.pt"})
         assert content(tmp_path) <= safe[tmp_path.stat().st_ino]        # some are removed since
         assert latest.samefile(newest) == links and content(latest) == content(newest)
     assert names_in(tmp_path) == ["latest.pt", *(f"step_0000000{k}.pt" for k in (1, 4, 5))]
@@ -133,12 +132,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
     waits = threading.Semaphore(0)
     done, living, states = [], [], []
 
-    def save_when_waited_for(state, out, keep):
+    def save_when_waited_for(state, *where):
         assert waits.acquire(timeout=20)
         done.append(f"file {state['step']}")
         if full and state["step"] < 6:
             raise OSError("the disk is full")
-        return save(state, out, keep)
+        return save(state, *where)
 
     def wait_and_tell(writer, **required):
         if writer.pending is not None:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama import LlamaConfig
 from parallelism import cpu_kernels
+from parallelism.full_tensors import full_gradients
 from runtime import checks
 from tests.harness import (BOUNDS, CFG, COLUMNS, COVER, TWO_STEPS, assert_same_rows, column,
                            deep_enough_for, differences, dp_for, nothing, on_ranks, own_processes,
@@ -116,7 +117,7 @@ def compiled_steps(rank, world, layout, config, cfg, backend):
     """(rows of a run; after each step the number of its compiled graphs, and the gradients)"""
     def look(run):
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        return graphs, dict(run.flat.full_gradients())
+        return graphs, dict(full_gradients(run.flat))
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
         return run_steps(rank, world, layout, config, cfg, look)[:2]
 

@@ -13,6 +13,7 @@ import model
 from model import GPTConfig
 from parallelism import full_tensors
 from parallelism.build import Grid, build_stage
+from parallelism.full_tensors import full_gradient, full_gradients, full_state, parameter_names
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters
 from tests.harness import (CFG, ROOT, TINY, launch, plain_gradient, relative, run_steps, settings,
@@ -35,14 +36,14 @@ def look_at_gradients(run):
 
     def zero_grad(*args):
         zero(*args)
-        looks.append(refusal(flat.full_gradient, name))
+        looks.append(refusal(full_gradient, flat, name))
 
     def finish_grad_sync():
-        looks.append(refusal(lambda: list(flat.full_gradients())))
+        looks.append(refusal(lambda: list(full_gradients(flat))))
         if flat.zero >= 2:                  # every backward's sum has emptied this rank's part
             refusal(list(run.model.parameters())[-1].main_grad)
         finish()
-        looks.append((flat.full_gradient(name), dict(flat.full_gradients())))
+        looks.append((full_gradient(flat, name), dict(full_gradients(flat))))
     flat.zero_grad, flat.finish_grad_sync = zero_grad, finish_grad_sync
     without_saves(run)
 
@@ -52,20 +53,20 @@ def after_the_update(run):
     flat = run.flat
     parameters = list(run.model.named_parameters())
     name, parameter = parameters[-1]
-    said = [refusal(parameter.main_grad), refusal(flat.full_gradient, "blocks.0.mlp.up.wieght"),
-            refusal(flat.full_state, "weights", "embed.token.weight")]
+    said = [refusal(parameter.main_grad), refusal(full_gradient, flat, "blocks.0.mlp.up.wieght"),
+            refusal(full_state, flat, "weights", "embed.token.weight")]
     assert all(p.grad is None for _, p in parameters)
     if flat.zero == 3 or run.grid.tp * run.grid.pp > 1:
-        assert "full_state('master', name)" in refusal(run.model.state_dict)
+        assert "full_state(flat, 'master', name)" in refusal(run.model.state_dict)
     else:                                   # an update may still be on its way to this rank
         weights = run.model.state_dict()["blocks.0.mlp.up.weight"]
-        assert flat.full_state("master", "blocks.0.mlp.up.weight").to(weights.dtype).equal(weights)
+        assert full_state(flat, "master", "blocks.0.mlp.up.weight").to(weights.dtype).equal(weights)
     if run.grid.world > 1:
-        said.append(refusal(flat.full_gradient, f"blocks.{run.grid.rank}.norm1.bias"))
-    state = {kind: {name: flat.full_state(kind, name) for name in flat.parameter_names()}
+        said.append(refusal(full_gradient, flat, f"blocks.{run.grid.rank}.norm1.bias"))
+    state = {kind: {name: full_state(flat, kind, name) for name in parameter_names(flat)}
              for kind in checkpoint.STATE.values()}
-    return (run.looks, said, flat.full_gradient("blocks.0.mlp.up.weight"),
-            flat.full_gradient("head.weight"), state)
+    return (run.looks, said, full_gradient(flat, "blocks.0.mlp.up.weight"),
+            full_gradient(flat, "head.weight"), state)
 
 
 @pytest.mark.parametrize("layout, flags", [                 # (dp, tp, pp)
@@ -92,7 +93,7 @@ def test_gradients_weights_and_moments_can_be_read_by_global_name_or_are_refused
         assert relative(after, one) <= 1e-6                 # clipping is divided out again
         assert relative(tied, every["embed.token.weight"]) <= 1e-6
         assert one.dtype == (torch.float64 if "exact" in flags else torch.float32)
-        assert "call full_gradient('" in said[0]
+        assert "call full_tensors.full_gradient(flat, '" in said[0]
         assert "did you mean 'blocks.0.mlp.up.weight'" in said[1]
         assert "none of master, exp_avg, exp_avg_sq" in said[2]
         assert len(answers) == 1 or "norm1.bias') at once" in said[3]
@@ -109,16 +110,16 @@ def test_without_training_there_are_no_gradients_to_read():
     flat = FlatParameters(specs, Grid(1, 1, 1), torch.float32, torch.float32, "cpu", training=False)
     flat.initialize(cfg, 0)
     expected = model.initial_value(cfg, "embed.token.weight", (257, 32), 0)
-    assert flat.full_state("master", "embed.token.weight").equal(expected)
-    assert "without training" in refusal(flat.full_gradient, "embed.token.weight")
-    assert "without training" in refusal(flat.full_state, "exp_avg", "embed.token.weight")
+    assert full_state(flat, "master", "embed.token.weight").equal(expected)
+    assert "without training" in refusal(full_gradient, flat, "embed.token.weight")
+    assert "without training" in refusal(full_state, flat, "exp_avg", "embed.token.weight")
 
 
 def test_the_example_that_prints_gradient_norms_runs_in_every_layout(shards, tmp_path):
     """The lines of full_tensors.py's docstring, behind finish_grad_sync in train.py, print the same
     names and, to 1e-4, norms in one process, with tp 2, and with ZeRO 3."""
-    lines = re.findall(r"^    ((?:for|    if|        print).*)", full_tensors.__doc__, re.M)
-    assert len(lines) == 3
+    lines = re.findall(r"^    ((?:from|for|    if|        print).*)", full_tensors.__doc__, re.M)
+    assert len(lines) == 4
     code = (ROOT / "train.py").read_text()
     line = "        flat.finish_grad_sync()\n"
     assert code.count(line) == 1

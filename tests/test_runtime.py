@@ -1071,11 +1071,11 @@ train.main()
 
 
 SLOW_SAVE = """
-def slow_save(state, out, keep, save=checkpoint.save):
+def slow_save(state, *where, save=checkpoint.save):
     if state["step"] == {step}:
         there()
         time.sleep(2)
-    return save(state, out, keep)
+    return save(state, *where)
 checkpoint.save = slow_save
 """
 
@@ -1599,7 +1599,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
     def prepare(run):
         monkeypatch.setattr(evaluation, "evaluate_source",
                             lambda *_: takes(1000, 2 * math.log(2)))
-        run.writer.submit = lambda facts: takes(1000)
+        run.writer.submit = lambda *_: takes(1000)
         run.val_data.meta["bytes_per_token"] = 4.0
     with mock.patch.object(time, "perf_counter", lambda: takes(40, now[0])):
         rows = watched(settings(tmp_path, steps=3, save_every=1, eval_every=2, log_every=1),

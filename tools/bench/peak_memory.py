@@ -56,7 +56,7 @@ def peak_memory(config, cfg, store, rank):
         train_data, val_data = (TokenDataset(config.data, split, cfg.seq_len)
                                 for split in SPLITS)
         run = train.Run(config, cfg, grid, torch.device("cpu"), train_data, val_data, None)
-        run.writer.submit = lambda facts: None
+        run.writer.submit = lambda *_: None
         run.log = console.RunLog(mock.Mock())
         with mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
             run.stop = mock.Mock(held=nullcontext, since=None)
