@@ -161,7 +161,7 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
     train_shards = open_shards(config.data, "train")
     val_shards = open_shards(config.data, "val")
     # The log writes metrics.jsonl and the console.
-    log = plain_run.Log(config, model_config, facts, given, begin, val_data)
+    log = plain_run.Log(config, model_config, facts, begin, val_data)
     stop = plain_run.StopAfterStep()        # at Ctrl-C
     step = done
     training = plain_train(config, model, optimizer, train_shards, first_step=done + 1)
@@ -449,7 +449,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     """Build this rank's run, and train or evaluate. `stack` collects what must be closed when the
     process ends."""
     config, model_config, begin = startup.prepare(given, job, device, stack)
-    state = startup.load_start(begin, given)        # a checkpoint, None for a new run
+    state = startup.load_start(begin)               # a checkpoint, None for a new run
     train_data, val_data = startup.open_data(config, model_config, state, job)
     dp = job.world // (config.pp * config.cp * config.tp)
     grid = Grid(dp, config.pp, config.tp, job.rank, cp=config.cp, chunks=config.pp_chunks,
@@ -463,9 +463,9 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
         if config.eval_only:
             console.print_evaluation(run, begin)
         elif startup.has_ended(run):
-            console.print_finished(run, state, given, begin)
+            console.print_finished(run, state, begin)
         else:
-            startup.begin_training(run, state, begin, given, stack)
+            startup.begin_training(run, state, begin, stack)
             with StopSignal(run):       # sets run.stop
                 run.train()
     except PeerError as error:

@@ -29,7 +29,6 @@ from parallelism.build import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
 from parallelism.cpu_kernels import multiplies_in_fp32
 from runtime import checks
-from runtime.cpu_threads import Threads
 from runtime.directory import Metrics, Start
 from runtime.evaluation import describe_data, eval_sequences, evaluate
 
@@ -41,9 +40,8 @@ class RunLog:
     """What a run reports while it trains: metrics.jsonl, complete, and a selection of it on the
     console."""
 
-    def __init__(self, metrics: Metrics, threads: Threads | None = None):
+    def __init__(self, metrics: Metrics):
         self.metrics = metrics
-        self.threads = threads
         self.unwritten = None           # the row of a step that is finished, until `write_row`
         self.recent_seconds = deque(maxlen=20)      # of the last steps
         self.compute_clock = None       # this rank's, when ranks were last compared, in seconds
@@ -61,8 +59,6 @@ class RunLog:
     def new_row(self, run, batch: Batch, stats, lr: float, seconds: float) -> dict:
         """The row of metrics.jsonl of a step that took `seconds`; `stats`: its train.StepStats."""
         self.recent_seconds.append(seconds)
-        if self.threads is not None:
-            self.threads.after_step(seconds)
         seq_len = run.model_config.seq_len
         self.unwritten = dict(
             step=batch.step, tokens=run.batches.sequences_trained * seq_len, loss=stats.loss,
@@ -256,22 +252,22 @@ def print_evaluation(run, begin: Start) -> None:
     print_rank0(f"{begin.path}, step {step}, on {run.config.data}:{sep}{text}")
 
 
-def print_finished(run, state: dict, given: dict, begin: Start) -> None:
+def print_finished(run, state: dict, begin: Start) -> None:
     """Also which of the given settings are not used."""
     advice = "raise --steps or --epochs"
     if begin.kind == "continue":
         advice += " to continue, or begin a new run in another --out"
     changed = {name: values for name, values in changed_settings(run, state).items()
-               if name in given and name != "steps"}
+               if name in begin.given and name != "steps"}
     unused = f" ({'; '.join(describe(changed))}: not used)" if changed else ""
     print_rank0(f"{begin.path} is step {run.step - 1} of {run.config.steps}: nothing left to do"
                 f"{unused}; {advice}")
 
 
-def print_notes(run, given: dict, resumed: bool) -> None:
+def print_notes(run, begin: Start) -> None:
     """Hints on settings that are probably not what the user wants."""
     config, grid = run.config, run.grid
-    default_lr = not resumed and "lr" not in given
+    default_lr = begin.kind in ("seed", "init-from") and "lr" not in begin.given
     if default_lr and config.init_from is not None:
         print_rank0(f"note     the learning rate {config.lr:g} is a default for training from "
                     f"scratch: fine-tuning takes less, such as a tenth: give --lr")
@@ -294,7 +290,7 @@ def print_notes(run, given: dict, resumed: bool) -> None:
                     f"{config.batch_size}: give a larger --batch-size")
     largest = checks.largest_microbatch(grid.pp, run.device.type)
     most = min(largest, math.gcd(*sizes) // (grid.dp * grid.pp))
-    if "micro_batch" not in given and not config.exact and config.micro_batch < most:
+    if "micro_batch" not in begin.given and not config.exact and config.micro_batch < most:
         print_rank0(f"note     --micro-batch is {config.micro_batch}: no larger one, up to {most}, "
                     f"divides every batch size / (dp {grid.dp} x pp {grid.pp}): multiples of "
                     f"{grid.dp * grid.pp * largest} allow {largest}")
@@ -347,7 +343,7 @@ def describe(changed: dict) -> list[str]:
             f"{'the default' if old is None else old}" for name, (old, new) in changed.items()]
 
 
-def report_resume(run, state: dict, begin: Start, given: dict) -> None:
+def report_resume(run, state: dict, begin: Start) -> None:
     """The events of a resume, and its line: which settings differ from the stored ones, and how the
     next step's learning rate changes."""
     config, factor = run.config, run.divergence.lr_factor
@@ -363,7 +359,7 @@ def report_resume(run, state: dict, begin: Start, given: dict) -> None:
         line += f", learning rate x {factor:.3g}"
     for event in begin.events:
         run.log.metrics.write(**event, step=done)
-    run.log.event("resume", line, path=str(begin.path), given=given, changed=changed,
+    run.log.event("resume", line, path=str(begin.path), given=begin.given, changed=changed,
                            lr_factor=factor, config=dataclasses.asdict(config),
                            **circumstances(run), step=done)
 

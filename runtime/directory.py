@@ -73,6 +73,7 @@ class Start(NamedTuple):
     run: dict               # the run's id and origin, stored in its checkpoints
     found: list             # the checkpoints in --out at this time
     events: list = []       # of damaged checkpoints that were passed over
+    given: dict = {}        # the flags of the command, before a checkpoint's and defaults
 
 
 def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,

@@ -138,8 +138,8 @@ def errors_in_one_line(config: Config):
 class Log:
     """The rows of metrics.jsonl, and lines of them on the console."""
 
-    def __init__(self, config: Config, model_config: GPTConfig, facts: dict, given: dict,
-                 begin: Start, val_data: TokenDataset):
+    def __init__(self, config: Config, model_config: GPTConfig, facts: dict, begin: Start,
+                 val_data: TokenDataset):
         """`facts`: those of the checkpoint with which the run continues, or of step 0."""
         self.config = config
         self.tokens = config.batch_size * model_config.seq_len          # of a step
@@ -153,7 +153,7 @@ class Log:
         event = dict(event="start")
         if step > 0:
             changed = changed_flags(config, facts)
-            event = dict(event="resume", path=str(begin.path), given=given, changed=changed)
+            event = dict(event="resume", path=str(begin.path), given=begin.given, changed=changed)
             print_rank0(", ".join([f"resume   {begin.path}, after step {step}",
                                    *describe(changed)]))
         for damaged in begin.events:

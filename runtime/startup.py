@@ -20,7 +20,7 @@ from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
 from runtime import checks, console, evaluation, plain_run, run_state, start_follow
-from runtime.cpu_threads import Threads
+from runtime.cpu_threads import choose_threads
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
                                lock_output_dir, start_branch)
 
@@ -91,16 +91,16 @@ def resolve(given: dict, job: Job, device: torch.device,
         if list_checkpoints(out) != begin.found:
             raise ValueError(f"another run has just written to {config.out}: start again")
         store.set("begun", "")
-    return config, model_config, begin
+    return config, model_config, begin._replace(given=given)
 
 
-def load_start(begin: Start, given: dict) -> dict | None:
+def load_start(begin: Start) -> dict | None:
     """The checkpoint with whose whole state the run begins, or None. Every rank calls it."""
     if begin.kind not in ("continue", "resume"):
         return None
     state = all_ranks(lambda: load_state(begin.path))
     if begin.kind == "resume":
-        start_branch(state, "lr" in given)
+        start_branch(state, "lr" in begin.given)
     return state
 
 
@@ -126,24 +126,24 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
     return train_data, val_data
 
 
-def begin_training(run, state: dict | None, begin: Start, given: dict, stack: ExitStack) -> None:
+def begin_training(run, state: dict | None, begin: Start, stack: ExitStack) -> None:
     """Open the log of a train.Run, report how it begins and, if it begins from a file, save its
     starting state. `state` is that of `load_start`, without the tensors. `stack` ends
     tools/follow.py."""
     config = run.config
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
-    run.log = console.RunLog(metrics, Threads(run.device, run.grid.world))
+    run.log = console.RunLog(metrics)
     if config.log is not None and run.grid.rank == 0:
         run.log.close = stack.enter_context(start_follow.started(config))
     console.print_summary(run)
     if state is None:
         console.report_start(run, begin)
     else:
-        console.report_resume(run, state, begin, given)
+        console.report_resume(run, state, begin)
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
-    console.print_notes(run, given, resumed=state is not None)
-    run.log.threads.compare()
+    console.print_notes(run, begin)
+    choose_threads(run.device, run.grid.world)
     row = on_rank0(lambda: find_unevaluated(config, state))
     if row is not None:
         console.announce_evaluation(run)

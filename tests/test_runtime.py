@@ -958,38 +958,25 @@ print(cpu_threads.one_is_faster(2))"""
     assert (run.stdout, run.stderr) == ("True\n", "")
 
 
-def test_one_process_takes_one_thread_while_the_machine_is_busy(monkeypatch, capsys):
-    """And all again when it is not: it compares at the start, each minute while it has one, and
-    when steps take twice as long. Several processes, or OMP_NUM_THREADS, leave it as it is."""
-    state = SimpleNamespace(now=0.0, threads=4, busy=False, trials=0)
-
-    def hinder(count):
-        state.trials += 1
-        return state.busy
-    monkeypatch.setattr(cpu_threads, "one_is_faster", hinder)
-    monkeypatch.setattr(cpu_threads.time, "monotonic", lambda: state.now)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: state.threads)
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: setattr(state, "threads", n))
+def test_one_process_takes_one_thread_on_a_busy_machine(monkeypatch, capsys):
+    """It says so. Several processes, a GPU or OMP_NUM_THREADS leave the number as it is."""
+    threads = [4]
+    monkeypatch.setattr(cpu_threads, "one_is_faster", lambda count: count == 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.delenv("OMP_NUM_THREADS")
     cpu = torch.device("cpu")
-    watch = cpu_threads.Threads(cpu, 1)
-    watch.compare()
-    seen = []
-    for busy, seconds, steps in [(False, 1, 200), (True, 3, 90), (False, 2, 90), (False, 1, 200)]:
-        state.busy = busy
-        for _ in range(steps):
-            state.now += seconds
-            watch.after_step(seconds)
-        seen.append((state.threads, state.trials))
-    assert seen == [(4, 1), (1, 6), (4, 7), (4, 7)]
-    notes = capsys.readouterr().out
-    assert notes.count("busy, 4 threads wait") == notes.count("computing with 4 threads") == 1
-    state.busy = True
     for device, world, environment in [(cpu, 2, {}), (torch.device("cuda"), 1, {}),
                                        (cpu, 1, dict(OMP_NUM_THREADS="4"))]:
         with mock.patch.dict(os.environ, environment):
-            cpu_threads.Threads(device, world).compare()
-        assert state.threads == 4 and state.trials == 7
+            cpu_threads.choose_threads(device, world)
+    assert threads == [4]
+    cpu_threads.choose_threads(cpu, 1)
+    assert threads == [4, 1] and "busy, 4 threads wait" in capsys.readouterr().out
+    monkeypatch.setattr(cpu_threads, "one_is_faster", lambda count: False)
+    threads.append(4)
+    cpu_threads.choose_threads(cpu, 1)
+    assert threads == [4, 1, 4]
 
 
 def test_a_kernel_that_fails_here_is_no_lost_peer():
