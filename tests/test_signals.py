@@ -1,0 +1,477 @@
+"""Processes and signals: ranks start and fail together, and a signal saves the last finished step.
+
+    python -m pytest tests/test_signals.py
+
+A stopped and resumed run is compared with one that no signal stopped.
+"""
+import io
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import checkpoint
+from base import processes
+from base.options import parse_flags
+from parallelism import collectives
+from runtime import checkpoint_writer, cpu_threads, signals
+from tests.harness import (ROOT, TINY, assert_same_state, column, expect_mistake, kinds, launch,
+                           read_metrics, saved, torchrun, wait_for_step)
+
+
+def test_tasks_of_srun_without_torchrun_are_refused(run_train, shards, tmp_path):
+    """The first of several tells it. Not refused: torchrun's ranks, runs of their own (RANK=0), one
+    task of srun, and a batch script, where SLURM_NTASKS counts what srun would start."""
+    def start(name, task=0, **environment):
+        return run_train("--data", shards, "--out", tmp_path / name, *TINY, "--steps", 1,
+                         SLURM_NTASKS=2, SLURM_PROCID=task, **environment)
+    step = dict(SLURM_STEP_ID=0, SLURM_STEP_NUM_TASKS=2)
+    expect_mistake(start("a", **step), "SLURM_STEP_NUM_TASKS is 2 but RANK is not set, so each ")
+    assert start("a", task=1, **step) == (2, "", "")
+    for name, environment in [("batch", {}), ("one", dict(step, SLURM_STEP_NUM_TASKS=1)),
+                              ("own", dict(step, RANK=0, task=1))]:
+        status, text, _ = start(name, **environment)
+        assert status == 0 and "step 1/1" in text
+
+
+
+@pytest.mark.parametrize("environment, message", [
+    (dict(RANK=1), "RANK is 1, but must be at least 0 and below 1: start several processes by tor"),
+    (dict(RANK="x"), "RANK is x, but must be "), (dict(RANK=-1), "RANK is -1, but must be "),
+    (dict(WORLD_SIZE=0), "WORLD_SIZE is 0, but must be at least 1: "),
+    (dict(WORLD_SIZE=2, RANK="", MASTER_ADDR="", MASTER_PORT=""),
+     "WORLD_SIZE is 2, but RANK, MASTER_ADDR, MASTER_PORT not set: start 2 processes by torchrun "),
+    (dict(WORLD_SIZE=2, MASTER_PORT=""), "WORLD_SIZE is 2, but MASTER_PORT not set: "),
+    (dict(WORLD_SIZE=2, MASTER_PORT="abc"), "MASTER_PORT is abc, but must be at least 1 and below"),
+    (dict(WORLD_SIZE=2, MASTER_PORT=10 ** 6), "MASTER_PORT is 1000000, but must be at least 1 and"),
+    (dict(WORLD_SIZE=2, RANK=2), "RANK is 2, but must be at least 0 and below 2: "),
+    (dict(LOCAL_RANK=1), "LOCAL_RANK is 1, but must be at least 0 and below 1: ")])
+def test_variables_of_torchrun_without_torchrun_are_a_mistake(run_train, environment, message):
+    expect_mistake(run_train("--steps", 1, **environment), message)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_console_that_lacks_a_letter_of_a_path_does_not_end_a_run(monkeypatch, encoding):
+    """Half of a surrogate pair stands for a byte of a file's name that is no UTF-8."""
+    console = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", console)
+    parse_flags(["--out", "out"])
+    processes.print_rank0("\u0153 \udcff")
+    assert console.buffer.getvalue().endswith(b" \\udcff\n")
+
+
+def test_empty_variables_of_torchrun_are_as_none(run_train, shards, tmp_path):
+    flags = ["--data", shards, "--out", tmp_path, *TINY, "--steps", 1]
+    assert run_train(*flags, RANK="", LOCAL_RANK="")[0] == 0
+
+
+@pytest.mark.claim("After a signal the run saves, and the same command continues it.")
+@pytest.mark.parametrize("ranks, number, to", [
+    (1, signal.SIGINT, "all"), (1, signal.SIGTERM, "all"), (2, signal.SIGTERM, "all"),
+    (2, signal.SIGTERM, "the last"),
+    pytest.param(2, signal.SIGTERM, "torchrun", marks=pytest.mark.slow)])
+def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, number, to):
+    """A rank that gets a signal tells the others; torchrun passes its own on to all. One process
+    saves, then ends by the signal, so that Ctrl-C ends a shell's loop; a rank exits with 0."""
+    flags = ["--data", shards, "--out", tmp_path, *TINY, "--steps", 100000, "--save-every", 0,
+             "--eval-every", 0, "--pp", ranks]
+    if to == "torchrun":
+        run = [torchrun(ranks, ROOT / "train.py", *flags)]
+    else:
+        run = launch(ranks, *flags)
+    wait_for_step(tmp_path, 3, run[0])
+    for process in run:
+        if to == "all" or process is run[-1]:
+            process.send_signal(number)
+    if to == "torchrun":
+        text, _ = run[0].communicate(timeout=60)
+    else:
+        (status, text, error), *others = [process.finish() for process in run]
+        expected = -number if ranks == 1 else 0
+        assert (status, error) == (expected, "") and others == [(0, "", "")] * (ranks - 1)
+    rows, events = read_metrics(tmp_path)
+    last = rows[-1]["step"]
+    assert events[-1].items() >= dict(event="stop", step=last).items()
+    assert "val_loss" not in rows[-1]
+    assert f"saved after step {last}; run the same command to go on" in text
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == last >= 3
+    ends = [process.finish() for process in launch(ranks, *flags, "--steps", last + 1)]
+    assert [status for status, *_ in ends] == [0] * ranks, ends
+    assert column(read_metrics(tmp_path)[0], "step") == [*range(1, last + 2)]
+
+
+def test_a_signal_promises_no_save_that_a_dead_peer_prevents(shards, tmp_path):
+    """One of two ranks stops in a step, the other gets a signal, then the first dies: it has not
+    sent its part of the state, and nothing is saved."""
+    witness, victim = launch(2, "--data", shards, "--out", tmp_path, *TINY, "--steps", 100000,
+                             "--save-every", 0, "--eval-every", 0, "--pp", 2, "--timeout", 30)
+    wait_for_step(tmp_path, 3, witness)
+    victim.send_signal(signal.SIGSTOP)
+    time.sleep(0.3)
+    witness.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    victim.send_signal(signal.SIGKILL)
+    (status, text, error), _ = witness.finish(), victim.finish()
+    assert status == 1
+    assert re.fullmatch("train.py: rank 0: ended without saving: .*(closed|reset) by peer.*\n",
+                        error)
+    assert "\nsaving the last finished step; a second signal" in text and "saved" not in text
+    assert not list(tmp_path.glob("*.pt"))
+
+
+# Where a run of TINY's four steps spends a minute, in the main thread: (statement of a wrapper, the
+# last finished step, the step whose evaluation is left). A save does not keep it from steps.
+PHASES = {
+    "loading": ("train.Run.__init__ = linger", 0, None),
+    "start": ("train.Run.train = linger", 0, None),
+    "step": ("train.Run.step_stats = in_step(3, train.Run.step_stats)", 2, None),
+    "evaluation": ("evaluation.evaluate_source = in_step(2, evaluation.evaluate_source)", 2, 2),
+    "last evaluation": ("evaluation.evaluate_source = in_step(4, evaluation.evaluate_source)", 4,
+                        4),
+    "comparison": ("flipped_bits.find_difference = in_step(4, flipped_bits.find_difference)", 4,
+                   None),
+    "save": ("os.fsync = slow_fsync", None, None)}
+
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("phase, number, ranks", [
+    *[(phase, number, 1) for phase in ("loading", "start", "step") for number in SIGNALS],
+    *[pytest.param(phase, number, 1, marks=() if number is usual else pytest.mark.slow)
+      for phase, usual in [("evaluation", signal.SIGINT), ("last evaluation", signal.SIGTERM),
+                           ("comparison", signal.SIGHUP), ("save", signal.SIGINT)]
+      for number in SIGNALS],
+    *[(phase, signal.SIGTERM, 2) for phase in PHASES if phase != "loading"]])
+def test_a_signal_ends_a_run_from_any_phase_within_seconds(shards, things, tmp_path, phase, number,
+                                                           ranks):
+    """The last finished step is on the disk, an evaluation that was under way counts as not made.
+    The same command makes it, and ends with the bits of a run that was not stopped. Two ranks get
+    the signal from their launcher."""
+    statement, done, unevaluated = PHASES[phase]
+    (tmp_path / "wrapper.py").write_text(f"""
+import os, pathlib, signal, time
+signal.signal(signal.SIGINT, signal.SIG_DFL)        # as train.py's first lines
+import train
+from runtime import evaluation, flipped_bits
+def linger(*_):
+    pathlib.Path("{tmp_path}/there").touch()
+    time.sleep(60)
+def in_step(step, method):
+    def slowed(run, *more, by_signal=False):
+        if run.step == step and not by_signal:
+            linger()
+        return method(run, *more)
+    return slowed
+def slow_fsync(file, fsync=os.fsync):
+    pathlib.Path("{tmp_path}/there").touch()
+    time.sleep(0.5)
+    fsync(file)
+if not os.path.exists("{tmp_path}/there"):
+    {statement}
+train.main()
+""")
+    command = ["--data", shards, *TINY, "--pp", ranks, "--out", tmp_path / "out"]
+    run = launch(ranks, *command, file=tmp_path / "wrapper.py")
+    while not (tmp_path / "there").exists():
+        assert run[-1].poll() is None, run[-1].finish()
+        time.sleep(0.01)
+    if phase == "save":
+        wait_for_step(tmp_path / "out", 2, run[-1])
+    time.sleep(0.1)
+    for process in run:
+        process.send_signal(number)
+    sent = time.monotonic()
+    (status, text, error), *_ = [process.finish() for process in run]
+    assert time.monotonic() - sent < 5
+    assert (status, error) == (-number if ranks == 1 else 0, "")
+    rows, events = read_metrics(tmp_path / "out") if done != 0 else ([], [])
+    done = len(rows) if done is None else done
+    assert f"stopped and saved after step {done}; " in text or done == 0
+    assert column(rows, "step") == list(range(1, len(rows) + 1)) and len(rows) == done
+    evaluated = {row["step"] for row in rows if "val_loss" in row}
+    expected = {2, 4} & {step for step in range(1, done + 1) if step != unevaluated}
+    assert evaluated == expected or (phase == "save" and evaluated == {2})  # it went on meanwhile
+    if done > 0:
+        assert kinds(events) == ["start", "stop"]
+        assert checkpoint.load(tmp_path / "out" / "latest.pt")["step"] == done
+    for process in launch(ranks, *command, file=tmp_path / "wrapper.py"):
+        status, text, error = process.finish()
+        assert (status, error) == (0, "")
+    rows, events = read_metrics(tmp_path / "out")
+    steps = {row["step"]: row for row in rows}
+    assert sorted(steps) == [1, 2, 3, 4] and kinds(events)[-1] == "end"
+    assert [step for step in steps if "val_loss" in steps[step]] == [2, 4]
+    if ranks == 1:
+        assert_same_state(saved(tmp_path / "out", 4), checkpoint.load(things / "whole.pt"),
+                          but=("config", "run", "monitor"))     # which may list other files
+
+
+def test_two_threads_on_one_core_hinder_each_other():
+    """The trial is real: a core for two threads, as other programs leave them on a busy machine.
+    (They begin with one each: then they wait for each other without giving it away.)"""
+    code = """
+import os
+from runtime import cpu_threads
+cpu_threads.one_is_faster(2)
+for thread in os.listdir("/proc/self/task"):
+    os.sched_setaffinity(int(thread), {min(os.sched_getaffinity(0))})
+print(cpu_threads.one_is_faster(2))"""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, env=environment,
+                         capture_output=True)
+    assert (run.stdout, run.stderr) == ("True\n", "")
+
+
+def test_one_process_takes_one_thread_on_a_busy_machine(monkeypatch, capsys):
+    """It says so. Several processes, a GPU or OMP_NUM_THREADS leave the number as it is."""
+    threads = [4]
+    monkeypatch.setattr(cpu_threads, "one_is_faster", lambda count: count == 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    cpu = torch.device("cpu")
+    for device, world, environment in [(cpu, 2, {}), (torch.device("cuda"), 1, {}),
+                                       (cpu, 1, dict(OMP_NUM_THREADS="4"))]:
+        with mock.patch.dict(os.environ, environment):
+            cpu_threads.choose_threads(device, world)
+    assert threads == [4]
+    cpu_threads.choose_threads(cpu, 1)
+    assert threads == [4, 1] and "busy, 4 threads wait" in capsys.readouterr().out
+    monkeypatch.setattr(cpu_threads, "one_is_faster", lambda count: False)
+    threads.append(4)
+    cpu_threads.choose_threads(cpu, 1)
+    assert threads == [4, 1, 4]
+
+
+def test_a_kernel_that_fails_here_is_no_lost_peer():
+    """Serves the claim that a lost peer is named: this error keeps its traceback."""
+    with pytest.raises(torch.AcceleratorError) as error, collectives.comm_errors("all-reduce"):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+    assert processes.fatal_message(error.value) is None
+
+
+def test_no_thread_of_gloo_outlives_a_run_even_if_its_last_save_fails(shards, tmp_path):
+    """Serves the exit status: such a thread may abort the process after its last line."""
+    (tmp_path / "wrapper.py").write_text("""
+import glob, checkpoint, train
+from runtime import console
+def tell_of_threads(*_):
+    print(sum("gloo" in open(path).read() for path in glob.glob("/proc/self/task/*/comm")))
+def fail(*_):
+    raise OSError("full")
+console.print_summary, checkpoint.save = tell_of_threads, fail
+try:
+    train.main()
+finally:
+    tell_of_threads()
+""")
+    ranks = launch(2, "--data", shards, "--out", tmp_path, *TINY, file=tmp_path / "wrapper.py")
+    for rank, (status, text, error) in enumerate([process.finish() for process in ranks]):
+        during, *_, after = text.splitlines()
+        assert int(during) > 0 == int(after) and status == 1
+        assert ("train.py: the last checkpoint is lost: full" in error) == (rank == 0)
+
+
+def test_ctrl_c_while_the_compiler_runs_ends_the_run_by_the_signal(shards, tmp_path):
+    """A terminal sends it to the compiler too, which then fails; its error is no news."""
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\n[ -e $0.once ] || kill -INT $PPID\ntouch $0.once\nexit 1\n")
+    compiler.chmod(0o755)
+    run = subprocess.run(
+        [sys.executable, ROOT / "train.py", "--data", shards, "--out", tmp_path / "out", *TINY,
+         "--compile"], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "c")})
+    assert (run.returncode, run.stderr) == (-signal.SIGINT, ""), run
+    assert "note     the first step and the first evaluation compile" in run.stdout
+    assert run.stdout.endswith("\nstopped before step 1 was done; run the same command to begin "
+                               "again\n")
+
+
+def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monkeypatch, capfd):
+    """Serves "a signal saves": torchrun's copy comes within 0.5 s and does not count. The exit
+    status is the signal's, so that a second Ctrl-C, too, ends a shell's loop."""
+    monkeypatch.setattr(signals, "exit_like_signal", lambda number: ended.append(number))
+    ended, saved = [], []
+    stop = signals.StopSignal(run=None)
+    stop.before = {signal.SIGINT: None}
+    monkeypatch.setattr(signals.threading, "Thread", lambda target, daemon: SimpleNamespace(
+        start=lambda: saved.append(target)))
+    for seconds, expected in [(100, []), (100.4, []), (100.6, [signal.SIGINT])]:
+        monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: seconds))
+        stop.receive(signal.SIGINT)
+        assert saved == [stop.end] and ended == expected
+    assert capfd.readouterr().out.splitlines() == [
+        "saving the last finished step; a second signal ends at once, without saving",
+        "ended without saving"]
+
+
+def start_and_wait_for(wrapper, statements, ranks, out, *flags):
+    """`ranks` of train.py after these statements, once they have called `there()`."""
+    (out / wrapper).write_text(f"""
+import os, pathlib, time, checkpoint, train
+def there():
+    pathlib.Path("{out}/there").touch()
+{statements}
+train.main()
+""")
+    run = launch(ranks, *flags, "--out", out / "out", file=out / wrapper)
+    while not (out / "there").exists():
+        assert run[0].poll() is None, run[0].finish()
+        time.sleep(0.01)
+    return run
+
+
+SLOW_SAVE = """
+def slow_save(state, *where, save=checkpoint.save):
+    if state["step"] == {step}:
+        there()
+        time.sleep(2)
+    return save(state, *where)
+checkpoint.save = slow_save
+"""
+
+
+def test_a_signal_that_one_rank_gets_later_than_another_is_no_second_one(shards, tmp_path):
+    """As from the launchers of two machines, while the first is saving."""
+    run = start_and_wait_for("wrapper.py", SLOW_SAVE.format(step=2), 2, tmp_path, "--data", shards,
+                             *TINY, "--steps", 100000, "--pp", 2, "--eval-every", 0)
+    run[1].send_signal(signal.SIGTERM)
+    time.sleep(1.2)
+    run[0].send_signal(signal.SIGTERM)
+    ends = [process.finish() for process in run]
+    assert [(status, error) for status, _, error in ends] == [(0, ""), (0, "")], ends
+    assert "stopped and saved after step " in ends[0][1]
+
+
+def test_a_signal_to_one_rank_in_the_last_save_comes_too_late(shards, tmp_path):
+    """All steps are made: the run ends as always, on both ranks."""
+    run = start_and_wait_for("wrapper.py", SLOW_SAVE.format(step=4), 2, tmp_path, "--data", shards,
+                             *TINY, "--pp", 2)
+    run[1].send_signal(signal.SIGTERM)
+    ends = [process.finish() for process in run]
+    assert [(status, error) for status, _, error in ends] == [(0, ""), (0, "")], ends
+    assert kinds(read_metrics(tmp_path / "out")[1]) == ["start", "end"]
+
+
+def test_fewer_steps_than_a_stopped_run_has_made_do_not_end_it(run_train, shards, tmp_path):
+    command = ["--data", shards, "--out", tmp_path, *TINY]
+    assert run_train(*command)[0] == 0
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"event": "stop", "step": 4, "time": 0}\n')
+    for steps, told in ((2, "step 4 of 2: nothing left to do"), (4, "Now sample from it")):
+        status, text, _ = run_train(*command, "--steps", steps)
+        assert status == 0 and told in text
+    assert kinds(read_metrics(tmp_path)[1]) == ["start", "end", "stop", "resume", "end"]
+
+
+def test_an_out_whose_name_is_not_utf_8_is_resumed_and_sampled(run_train, capsys, shards, tmp_path):
+    """As a folder of an old system, or any accent in a process without UTF-8."""
+    out = os.fsdecode(bytes(tmp_path) + b"/\xff")
+    for steps in (2, 4):
+        status, text, error = run_train("--data", shards, "--out", out, *TINY, "--steps", steps)
+        assert (status, error) == (0, "")
+    assert ", after step 2" in text
+    model, state = checkpoint.load_model(Path(out) / "latest.pt")
+    assert state["step"] == 4
+
+
+def test_a_signal_ends_a_run_whose_output_is_closed(shards, tmp_path):
+    command = shlex.join(map(str, [sys.executable, ROOT / "train.py", "--data", shards, "--out",
+                                   tmp_path, *TINY, "--steps", 100000]))
+    run = subprocess.Popen(["bash", "-c", f"exec {command} >&-"])
+    wait_for_step(tmp_path, 3, run)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(10) == -signal.SIGTERM
+    assert (tmp_path / "lock").read_text().count("\n") == 0        # nothing was printed to it
+    assert kinds(read_metrics(tmp_path)[1])[-1] == "stop"
+
+
+def test_a_run_under_nohup_ignores_a_closed_terminal(shards, tmp_path):
+    (tmp_path / "wrapper.py").write_text("""
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+import train
+train.main()
+""")
+    run, = launch(1, "--data", shards, "--out", tmp_path / "o", *TINY, "--steps", 1_000_000,
+                  file=tmp_path / "wrapper.py")
+    wait_for_step(tmp_path / "o", 3, run)
+    run.send_signal(signal.SIGHUP)
+    wait_for_step(tmp_path / "o", read_metrics(tmp_path / "o")[0][-1]["step"] + 5, run)
+    run.send_signal(signal.SIGTERM)
+    status, text, error = run.finish()
+    assert (status, error) == (-signal.SIGTERM, "") and "stopped and saved" in text
+
+
+def test_a_mistake_ends_torchruns_restarts(shards, tmp_path):
+    """A restart would repeat it. Another failure is still restarted."""
+    group = torchrun(2, "--max-restarts=3", ROOT / "train.py", "--data", shards, "--tp", 3, "--out",
+                     tmp_path / "out")
+    _, error = group.communicate(timeout=60)
+    assert group.returncode != 0
+    assert error.count("2 processes are not divisible by tp 3") == 1, error
+
+
+def test_only_a_launcher_with_restarts_left_is_ended(monkeypatch):
+    """Of a group only local rank 0 ends it, and only while the launcher is still its parent."""
+    ended = []
+    monkeypatch.setattr(os, "kill", lambda *what: ended.append(what))
+    parent = os.getppid()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    for restarts, local_rank, launcher in [(2, 0, parent), (0, 1, parent), (0, 0, parent + 1)]:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        processes.forbid_restart(processes.Job(local_rank=local_rank, parent=launcher))
+    assert ended == []
+    processes.forbid_restart(processes.Job(parent=parent))
+    assert ended == [(parent, signal.SIGTERM)]
+
+
+def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(monkeypatch):
+    """Serves restarts by torchrun: three ranks, as threads, meet three times under a new prefix of
+    a store that holds what the groups before wrote; without the others there is no answer."""
+    store = dist.HashStore()
+    threads = checkpoint_writer.ThreadPoolExecutor(3)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, None, None)]))
+
+    def meet(rank, attempt):
+        time.sleep(0.1 * ((rank + attempt) % 3))                # the dead ones' keys come first
+        prefix = processes.rendezvous(rank, 3, timedelta(seconds=20))
+        of_the_dead = prefix.check([f"{rank}"])
+        prefix.set(f"{rank}", "here")
+        return prefix, of_the_dead
+    for attempt in range(3):
+        for prefix, of_the_dead in list(threads.map(meet, range(3), [attempt] * 3)):
+            assert prefix.check(["0", "1", "2"]) and not of_the_dead
+    with pytest.raises(RuntimeError, match="no answer"):        # nobody but the dead
+        processes.rendezvous(1, 3, timedelta(seconds=0.3))
+
+
+def test_a_closed_input_or_output_ends_quietly(shards, things, tmp_path):
+    """`sample.py --prompt -` without standard input ends in one line and status 2, `| head` in no
+    line. train.py trains on when nobody reads its lines."""
+    draw = f"{sys.executable} sample.py --ckpt {things / 'whole.pt'} --max-tokens 3000 --prompt "
+    run = map(str, [sys.executable, "train.py", "--data", shards, "--out", tmp_path, *TINY])
+    unread, closed, head = [
+        subprocess.Popen(["bash", "-o", "pipefail", "-c", command], stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, text=True, errors="replace", cwd=ROOT)
+        for command in (shlex.join(run), draw + "- <&-", draw + "line | head -c 6")]
+    unread.stdout.close()
+    _, error = unread.communicate()
+    assert (unread.returncode, error) == (0, "")
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 4
+    out, error = closed.communicate()
+    assert (closed.returncode, out, error.count("\n")) == (2, "", 1) and "is closed" in error
+    out, error = head.communicate()
+    assert (head.returncode, out[:4], error) == (1, "line", "")
