@@ -11,22 +11,24 @@
 runtime/sample_text.py has what stands around it: prompts, conversations, and printing.
 """
 import signal
+import sys
 from pathlib import Path
 
 if __name__ == "__main__":      # Ctrl-C at any time, also while torch is imported
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # First: without torch it ends the program in one line.
-from base.sample_flags import make_parser, parse_flags
+from base.sample_flags import parse_flags
 
 import torch
 
 from amp import PRECISIONS
 from base.devices import pick_device
+from base.errors import errors_in_one_line, named
 from checkpoint import load_model
 from corpus.tokenizers import get_tokenizer
 from models.kv_cache import CachedModel
-from runtime.sample_text import Chat, Samples, tell_errors_in_one_line
+from runtime.sample_text import Chat, Samples, memory_errors
 
 
 @torch.inference_mode()
@@ -123,26 +125,24 @@ def generate(model, tokens: list[int], max_tokens: int, ends: set[int], temperat
         window = torch.cat([window.expand(count, -1), new], dim=1)
 
 
+@errors_in_one_line("sample.py")
+@memory_errors()
 def main() -> None:
-    parser = make_parser()
-    args = parse_flags(parser)
-    try:
-        device = pick_device(args.device)
-        model, state = load_model(Path(args.ckpt))
-        tokenizer = get_tokenizer(state["tokenizer"], state.get("tokenizer_file"))
-        if args.chat:
-            text = Chat(args, state, tokenizer, model.cfg)
-        else:
-            text = Samples(args, tokenizer, model.cfg)
-    except (ValueError, OSError) as error:
-        parser.error(str(error), getattr(error, "status", 2))
-    model.to(device, PRECISIONS[args.dtype][0])
+    flags = parse_flags(sys.argv[1:])
+    device = pick_device(flags.device)
+    with named(flags.ckpt):
+        model, state = load_model(Path(flags.ckpt))
+    tokenizer = get_tokenizer(state["tokenizer"], state.get("tokenizer_file"))
+    if flags.chat:
+        text = Chat(flags, state, tokenizer, model.cfg)
+    else:
+        text = Samples(flags, tokenizer, model.cfg)
+    model.to(device, PRECISIONS[flags.dtype][0])
     ends = {tokenizer.eot_token, *state.get("ends", []), *text.ends}
     for tokens, most, generators in text.prompts():
-        text.write(generate(model, tokens, most, ends, args.temperature, args.top_k, args.top_p,
-                            generators))
+        text.write(generate(model, tokens, most, ends, flags.temperature, flags.top_k,
+                            flags.top_p, generators))
 
 
 if __name__ == "__main__":
-    with tell_errors_in_one_line():
-        main()
+    main()

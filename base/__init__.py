@@ -3,6 +3,7 @@ data.py, corpus/, checkpoint.py, train.py and sample.py call it. It calls the mo
 and parallelism/:
 
     commandline, options, sample_flags  flags, and the mistakes in them
+    errors                              which of them end a program in one line
     model_names, other_names            names of models; names that flags have in other trainers
     batch_ramp                          the sizes of batches that grow
     processes, devices                  ranks, and what they compute on

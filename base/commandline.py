@@ -1,138 +1,191 @@
-"""The command line's parser, for every program here."""
+"""The flags of every program here, and the mistakes in them.
+
+    @dataclass(frozen=True)
+    class Flags:
+        steps: int = flag(800, "steps of the whole run", low=1)
+
+    parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.", ADVICE)
+    add_flags(parser, Flags)
+    flags = Flags(**parse_given(parser, sys.argv[1:]))
+
+The fields of a dataclass are the flags of train.py, data.py, sample.py and tools.plan. Their types,
+ranges and choices are checked here, and --help is made of them. The other tools add their arguments
+to a Parser. A wrong command line ends in one line that names all mistakes.
+"""
 import argparse
+import dataclasses
 import difflib
 import fnmatch
 import io
 import itertools
+import math
 import os
 import re
 import sys
+import typing
+
+from base.other_names import flags_called
 
 
-def whole_number(text: str) -> int:
-    """The whole number that 1e3, 10k, 1,000 or 2.0 may mean; 1000 for all else."""
-    parts = re.fullmatch(r"(\d[\d,]*(?:\.\d+)?(?:[eE]\d+)?)([kKmMbB]?)", text)
-    number = 0
-    if parts is not None:
-        factor = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[parts[2].lower()]
-        number = float(parts[1].replace(",", "")) * factor
-    return int(number) if 1 <= number < 1e18 else 1000
+# ---- Flags as fields of a dataclass ----------------------------------------------------------
+
+def flag(default, help, low=None, below=math.inf, choices=None, group=None, form=None,
+         suggest=None):
+    """A field that is a flag. Its value is of the field's type, or of several such values if that
+    is list[type]. low <= value < below is the valid range; `group` begins a section of --help;
+    `form` is the value's placeholder there; `suggest` says of a value that is none of the choices
+    what to do."""
+    if choices and form is None:
+        form = "{" + ",".join(map(str, choices)) + "}"
+    return dataclasses.field(default=default, metadata=dict(
+        help=help, low=low, below=below, choices=choices, group=group, form=form,
+        suggest=suggest))
 
 
-def nearest(value: str, choices: list[str]) -> list[str]:
-    """The choices that a wrong value, in small letters, may mean: itself; else those that begin
-    with it; else the most similar one, if any."""
-    if value in choices:
-        return [value]
-    begin = [choice for choice in choices if value and choice.startswith(value)]
-    return begin or difflib.get_close_matches(value, choices, 1, 0.65)
+def flag_name(name: str) -> str:
+    """The flag of a field: n_layer is --n-layer."""
+    return "--" + name.replace("_", "-")
+
+
+def add_flags(parser: "Parser", kind, names=None) -> None:
+    """Add the fields of a dataclass, or of these `names`, to a parser, in their groups of --help.
+    A flag that is not given is absent from what the parser returns."""
+    groups, heading = {}, None
+    for f in dataclasses.fields(kind):
+        heading = f.metadata["group"] or heading    # that of the fields after it, too
+        if names is not None and f.name not in names:
+            continue
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        options = dict(help=f.metadata["help"], default=argparse.SUPPRESS)
+        if f.type is bool:
+            groups[heading].add_argument(flag_name(f.name), action="store_true", **options)
+            continue
+        if f.default not in (None, ""):
+            options["help"] += f" (default {f.default})"
+        if typing.get_args(f.type):
+            options["nargs"] = "+"
+        metavar = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
+        groups[heading].add_argument(flag_name(f.name), type=reader_of(f), metavar=metavar,
+                                     choices=f.metadata["choices"], **options)
+        if f.metadata["suggest"] is not None:
+            parser.suggestions[flag_name(f.name)] = f.metadata["suggest"]
+
+
+def reader_of(f: dataclasses.Field):
+    """The function that makes a value of a field from a text, and checks its range."""
+    kind = (typing.get_args(f.type) or [f.type])[0]
+    low, below = f.metadata["low"], f.metadata["below"]
+
+    def read(text):
+        value = kind(text)
+        if low is not None and not low <= value < below:
+            limit = "finite" if below == math.inf else f"below {below}"
+            raise argparse.ArgumentTypeError(f"{text} must be at least {low} and {limit}")
+        return value
+    read.__name__ = kind.__name__       # which argparse shows for a value of another kind
+    return read
+
+
+def parse_given(parser: "Parser", arguments) -> dict:
+    """The flags that were given, of a parser that has those of `add_flags`. Raises ValueError."""
+    args, problems = parser.parse(arguments)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return vars(args)
+
+
+# ---- The parser ------------------------------------------------------------------------------
+
+INSTEAD = {     # what to do about an error of argparse, by words in its message
+    "invalid int value": "give a whole number",
+    "invalid float value": "give a number",
+    "expected one argument": "give a value; one that begins with - as FLAG=VALUE",
+    "ignored explicit argument": "a switch takes no value: give FLAG alone, or leave it out"}
 
 
 class Parser(argparse.ArgumentParser):
     """The parser of all programs here. Flags may have underscores for dashes, as nanoGPT's.
-    Mistakes end the program with status 2 and one line that names all flags that are unknown or
-    have a value of the wrong kind. `advice` says what to do about some of them: {names elsewhere,
-    or FLAG=VALUE for wrong values of our flags, as patterns of fnmatch: a sentence}. Otherwise the
-    line suggests a flag of ours, with its help: by `other_names` {our flag: its names elsewhere},
-    or by similarity. The advice for "" is for a value without a flag."""
+    Mistakes end the program with status 2 and one line. `advice` says what to do about some of
+    them: {names elsewhere, or FLAG=VALUE for wrong values of our flags, as patterns of fnmatch: a
+    sentence}. The advice for "" is for words without a flag. Otherwise the line suggests a flag of
+    ours, by its name in another project (other_names.py) or by similarity."""
 
-    def __init__(self, prog: str, usage: str, description=None, other_names=None, advice=None,
-                 **options):
+    def __init__(self, prog: str, usage: str, description=None, advice=None, **options):
         super().__init__(prog, usage, description, allow_abbrev=False, exit_on_error=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-        self.other_names = other_names or {}
         self.advice = advice or {}
         self.suggestions = {}           # flag: function of a wrong value -> what to do, in words
+        self.problems = []              # of the command line that is parsed now
 
     def error(self, message: str, status: int = 2):
         self.exit(status, f"{self.prog}: {message}\n")
 
     def parse_args(self, arguments=None) -> argparse.Namespace:
-        for stream in (sys.stdout, sys.stderr):     # a path may have letters that it cannot print
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="backslashreplace")
-        if arguments is None:
-            arguments = sys.argv[1:]
-        given = [re.sub(r"^--[\w.-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)
-                 for text in arguments]
-        kept, problems = self.check_values(given)
-        args = None
-        while args is None:
-            try:
-                args, unknown = self.parse_known_args(kept)
-            except argparse.ArgumentError as error:     # a wrong value: leave out its flag
-                problems.append(self.explain(error))
-                others = [text for text in kept if text.partition("=")[0] != error.argument_name]
-                if others == kept:
-                    self.error("; ".join(problems))
-                kept = others
-        flags = [text for text in unknown if re.match("--|-[a-zA-Z]", text) or
-                 text.endswith(".py")]
-        if not problems:                        # with those, others may be their values
-            flags = list(itertools.takewhile(lambda text: text not in flags, unknown)) + flags
-        for flag in flags:
-            problems.append(f"unknown argument {flag}: {self.advise(flag)}")
+        args, problems = self.parse(sys.argv[1:] if arguments is None else arguments)
         if problems:
             self.error("; ".join(problems))
         return args
 
-    def check_values(self, given: list[str]) -> tuple[list[str], list[str]]:
-        """(the arguments without switches that have a value, with ~ replaced in paths, problems)"""
-        problems = []
-        kept = []
-        flag = ""
-        for text in given:
-            name, sep, value = text.partition("=")
-            if sep and getattr(self._option_string_actions.get(name), "nargs", None) == 0:
-                problems.append(f"argument {name} takes no value: give {name} alone, or leave it "
-                                f"out")          # --compile=False, as nanoGPT's
-                continue
-            is_value = not text.startswith("-")     # of the last flag before it
-            if is_value:
-                name, value = flag, text
-            else:
-                flag = text
-            if (sep or is_value) and self.takes_path(name):
-                if value == "":             # --out "$OUT", where OUT is not set
-                    problems.append(f"argument {name}: the value is empty: give a path (is a "
-                                    f"variable of the shell not set?)")
-                # A shell leaves a ~ behind = or a comma as it is.
-                value = ",".join(map(os.path.expanduser, value.split(",")))
-                text = value if is_value else f"{name}={value}"
-            kept.append(text)
-        return kept, problems
+    def parse(self, arguments) -> tuple[argparse.Namespace, list[str]]:
+        """(the values, what is wrong with the command line)."""
+        for stream in (sys.stdout, sys.stderr):     # a path may have letters that it cannot print
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        given = [re.sub(r"^--[\w.-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)
+                 for text in arguments]
+        lacking = []                # problems of a flag without a value, or a switch with one
+        while True:
+            self.problems = []      # _get_values adds the others
+            try:
+                args, unknown = self.parse_known_args(given)
+                break
+            except argparse.ArgumentError as error:
+                lacking.append(self.explain(error))
+                given = [text for text in given if text.partition("=")[0] != error.argument_name]
+        problems = self.problems + lacking
+        words = list(itertools.takewhile(lambda text: not text.startswith("-"), unknown))
+        if words:                   # behind an unknown flag they are its values
+            problems.append(f"unknown argument {' '.join(words)}: {self.advise(words[0])}")
+        for text in unknown:
+            if text.startswith("-"):
+                problems.append(f"unknown argument {text}: {self.advise(text)}")
+        return args, problems
 
-    def takes_path(self, name: str) -> bool:
-        metavar = getattr(self._option_string_actions.get(name), "metavar", None)
-        return re.search("DIR|FILE", str(metavar)) is not None
+    def _get_values(self, action, texts):
+        """The values of one flag. Parsing continues after a wrong one, to find all mistakes."""
+        try:
+            return super()._get_values(action, texts)
+        except argparse.ArgumentError as error:
+            self.problems.append(self.explain(error))
+            return None
+
+    def _get_value(self, action, text: str):
+        """One value. A shell leaves a ~ as it is behind = or a comma."""
+        if re.search("DIR|FILE|PATH", str(action.metavar)):
+            if text == "":              # --out "$OUT", where OUT is not set
+                raise argparse.ArgumentError(action, "the value is empty: give a path (is a "
+                                             "variable of the shell not set?)")
+            text = ",".join(map(os.path.expanduser, text.split(",")))
+        return super()._get_value(action, text)
 
     def explain(self, error: argparse.ArgumentError) -> str:
         """The message of a wrong value, with what to do instead where it is known."""
+        flag = error.argument_name
+        value = (re.findall("'(.*?)'", error.message) or [""])[0]
         message = str(error)
-        value = re.search("'(.*?)'|$", error.message)[1] or ""
-        sentence = self.find_advice(f"{error.argument_name}={value}")
-        choices = getattr(self._option_string_actions.get(error.argument_name), "choices", None)
-        suggest = self.suggestions.get(error.argument_name)
-        if sentence is None and suggest is not None and "invalid choice" in message:
-            sentence = suggest(value)
-        near = nearest(value.lower(), [str(choice) for choice in choices or ()])
-        if sentence is None and near:
-            sentence = f"did you mean {', '.join(near)}?"
-            if near == [value.lower()]:
-                sentence = f"give {near[0]}"
-        elif sentence is None and "invalid int value" in message:
-            sentence = f"give a whole number, such as {whole_number(value)}"
-            if choices:
-                sentence = f"give one of {', '.join(map(str, choices))}"
-        elif sentence is None and "invalid float value" in message:
-            sentence = "give a number, such as 0.1"
-        elif sentence is None and "expected one argument" in message:
-            sentence = f"give a value; one that begins with - as {error.argument_name}=VALUE"
-        if sentence is None:
-            return message
-        if choices is not None and len(choices) > 10:       # the list would hide the sentence
-            message = message.partition(" (choose from")[0]
-        return f"{message}: {sentence}"
+        sentences = [self.find_advice(f"{flag}={value}")]
+        if "invalid choice" in message:
+            choices = list(map(str, self._option_string_actions[flag].choices))
+            near = difflib.get_close_matches(value.lower(), choices, 1)
+            if flag in self.suggestions:
+                message = message.partition(" (choose from")[0]     # the list would hide the rest
+                sentences.append(self.suggestions[flag](value))
+            elif near:
+                sentences.append(f"did you mean {near[0]}?")
+        sentences += [sentence.replace("FLAG", flag) for words, sentence in INSTEAD.items()
+                      if words in message]
+        return ": ".join([message, *list(filter(None, sentences))[:1]])
 
     def find_advice(self, name: str) -> str | None:
         for theirs, sentence in self.advice.items():
@@ -141,21 +194,18 @@ class Parser(argparse.ArgumentParser):
         return None
 
     def advise(self, unknown: str) -> str:
-        flags = {flag: action for action in self._actions for flag in action.option_strings}
+        """What to do about a flag or a word that is unknown."""
+        ours = self._option_string_actions
         name = unknown.partition("=")[0]
-        last = name.rpartition(".")[2].replace("_", "-")    # of --train.max_steps, as litgpt's
-        sentence = self.find_advice(name) or self.find_advice(last)
+        sentence = self.find_advice(name)
         if sentence is not None:
             return sentence
-        bare = last.lstrip("-")
-        near = ["--" + ours for ours, theirs in self.other_names.items()
-                if bare in theirs.split() and "--" + ours in flags]
-        if "--" + bare in flags:
-            near = ["--" + bare]
-        elif len(bare) > 1 and name.startswith("-"):    # one letter resembles any short flag
-            near += difflib.get_close_matches("--" + bare, flags, 1, 0.75)
+        bare = name.lstrip("-")
+        near = [f"--{same}" for same in (bare, *flags_called(bare)) if f"--{same}" in ours]
+        if not near and name.startswith("--"):
+            near = difflib.get_close_matches(name, ours, 1, 0.75)
         if near:
-            return f"did you mean {near[0]}? ({flags[near[0]].help % vars(flags[near[0]])})"
-        if not name.startswith("-") and "" in self.advice:
-            return self.advice[""]
-        return "--help lists the flags"
+            return f"did you mean {near[0]}? ({ours[near[0]].help % vars(ours[near[0]])})"
+        if name.startswith("-"):
+            return "--help lists the flags"
+        return self.advice.get("", "--help lists the flags")

@@ -2,28 +2,15 @@
 
 train.py, runtime/checks.py and tools.plan use them. `Config` is the list; --help is made of it.
 """
-import argparse
 import dataclasses
-import math
 import re
 
 from amp import PRECISIONS
-from base.commandline import Parser
+from base.commandline import Parser, add_flags, flag, flag_name, parse_given
 from base.model_names import suggest_model
-from base.other_names import ADVICE, OTHER_NAMES
+from base.other_names import ADVICE
 from models import SIZES
 from parallelism.schedules import SCHEDULES
-
-
-def flag(default, help, low=None, below=None, choices=None, group=None, form=None, suggest=None):
-    """A field of Config. low <= x < below is the valid range; `group` begins a section of --help,
-    `form` is the value's placeholder there (if there are choices: {A,B}); `suggest` says of a value
-    that is none of the choices what to do."""
-    if choices and form is None:
-        form = "{" + ",".join(map(str, choices)) + "}"
-    return dataclasses.field(default=default, metadata=dict(
-        help=help, low=low, below=below, choices=choices, group=group, form=form,
-        suggest=suggest))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,50 +119,6 @@ FLAGS_THAT_CHANGE_THE_LOSS = (
 NO_FILES = {"resume", "scratch", "latest", "true", "false", "yes", "no", "none"}    # habits
 
 
-def add_flags(parser: Parser, names=None, kind=Config) -> None:
-    """Add the fields of Config, or of these `names`, to a parser, in their groups of --help."""
-    groups, heading = {}, None
-    for f in dataclasses.fields(kind):
-        heading = f.metadata["group"] or heading    # that of the fields after it, too
-        if names is not None and f.name not in names:
-            continue
-        if heading not in groups:
-            groups[heading] = parser.add_argument_group(heading)
-        flag_name = "--" + f.name.replace("_", "-")
-        help = f.metadata["help"]
-        if f.type is bool:
-            groups[heading].add_argument(flag_name, action="store_true", help=help)
-            continue
-        if f.default is not None:
-            help += f" (default {f.default})"
-        metavar = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
-        groups[heading].add_argument(flag_name, type=f.type, metavar=metavar, help=help,
-                                     choices=f.metadata["choices"])
-        if f.metadata["suggest"] is not None:
-            parser.suggestions[flag_name] = f.metadata["suggest"]
-
-
-def parse_given(parser: Parser, arguments, kind=Config) -> dict:
-    """The flags that were given, validated one by one. The parser has `add_flags`' flags, and may
-    have others; it must have `argument_default=argparse.SUPPRESS`. Raises ValueError."""
-    def refuse(message):
-        raise ValueError(message)
-    parser.error = refuse
-    given = vars(parser.parse_args(arguments))
-    problems = []
-    for f in dataclasses.fields(kind):
-        value = given.get(f.name)
-        low = f.metadata["low"]
-        below = f.metadata["below"] or math.inf
-        if value is not None and low is not None and not low <= value < below:
-            limit = "finite" if below == math.inf else f"below {below}"
-            problems.append(f"argument --{f.name.replace('_', '-')}: {value:g} must be at least "
-                            f"{low} and {limit}")
-    if problems:
-        refuse("; ".join(problems))
-    return given
-
-
 def step_range(text: str) -> tuple[int, int]:
     """"A:B" -> (A, B). Raises ValueError."""
     numbers = re.fullmatch(r"(\d+):(\d+)", text)
@@ -186,9 +129,8 @@ def step_range(text: str) -> tuple[int, int]:
 
 def parse_flags(arguments) -> dict:
     """The flags of train.py that were given. Raises ValueError."""
-    parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.", OTHER_NAMES, ADVICE,
-                    argument_default=argparse.SUPPRESS)
-    add_flags(parser)
+    parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.", ADVICE)
+    add_flags(parser, Config)
     given = parse_given(parser, arguments)
     for name in ("batch_ramp", "skip_steps"):       # "none" unsets what a checkpoint has stored
         if given.get(name) == "none":
@@ -202,7 +144,7 @@ def parse_flags(arguments) -> dict:
         raise ValueError("--steps cannot be combined with --epochs: both say when the run ends")
     for name in ("resume", "init_from"):
         if name in given and given[name].lower() in NO_FILES:
-            raise ValueError(f"argument --{name.replace('_', '-')}: {given[name]} is no "
+            raise ValueError(f"argument {flag_name(name)}: {given[name]} is no "
                              f"checkpoint's FILE: leave the flag out, and train.py goes on with "
                              f"the run in --out or, if there is none, begins one")
     if "init_from" in given and given.get("resume", "auto") not in ("auto", "never"):
@@ -240,7 +182,7 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
     of_llama = [name for name in OF_LLAMA if name in given and "n_kv_head" not in base]
     if of_llama:
         source = f"--model {config.model}" if state is None else file
-        flags = ", ".join("--" + name.replace("_", "-") for name in of_llama)
+        flags = ", ".join(map(flag_name, of_llama))
         raise ValueError(f"{source} is a GPT, which has no {flags}: drop it, or give --model "
                          f"llama-nano or another of the models after it")
     if state is None:
@@ -255,7 +197,7 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
             allowed = f"{stored} or less" if may_be_shorter else stored
             is_gpts = name not in base          # a GPT has no such number
             problems.append(f"no {name}" if is_gpts else f"{name} {allowed}, not {value}")
-            drop.append("--" + (name if name in given else "model").replace("_", "-"))
+            drop.append(flag_name(name if name in given else "model"))
     if problems:
         advice = f"drop {', '.join(dict.fromkeys(drop))}"
         if weights_only:

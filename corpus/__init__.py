@@ -1,6 +1,6 @@
 """From the files that people have to the shards that data.py reads; `python data.py` is program.py.
 
-    program     the flags of data.py, what it makes and prints
+    flags       the flags of data.py           program     what it makes and prints
     prepare     two passes over the documents: text to shards
     inputs      which files are read           formats     the documents of a file
     file_kinds  what a file is                 records     those of lines and tables
@@ -17,7 +17,7 @@
     bpe         trains a tokenizer             shards      the files of a data set
     windows     of tokens, of conversations    mixtures    several sources in one run
     downloads   files from the network
-    console     notes, progress, errors        file_changes        whether a file has changed
+    console     notes, progress                file_changes        whether a file has changed
     tables      Parquet and Arrow
     temporary_folder        files that are not complete yet
 """

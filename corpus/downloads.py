@@ -3,8 +3,9 @@ import os
 import time
 from pathlib import Path
 
+from base.errors import named
 from corpus.compressed import BLOCK
-from corpus.console import named, progress
+from corpus.console import progress
 from corpus.file_changes import sha256_of
 
 HUB = "https://huggingface.co"

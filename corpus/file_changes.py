@@ -2,7 +2,7 @@
 import hashlib
 from pathlib import Path
 
-from corpus.console import named
+from base.errors import named
 
 
 def sha256_of(*paths) -> str:

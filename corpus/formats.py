@@ -16,8 +16,8 @@ from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 
+from base.errors import named
 from corpus.compressed import BLOCK
-from corpus.console import named
 from corpus.contents import how_read
 from corpus.file_kinds import LFS_POINTER, START, why_not_text
 from corpus.messages import messages_of, read_table

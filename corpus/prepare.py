@@ -9,8 +9,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from base.errors import NO_SPACE, named
 from corpus.chat_templates import choose_template, read_ends, write_own
-from corpus.console import NO_SPACE, named, note, progress
+from corpus.console import note, progress
 from corpus.conversations import Template
 from corpus.encode import bytes_per_token, tokenise, train_tokenizer
 from corpus.file_changes import sha256_of

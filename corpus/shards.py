@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from base.errors import named
 from corpus import chat_templates
-from corpus.console import named
 from corpus.file_kinds import what_it_is
 from corpus.tokenizers import get_tokenizer, has_added, is_of_file, is_same, read_own, shown_token
 

@@ -10,7 +10,6 @@
 Only text goes to standard output. All else that a user is told goes to standard error.
 """
 import codecs
-import os
 import sys
 from contextlib import contextmanager
 
@@ -154,19 +153,13 @@ class Chat:
 
 
 @contextmanager
-def tell_errors_in_one_line():
-    """End the program in one line where drawing or printing fails."""
+def memory_errors():
+    """An error of too little memory, of a CPU or a GPU, becomes a MemoryError that says what to
+    do."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        sys.exit(f"sample.py: out of memory ({first_line(error)}): lower --num-samples, try "
-                 f"--device cpu, or another machine")
-    except FloatingPointError as error:
-        sys.exit(f"sample.py: {error}")
-    except BrokenPipeError:             # `| head` has read enough
-        os._exit(1)
-    except OSError as error:            # Nothing more is flushed to it.
-        print(f"sample.py: standard output cannot be written: {error.strerror}", file=sys.stderr)
-        os._exit(1)
+        raise MemoryError(f"out of memory ({first_line(error)}): lower --num-samples, try --device "
+                          f"cpu, or another machine") from error

@@ -21,8 +21,8 @@ import pytest
 import tools.compare
 from base import sample_flags
 from base.options import Config
-from base.other_names import IN_PROJECTS, OTHER_NAMES, PROJECTS
-from corpus import program
+from base.other_names import IN_PROJECTS, PROJECTS
+from corpus import flags as data_flags
 from tests.harness import ROOT, TINY, launch, run_main
 from tools import docs, loss_picture
 
@@ -303,7 +303,7 @@ def test_the_tool_writes_what_is_missing_and_says_so(tmp_path, monkeypatch, caps
 
 def test_the_page_of_flags_has_the_flags_of_data_py_and_sample_py():
     page = pages()["docs/flags.md"]
-    for parser in (program.make_parser(), sample_flags.make_parser()):
+    for parser in (data_flags.make_parser(), sample_flags.make_parser()):
         section = page.split(f"## Flags of {parser.prog}\n")[1].split("\n## ")[0]
         flags = {line.split()[0] for line in parser.format_help().splitlines()
                  if line.startswith("  --")}
@@ -322,11 +322,6 @@ def test_the_page_of_flags_has_every_flag_and_every_name_elsewhere():
     assert [name for name in rows if name in names] == names and set(rows) == set(names)
     assert not set(docs.NOTES) - set(names) and not set(IN_PROJECTS) - set(names)
     assert {len(cells) for cells in IN_PROJECTS.values()} == {len(PROJECTS)}
-    for name, others in OTHER_NAMES.items():
-        if name in names:
-            named = re.findall(r"[\w-]+", rows[name][-1].replace("_", "-"))
-            known = {other.removeprefix("--") for other in named}
-            assert set(others.split()) <= known, name
 
 
 def test_every_claim_and_fault_of_a_mark_stands_in_a_page():

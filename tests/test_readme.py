@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -22,8 +22,8 @@ import pytest
 import data
 import tools.schedule
 from base.options import Config, parse_flags
-from base.other_names import OTHER_NAMES
-from corpus import program
+from base.sample_flags import SampleFlags
+from corpus import flags as data_flags
 from model import SIZES
 from runtime import checks, plain_run
 from tests.harness import (PAGES, README, ROOT, TINY, Command, kinds, launch, read_metrics,
@@ -96,24 +96,18 @@ def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path):
 
 
 def test_the_readme_names_only_tests_and_flags_that_exist():
-    """And the table of flags elsewhere has the names for which train.py suggests ours."""
     tests = set(re.findall(r"`(test_\w+)`", README))
     files = [ROOT / "test_all.py", *ROOT.glob("tests/test_*.py")]
     defined = re.findall(r"def (test_\w+)", "".join(file.read_text() for file in files))
     assert len(tests) > 10 and tests <= set(defined)
     elsewhere = PAGES["flags.md"].split("## Names in other projects")[1]
-    rows = [[re.findall(r"`-*([\w-]+)", cell) for cell in line.split("|")[1:-1]]
-            for line in elsewhere.splitlines() if line.startswith("| `")]
-    for ours, theirs in OTHER_NAMES.items():
-        named = " ".join(" ".join(sum(row[1:], [])) for row in rows if ours in row[0])
-        assert set(theirs.split()) <= set(named.replace("_", "-").split()), ours
     own = re.sub(r"(?m)^(\| `--.*?\|).*", r"\1", elsewhere)
     flags = set(re.findall(r"--[a-z][a-z0-9-]*", README.replace(elsewhere, own)))
-    names = [*asdict(Config()), *(field.name for field in fields(PlanConfig))]
+    names = [field.name for kind in (Config, PlanConfig, data_flags.DataFlags, SampleFlags)
+             for field in fields(kind)]
     known = {f"--{name.replace('_', '-')}" for name in names}
     tool_files = [str(file.relative_to(ROOT)) for file in ROOT.glob("tools/**/*.py")]
-    for file in ["corpus/program.py", "base/sample_flags.py", "parallel.py", "checkpoint.py",
-                 *tool_files]:
+    for file in ["parallel.py", "checkpoint.py", *tool_files]:
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((
         "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",
@@ -219,7 +213,7 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
     """data.py takes the flags of its commands, and tools.schedule draws what the pages show.
     (Other tools: a file of tests for each.)"""
     monkeypatch.chdir(tmp_path)
-    made = [program.parse_flags(flags) for _, flags in readme_commands("data.py")]
+    made = [data_flags.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [
         "data/python", "data/python", "data/mine", "data/fineweb", "data/tinystories",
         "data/words", "data/chat", "data/mine", "data/own", "data/more",

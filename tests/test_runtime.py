@@ -48,7 +48,7 @@ from base import devices, processes
 from base.flops import flops_per_token, peak_flops
 from base.options import Config, merge_config, parse_flags
 from base.processes import Job, RunError
-from corpus import program
+from corpus import flags as data_flags
 from corpus.tokenizers import get_tokenizer
 from model import GPT, SIZES, GPTConfig
 from models.kv_cache import CachedModel
@@ -94,12 +94,13 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
      "'mps'): give cuda; CUDA_VISIBLE_DEVICES chooses", ["--dtype=float16 --device=cuda:0"]),
     ("--steps: 0 must be at least 1 and finite", ["--steps 0"]),
     ("--lr: nan must be at least 0 and finite", ["--lr nan"]),
-    ("--steps: 0 must be at least 1 and finite; argument --lr: nan must", ["--lr nan --steps 0"]),
-    ("takes no value: give --compile alone, or leave it out; argument --zero: invalid choice: 4 "
-     "(choose from 0, 1, 2, 3); argument --steps: invalid int value: 'x': give a whole number, "
-     "such as 1000; unknown argument config/tiny.py: there are no configuration files, only flags: "
-     "docs/training.md has nanoGPT's demo; unknown argument --max-iters: did you mean --steps?", [
-        "config/tiny.py --zero 4 --steps x --compile=False --max_iters 3"]),
+    ("argument --zero: invalid choice: 4 (choose from 0, 1, 2, 3); argument --steps: invalid int "
+     "value: 'x': give a whole number; argument --lr: nan must be at least 0 and finite; argument "
+     "--compile: ignored explicit argument 'False': a switch takes no value: give --compile alone, "
+     "or leave it out; unknown argument config/tiny.py: there are no configuration files, only "
+     "flags: --help lists them; docs/training.md has nanoGPT's demo; unknown argument --max-iters: "
+     "did you mean --steps? (steps of the whole run (default 800))", [
+        "config/tiny.py --zero 4 --steps x --lr nan --compile=False --max_iters 3"]),
     ("zero 3 with pp 2 would gather every block again for each microbatch of the pipeline: give "
      "--zero 1, or --zero 2 (not with zb-h1); sequence parallelism splits", [
         "--zero 3 --pp 2 --sequence-parallel"]),
@@ -158,15 +159,10 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
      ["--n-embd 100 --n-head 3"]),
     ("n_embd 7 is not divisible by n_head 8: give --n-embd 8 or --n-head 7", [
         "--n-embd 7 --n-head 8"]),
-    ("argument -b: give --micro-batch N; unknown argument -t: give --seq-len N", ["-b 4 -t 64"]),
-    *((f"invalid int value: '{value}': give a whole number, such as {number}", [
-        f"--steps {value}"]) for value, number in [
-            ("10k", 10000), ("1e3", 1000), ("0.5M", 500000), ("1,000", 1000), ("2.0", 2),
-            ("0.5", 1000), ("50%", 1000)]),
-    ("argument --zero: invalid int value: '1.5': give one of 0, 1, 2, 3", ["--zero 1.5"]),
-    ("argument --lr: invalid float value: '10%': give a number, such as 0.1", ["--lr 10%"]),
-    ("argument fit: a value stands behind its flag, as in --steps 1000, and a switch has none",
-     ["fit --steps 2"]), ("argument True: a value stands", ["--recompute True"]),
+    ("unknown argument -t: did you mean --seq-len? (context length, in tokens)", ["-b 4 -t 64"]),
+    ("argument --lr: invalid float value: '10%': give a number", ["--lr 10%"]),
+    ("unknown argument fit it: a value stands behind its flag, as in --steps 1000, and a switch has "
+     "none", ["fit it --steps 2"]), ("argument True: a value stands", ["--recompute True"]),
     ("--steps cannot be combined with --epochs", ["--epochs 2"]),
     ("would keep parameters 695.9 GB", ["--n-layer 96 --n-head 96 --n-embd 12288"]),
     ("--data a,b: a mixture is DIR=WEIGHT,DIR=WEIGHT: 'a' lacks its DIR or its =WEIGHT: give both",
@@ -201,7 +197,6 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("--resume: True is no checkpoint's FILE: leave the flag out", ["--resume True"]),
     ("--init-from: resume is no checkpoint's FILE: leave the flag out, and train.py goes on with "
      "the run in --out", ["--init_from=resume"]),
-    ("--compile takes no value: give --compile alone, or leave it out", ["--compile=False"]),
     ("there is no checkpoint no.pt: run train.py first, or `python -m tools.huggingface import "
      "NAME no.pt`, or give another file", ["--init-from no.pt", "--eval-only --resume no.pt"]),
     ("there is no checkpoint run/step_00000003.pt: run has step_00000004.pt, step_00000002.pt", [
@@ -289,51 +284,16 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
      "--nproc_per_node=2 --sequence-parallel --tp 2"),
     *(("--n-embd 100 --n-head 3", "give --n-embd 99 or --n-embd 102 or --n-head 2", flags) for flags
       in ("--n-embd 99 --n-head 3", "--n-embd 102 --n-head 3", "--n-embd 100 --n-head 2")),
-    *((flags, advice, next_flags) for flags, advice, next_flags in [
-        ("--per_device_train_batch_size 8", "give --batch-size, the sequences of a step of the "
-         "whole job: per device x devices x gradient accumulation steps", "--batch-size 8"),
-        ("--num_train_epochs 3", "give --epochs, a whole number", ""),
-        ("--max_steps=100", "give --steps", "--steps 100"),
-        ("--train.max_steps 9 --train.micro_batch_size 2", "give --steps; unknown argument "
-         "--train.micro-batch-size: did you mean --micro-batch?", "--steps 9 --micro-batch 2"),
-        ("optim.lr=1e-3 training.max_steps=9", "mean --lr?", "--lr 1e-3 --steps 9"),
-        ("lr=1e-3", "mean --lr?", "--lr 1e-3"), ("--lr = 1e-3", "such as 0.1", "--lr 0.1"),
-        ("--output_dir o2 --overwrite_output_dir", "give --out DIR", "--out o2"),
-        ("--model_name_or_path gpt2", "give --model NAME for a new model", "--model nano"),
-        ("--model_name_or_path gpt2", "--init-from FILE.pt", "--init-from whole.pt"),
-        ("--model openai-community/gpt2", "give --init-from FILE.pt and leave --model out; for a "
-         "new model of that size give --model gpt2", "--model gpt2"),
-        ("--do_train --gradient_checkpointing True --fp16 True", "leave it out: train.py does "
-         "both (--eval-only: no training); unknown argument --gradient-checkpointing: give "
-         "--recompute; unknown argument --fp16: give --dtype fp16", "--recompute --dtype fp16"),
-        ("--save_total_limit 2 --save_strategy=steps", "give --keep, a number of files; unknown "
-         "argument --save-strategy=steps: give --save-every, a number", "--keep 2 --save-every 9"),
-        ("--eval_steps 9", "give --eval-every, a number of steps", "--eval-every 9"),
-        ("--lr_scheduler_type linear", "give --lr-schedule cosine or linear",
-         "--lr-schedule linear"),
-        ("--lr-schedule constant_with_warmup", "give --min-lr-ratio 1 instead",
-         "--min-lr-ratio 1"),
-        ("--max_grad_norm 1 --adam_epsilon=1e-8", "give --clip; unknown argument "
-         "--adam-epsilon=1e-8: leave it out", "--clip 1"),
-        ("--train_file a.txt", "makes shards of your text: give --data DIR", "--data other"),
-        ("--deepspeed ds.json", "give --zero 1, 2 or 3, --dtype and --clip, and start by torchrun",
-         "--nproc_per_node=2 --zero 2 --dtype bf16 --clip 1"),
-        ("--local-rank=0", "start by torchrun", "--nproc_per_node=2"),
-        ("--devices 2", "torchrun --nproc_per_node=N train.py", "--nproc_per_node=2"),
-        ("--fsdp full_shard", "give --zero 3", "--nproc_per_node=2 --zero 3"),
-        ("config.yaml --save_overwrite", "there are no configuration files, only flags: --help "
-         "lists them; unknown argument --save-overwrite: leave it out", ""),
-        ("--activation GELU", "give gelu", "--activation gelu"),
-        ("--dtype bf16-mixed", "give bf16", "--dtype bf16"),
-        ("--dtype fp8", "no products in 8 bits: give bf16", "--dtype bf16"),
-        ("--rollback False --clip None", "give off; argument --clip: invalid float value: 'None': "
-         "give 0", "--rollback off --clip 0"),
-        ("--total_batch_size 64 --device_batch_size 2", "give --batch-size, in sequences: tokens / "
-         "seq-len; unknown argument --device-batch-size: give --micro-batch, and --batch-size",
-         "--batch-size 4 --micro-batch 2"), ("--d_model 32", "give --n-embd", "--n-embd 32"),
-        ("--cpu", "give --device cpu", "--device cpu"), ("--eval", "give --eval-only",
-                                                         "--eval-only --out run"),
-        ("--logging_steps=9", "give --log-every, a number of steps", "--log-every 9")]),
+    ("lr=1e-3", "mean --lr?", "--lr 1e-3"),
+    ("--model openai-community/gpt2", "give --init-from FILE.pt and leave --model out; for a "
+     "new model of that size give --model gpt2", "--model gpt2"),
+    ("--model_name gpt2", "give --model NAME for a new model", "--model nano"),
+    ("--model_name gpt2", "--init-from FILE.pt", "--init-from whole.pt"),
+    ("--lr_decay_style linear", "mean --lr-schedule?", "--lr-schedule linear"),
+    ("--lr-schedule constant", "give --min-lr-ratio 1 instead", "--min-lr-ratio 1"),
+    ("--activation GELU", "did you mean gelu?", "--activation gelu"),
+    ("--rollback False --clip None", "give off; argument --clip: invalid float value: 'None': "
+     "give 0", "--rollback off --clip 0"),
     ("--nproc_per_node=2 --pp 2 --zero 3", "give --zero 1", "--nproc_per_node=2 --pp 2 --zero 1"),
     ("--nproc_per_node=2 --pp 2 --zero 3", "or --zero 2 (not with zb-h1)",
      "--nproc_per_node=2 --pp 2 --zero 2"),
@@ -359,14 +319,13 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
      "--nproc_per_node=2 --tp 2 --n-embd 100 --n-head 2"),
     ("--nproc_per_node=2 --tp 3", "lower these, or start a multiple of 3",
      "--nproc_per_node=2 --tp 2"),
-    ("--dp 2", "start that many times more", "--nproc_per_node=2"),
     ("--min_lr=1e-5", "give --min-lr-ratio, min-lr / lr, such as 0.1", "--min-lr-ratio 0.1"),
     ("--fp16", "give --dtype fp16", "--dtype fp16"), ("--dtype float32", "give fp32", ""),
-    ("--resume", "leave it out to go on with the run in --out", ""), ("--steps 1e1", "such as", ""),
+    ("--resume", "leave it out to go on with the run in --out", ""),
     ("--gradient_accumulation_steps=5 --batch_size=12", "give --batch-size, nanoGPT's batch_size x "
      "gradient_accumulation_steps, and --micro-batch, its batch_size",
      "--batch-size 60 --micro-batch 12"),
-    ("--tokens 1e6", "give --steps, tokens / (batch-size x seq-len), or --epochs", "--steps 9"),
+    ("--max_tokens 1e6", "give --steps, tokens / (batch-size x seq-len), or --epochs", "--steps 9"),
     ("whole.pt", "give it to --resume or --init-from", "--init-from whole.pt"),
     ("--init_from=gpt2", "tools.huggingface import gpt2 gpt2.pt` makes one of weights, for "
      "--init-from", "--init-from whole.pt"),
@@ -374,7 +333,7 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
     ("--always_save_checkpoint --lr_decay_iters=5", "leave it out: every --save-every steps a "
      "checkpoint is written, whatever the validation loss; there is no file of the best; ", ""),
     ("--lr_decay_iters=5 --bias=False", "decays until --steps; ", ""),
-    ("--max-position-embeddings 16", "give --seq-len", "--seq-len 16"),
+    ("--max-position-embeddings 16", "mean --seq-len?", "--seq-len 16"),
     *((flags, "give --pp-schedule interleaved --pp-chunks ",
        "--nproc_per_node=2 --n-layer 4 --pp-chunks 2 --pp 2 --pp-schedule interleaved")
       for flags in ("--num-layers-per-virtual-pipeline-stage 1",
@@ -387,13 +346,12 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
      "--batch-size 16 --batch-ramp 4:4:100"),
     ("--data-path 0.7 other 0.3 beyond", "a mixture is --data A=0.7,B=0.3",
      "--data other=0.7,beyond=0.3"),
-    ("--tp-size 2", "give --tp", "--nproc_per_node=2 --tp 2"),
+    ("--tensor-model-parallel-size 2", "mean --tp?", "--nproc_per_node=2 --tp 2"),
     ("--data-parallel-size 2", "start that many times more", "--nproc_per_node=2"),
     ("--fp8-format hybrid", "give --dtype bf16", "--dtype bf16"),
     ("--nproc_per_node=2 --batch-size 4 --batch-ramp 1:1:60", "--batch-ramp 1:1:60: batch size 1 ",
      "--nproc_per_node=2 --batch-size 4 --batch-ramp 2:2:60"),
-    ("--lr-warmup-fraction 0.5", "give --warmup-steps, a number of steps", "--warmup-steps 2"),
-    ("--train-samples 16", "give --steps, a number of steps", "--steps 4"),
+    ("--train-samples 16", "mean --steps? (steps of", "--steps 4"),
     ("--vocab-file x --split 9,1", "`python data.py` has split and encoded the text", ""),
     ("--init-method-std 1", "leave it out: --model chooses a family", ""),
     ("--loss-scale 1024", "--dtype fp16 finds its loss scale by itself", "--dtype fp16"),
@@ -445,7 +403,7 @@ def test_a_tilde_is_the_home_folder_where_no_shell_replaces_it(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     given = parse_flags(["--out=~/run", "--data", "/a=1,~/b=2", "--init-from=x~/y.pt"])
     assert given == dict(out="/home/me/run", data="/a=1,/home/me/b=2", init_from="x~/y.pt")
-    assert str(program.parse_flags(["--input=~/a.txt", "--out=~/d"]).out) == "/home/me/d"
+    assert str(data_flags.parse_flags(["--input=~/a.txt", "--out=~/d"]).out) == "/home/me/d"
 
 
 def differ(rank, world):
@@ -1342,20 +1300,16 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
     ("--ckpt .", "checkpoint .: it is a directory without any: give"),
     ("--temperature -1", "--temperature"), ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"),
     ("--temperature 1e-50", "at least 1e-06"), ("--top-p 1e-300", "at least 1e-06"),
-    ("--num_samples 0", "--num-samples must"), ("--max_new_tokens 9", "mean --max-tokens?"),
-    ("once upon", "unknown argument 'once upon': give --prompt TEXT"),
+    ("--num_samples 0", "--num-samples: 0 must"), ("--max_new_tokens 9", "mean --max-tokens?"),
+    ("once upon", "unknown argument once upon: give --prompt TEXT"),
+    ("--top-p 1.5 --seed x", "--seed: invalid int value: 'x': give a whole number"),
+    ("--top-p 1.5", "must be at most 1"),
     ("out/latest.pt --top-k 1", "unknown argument out/latest.pt: give --ckpt FILE"),
-    ("--start x", "give --prompt TEXT"), ("--start=FILE:x", "--prompt - < FILE"),
-    ("--out_dir=o", "give --ckpt OUT/latest.pt"), ("o/latest.pt", "give --ckpt FILE"),
+    ("--start=FILE:x", "--prompt - < FILE"), ("--out_dir=o", "give --ckpt OUT/latest.pt"),
     ("--init_from=gpt2", "import gpt2 gpt2.pt` makes"), ("--compile=False", "leave it out"),
     ("--dtype=float16", "give bf16"), ("--device=cuda:1", "give cuda; CUDA_VISIBLE_DEVICES"),
-    ("--temprature 1", "mean --temperature?"), ("hello", "give --prompt TEXT"),
-    ("--do_sample --max_length 5", "leave it out: it is always so (--temperature 0: the most "
-     "probable token); unknown argument --max-length: did you mean --max-tokens?"),
-    ("--model_name_or_path gpt2", "import NAME FILE.pt` makes one of published weights"),
-    ("--num_return_sequences 2", "mean --num-samples?"), ("--ckpt=", "--ckpt: the value is empty"),
-    ("--device gpu", "give cuda"), ("--num_beams=4", "leave it out: --temperature, --top-k and"),
-    ("--max-tokens x", "--max-tokens"), ("--device cuda", "no CUDA device"),
+    ("--temprature 1", "mean --temperature?"), ("--ckpt=", "--ckpt: the value is empty"),
+    ("--device gpu", "give cuda"), ("--device cuda", "no CUDA device"),
     ("--seed -1", "--seed"), ("--seed 99999999999999999999", "--seed"), ("--nonsense", "--nons"),
     ("--prompt --x", "give a value; one that begins with - as --prompt=VALUE"),
     ("--prompt \udce9", "--stop is not UTF-8 (surrogates not allowed): convert it, as by iconv"),

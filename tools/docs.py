@@ -27,8 +27,8 @@ from typing import Iterator, NamedTuple
 from base import sample_flags
 from base.commandline import Parser
 from base.options import LOCAL, SHAPE, Config
-from base.other_names import IN_PROJECTS, OTHER_NAMES, PROJECTS
-from corpus import program
+from base.other_names import IN_PROJECTS, PROJECTS
+from corpus import flags as data_flags
 from models import SIZES
 from tools import schedule
 from tools.markdown import table
@@ -173,7 +173,8 @@ def flags_page() -> str:
     lines += [*section(group, rows), "", "## Notes"]
     for name, note in NOTES.items():
         lines += ["", f"### `--{name}`", "", note]
-    lines += program_section(program.make_parser()) + program_section(sample_flags.make_parser())
+    lines += program_section(data_flags.make_parser())
+    lines += program_section(sample_flags.make_parser())
     return "\n".join([*lines, "", *elsewhere(), ""])
 
 
@@ -201,25 +202,13 @@ def section(group: str | None, rows: list) -> list[str]:
 
 
 def elsewhere() -> list[str]:
-    """The table of the nearest flags of other projects. A name that a parser knows and that no
-    project's column has stands in a last column."""
-    rows = []
-    for f in dataclasses.fields(Config):
-        name = f.name.replace("_", "-")
-        cells = IN_PROJECTS.get(name, ("",) * len(PROJECTS))
-        listed = re.findall(r"[\w-]+", " ".join(cells).replace("_", "-"))
-        others = [f"`--{other}`" for other in OTHER_NAMES.get(name, "").split()
-                  if other not in listed and f"--{other}" not in listed]
-        if any(cells) or others:
-            rows.append([f"`--{name}`", *cells, ", ".join(others)])
-    columns = ["Here", *PROJECTS, "Other names"]
-    if not any(row[-1] for row in rows):
-        columns = columns[:-1]
-        rows = [row[:-1] for row in rows]
+    """The table of the nearest flags of other projects."""
+    names = [f.name.replace("_", "-") for f in dataclasses.fields(Config)]
+    rows = [[f"`--{name}`", *IN_PROJECTS[name]] for name in names if name in IN_PROJECTS]
     return ["## Names in other projects", "",
             "The nearest flag of each project; its values may differ. picotron's names without "
             "dashes are keys of its config.json. If you give train.py one of them, it suggests "
-            "the flag for most.", "", *table(columns, rows)]
+            "the flag.", "", *table(["Here", *PROJECTS], rows)]
 
 
 # ---------------------------------------------------------------------------------------------

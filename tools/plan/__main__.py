@@ -1,13 +1,12 @@
 """The command line of python -m tools.plan."""
-import argparse
 import json
 import math
 import sys
 from dataclasses import replace
 
 from base import options
-from base.commandline import Parser
-from base.other_names import OTHER_NAMES, PLAN_ADVICE
+from base.commandline import Parser, add_flags, parse_given
+from base.other_names import PLAN_ADVICE
 from base.processes import print_rank0
 from models import make_config
 from runtime.checks import check_config, check_heads
@@ -30,9 +29,9 @@ on top, as goodput says. Command is what starts the run."""
 def read_flags(arguments: list[str]) -> tuple[PlanConfig, dict]:
     """The config, and what of it was given. Raises ValueError on a usage error."""
     parser = Parser("tools.plan", "python -m tools.plan --world N --gpu NAME [FLAG ...]", HELP,
-                    OTHER_NAMES, PLAN_ADVICE, argument_default=argparse.SUPPRESS)
-    options.add_flags(parser, OWN_FLAGS + RUN_FLAGS, PlanConfig)
-    given = options.parse_given(parser, arguments, PlanConfig)
+                    PLAN_ADVICE)
+    add_flags(parser, PlanConfig, OWN_FLAGS + RUN_FLAGS)
+    given = parse_given(parser, arguments)
     if "world" not in given or "gpu" not in given:
         raise ValueError(f"--world, the number of GPUs, and --gpu, one of {', '.join(GPUS)} or "
                          f"TFLOP/s:GB:GB/s of another, are required")

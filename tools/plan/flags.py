@@ -3,7 +3,7 @@ from dataclasses import dataclass, replace
 
 from amp import PRECISIONS
 from base import options
-from base.options import flag
+from base.commandline import flag
 from tools.plan.gpus import GPUS, GPUSpec, gpu_name, spec_of
 
 GPT2_VOCABULARY = 50257         # of the sizes that are not below

@@ -1,0 +1,72 @@
+"""Errors of a user or of the machine, in one line: the end of data.py and sample.py. Files of
+corpus/ give an error of the system its path.
+"""
+import errno
+import os
+import sys
+from contextlib import contextmanager
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+FAILURES = (*NO_SPACE, errno.EFBIG, errno.EIO)
+SYSTEM_ADVICE = {
+    errno.ENOSPC: "free some space there, or give another path",
+    errno.EDQUOT: "free some of your quota there, or give another path",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f), or give another path",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EIO: "the disk fails: copy the file elsewhere and read it there"}
+
+
+@contextmanager
+def errors_in_one_line(program: str):
+    """End the program in one line on standard error if the block raises an error of its user, with
+    status 2, or of the machine, with status 1. Other errors keep their traceback."""
+    try:
+        yield
+    except (ValueError, OSError, MemoryError, FloatingPointError) as error:
+        if not isinstance(error, BrokenPipeError):      # `| head` has read enough
+            print(f"{program}: {describe(error)}", file=sys.stderr)
+        if sys.stdout is not None and is_of_stdout(error):
+            # Python flushes once more at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(getattr(error, "status", 1 if is_failure(error) else 2))
+
+
+def is_of_stdout(error: BaseException) -> bool:
+    """Whether a system's error is of standard output: all others have the path of their file."""
+    return isinstance(error, OSError) and error.errno is not None and error.filename is None
+
+
+def describe(error: BaseException) -> str:
+    """One line of an error: of an OSError of the system its path, its reason and what to do."""
+    if is_of_stdout(error):
+        text = f"standard output cannot be written: {error.strerror}"
+    elif isinstance(error, OSError) and error.filename is not None:
+        path = error.filename2 if error.filename2 is not None else error.filename
+        advice = SYSTEM_ADVICE.get(error.errno, "give another path")
+        text = f"{path}: {error.strerror}: {advice}"
+    else:
+        text = str(error)
+    return one_line(text)
+
+
+def one_line(text: str) -> str:
+    r"""A name may have line ends: each is shown as \n."""
+    return text.replace("\r", r"\r").replace("\n", r"\n")
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether an error is no mistake of the user."""
+    if isinstance(error, (ConnectionError, MemoryError, FloatingPointError)):
+        return True
+    return is_of_stdout(error) or getattr(error, "errno", None) in FAILURES
+
+
+@contextmanager
+def named(path):
+    """An OSError in this block has the path, which one of reading or writing lacks."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
