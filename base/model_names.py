@@ -1,5 +1,5 @@
 """What a wrong --model may mean: the nearest sizes, by family and by number of parameters, or a
-model of the hub. The parsers of train.py and tools.plan ask it (options.add_flags).
+model of the hub. The parsers of train.py and tools.plan ask it (commandline.add_flags).
 """
 import difflib
 import math
