@@ -1,4 +1,4 @@
-"""Tables of Markdown, whole or row by row. tools.docs, tools.bench and tools.faults print them."""
+"""Tables of Markdown, whole or row by row. tools.docs and tools.bench print them."""
 
 
 def row(*cells) -> str:
