@@ -12,8 +12,9 @@ order, because each part needs the one before:
 """
 import re
 import socket
+from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,14 @@ import torch.nn as nn
 import parallel
 from model import GPT, Dropout, GPTConfig
 from parallel import GROUPS, keep_stage
+from parallelism.buckets import Bucket, make_buckets
 from parallelism.collectives import all_gather_object, all_reduce, on_hosts
 from parallelism.context import CP_PLAN, ContextParallelAttention, recompute_attention
 from parallelism.cpu_kernels import use_kernels
 from parallelism.exact import EXACT_PLAN, ExactParameters, make_exact, new_sums
 from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
-from parallelism.tensor import TP_PLAN, TensorParallel, param_specs, softmax_over_ranks
+from parallelism.tensor import (TP_PLAN, ParamSpec, TensorParallel, param_specs,
+                                softmax_over_ranks)
 from parallelism.zero import FlatParameters, gather_before_use
 
 # ---------------------------------------------------------------------------------------------
@@ -151,6 +154,39 @@ def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
     if config.zero > 0:
         gather_before_use(model, flat)
     return model, flat
+
+
+# ---------------------------------------------------------------------------------------------
+# A rank's parameters, counted before anything is built: runtime/checks.py and tools/plan/ ask
+# ---------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def stage_specs(model_config: GPTConfig, tp: int, is_first: bool,
+                is_last: bool) -> list[ParamSpec]:
+    """The parameters of such a stage if it has one block."""
+    pp = 1 + (not is_first) + (not is_last)         # a stage before it, and one behind it
+    grid = Grid(1, pp, tp, rank=0 if is_first else tp)
+    model_config = replace(model_config, n_layer=pp)
+    return param_specs(build_stage(model_config, grid), model_config, grid)
+
+
+def rank_buckets(model_config: GPTConfig, grid: Grid, zero: int) -> list[tuple[Bucket, int]]:
+    """The buckets of this rank, as [(bucket, how many like it)]. All blocks are alike,
+    so those of one block stand for all. They are the last two, its attention and its MLP."""
+    specs = stage_specs(model_config, grid.tp, grid.is_first, grid.is_last)
+    num_shards, shard_rank = (grid.replicas, grid.replica) if zero > 0 else (1, 0)
+    buckets = make_buckets(specs, grid.replicas, num_shards, shard_rank)
+    blocks = sum(map(len, chunk_layers(model_config.n_layer, grid)))
+    of_block = [bucket for bucket in buckets if bucket.name[0].isdigit()]
+    ends = [(bucket, 1) for bucket in buckets if bucket not in of_block]
+    return ends + [(bucket, blocks) for bucket in of_block]
+
+
+def rank_parameters(buckets: list[tuple[Bucket, int]]) -> tuple[int, int]:
+    """(numbers in the buckets that `rank_buckets` counts, numbers in the longest one)"""
+    numel = sum(bucket.numel * count for bucket, count in buckets)
+    return numel, max(bucket.numel for bucket, _ in buckets)
 
 
 # ---------------------------------------------------------------------------------------------

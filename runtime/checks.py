@@ -19,12 +19,10 @@ from corpus.shards import fits_tokenizer
 from data import TokenDataset
 from model import GPTConfig
 from models import PEAK_LR, SIZES, make_config
-from parallelism.buckets import make_buckets, state_bytes
-from parallelism.build import Grid, build_stage
+from parallelism.buckets import state_bytes
+from parallelism.build import Grid, rank_buckets, rank_parameters
 from parallelism.collectives import out_of_memory
 from parallelism.exact import MOST_STRIPS
-from parallelism.pipeline import chunk_layers
-from parallelism.tensor import param_specs
 
 
 def refuse(problems: list[str]) -> None:
@@ -322,18 +320,6 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     return config, model_config
 
 
-def rank_parameters(model_config: GPTConfig, place: Grid) -> tuple[int, int]:
-    """(parameters of a rank before ZeRO shards them, those of its longest bucket). All blocks have
-    the same size, so a model with one block for each chunk is enough to compute it."""
-    small = dataclasses.replace(model_config, n_layer=place.pp * place.chunks)
-    specs = param_specs(build_stage(small, place), small, place)
-    of_blocks = sum(spec.numel for spec in specs if spec.name.startswith("blocks."))
-    of_ends = sum(spec.numel for spec in specs) - of_blocks
-    blocks = sum(len(layers) for layers in chunk_layers(model_config.n_layer, place))
-    longest = max(bucket.numel for bucket in make_buckets(specs, place.replicas))
-    return of_ends + of_blocks // place.chunks * blocks, longest
-
-
 @contextmanager
 def advice_on_memory(config: Config, grid: Grid):
     """To an error of too little memory in the block, add the flags that take less."""
@@ -373,7 +359,7 @@ def check_memory(model_config: GPTConfig, grid: Grid, config, dtypes: tuple, dev
     on_machine = Counter()
     for rank in range(local_world):
         place = Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks, cp=grid.cp)
-        numel, longest = rank_parameters(model_config, place)
+        numel, longest = rank_parameters(rank_buckets(model_config, place, config.zero))
         on_device, on_host = state_bytes(numel, longest, grid.replicas, dtypes, config.zero,
                                          config.offload and device.type != "cpu", config.exact)
         if config.eval_only:

@@ -54,7 +54,7 @@ from model import GPT, SIZES, GPTConfig
 from models.kv_cache import CachedModel
 from parallelism import collectives, cpu_kernels
 from parallelism.buckets import make_buckets
-from parallelism.build import Grid, build_stage
+from parallelism.build import Grid, build_stage, rank_buckets, rank_parameters
 from parallelism.tensor import param_specs
 from runtime import checks, console, directory, evaluation, sample_text, startup
 from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backward,
@@ -538,11 +538,11 @@ def test_the_parameters_of_a_rank_are_counted_without_building_its_blocks(dp, pp
     for rank in range(dp * pp * tp):
         place = Grid(dp, pp, tp, rank, chunks=chunks)
         specs = param_specs(build_stage(cfg, place), cfg, place)
-        numel = sum(spec.numel for spec in specs)
-        longest = max(bucket.numel for bucket in make_buckets(specs, dp))
-        assert checks.rank_parameters(cfg, place) == (numel, longest)
+        sizes = [bucket.numel for bucket in make_buckets(specs, dp)]
+        assert rank_parameters(rank_buckets(cfg, place, 1)) == (sum(sizes), max(sizes))
     huge = replace(cfg, n_layer=10 ** 7 * pp * chunks)
-    assert checks.rank_parameters(huge, Grid(dp, pp, tp, chunks=chunks))[0] > 10 ** 11
+    buckets = rank_buckets(huge, Grid(dp, pp, tp, chunks=chunks), 0)
+    assert rank_parameters(buckets)[0] > 10 ** 11
 
 
 def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, tmp_path):

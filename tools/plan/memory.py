@@ -15,8 +15,7 @@ def memory_bytes(stage: Stage, on_gpu: bool = True) -> dict:
     """Peak memory of this rank in bytes, by kind; what --offload keeps on the host has the prefix
     host_."""
     config = stage.config
-    longest = max(bucket.numel for bucket, _ in stage.buckets)
-    sizes, on_host = state_bytes(stage.numel, longest, stage.grid.replicas,
+    sizes, on_host = state_bytes(stage.numel, stage.longest, stage.grid.replicas,
                                  PRECISIONS[config.dtype], config.zero, config.offload and on_gpu)
     sizes |= {f"host_{kind}": size for kind, size in on_host.items()}
     return sizes | dict(buffers=buffer_bytes(stage, on_gpu), logits=logits_bytes(stage, on_gpu),
@@ -40,8 +39,7 @@ def buffer_bytes(stage: Stage, on_gpu: bool) -> int:
     config, grid = stage.config, stage.grid
     total = bucket_bytes(stage)
     if config.zero >= 1 and not on_gpu:
-        longest = max(bucket.numel for bucket, _ in stage.buckets)
-        total += config.master_size * longest * (grid.replicas - 1) // grid.replicas
+        total += config.master_size * stage.longest * (grid.replicas - 1) // grid.replicas
     if grid.pp > 1:
         total += 2 * stage.own_x * config.size
     if grid.cp > 1:

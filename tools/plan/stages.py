@@ -1,14 +1,13 @@
 """A stage of a planned pipeline: its place in the run, and what of the model it holds. All blocks
 are alike, so one block and a count stand for them, and no tensor is made.
 """
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 
 from model import GPTConfig
-from parallelism.buckets import Bucket, make_buckets
-from parallelism.build import Grid, build_stage
+from parallelism.buckets import Bucket
+from parallelism.build import Grid, rank_buckets, rank_parameters
 from parallelism.pipeline import chunk_layers
-from parallelism.tensor import ParamSpec, param_specs
 from tools.plan.flags import PlanConfig
 
 
@@ -51,31 +50,17 @@ class Stage:
 
     @cached_property
     def buckets(self) -> list[tuple[Bucket, int]]:
-        """The buckets of this rank's FlatParameters: [(bucket, how many like it)]. The last two are
-        a block's attention and MLP."""
-        grid = self.grid
-        specs = stage_specs(self.cfg, grid.tp, grid.is_first, grid.is_last)
-        if self.config.zero > 0:
-            buckets = make_buckets(specs, grid.replicas, grid.replicas, grid.replica)
-        else:
-            buckets = make_buckets(specs, grid.replicas)
-        of_block = [bucket for bucket in buckets if bucket.name[0].isdigit()]
-        ends = [(bucket, 1) for bucket in buckets if bucket not in of_block]
-        return ends + [(bucket, self.layers) for bucket in of_block]
+        return rank_buckets(self.cfg, self.grid, self.config.zero)
 
     @cached_property
     def numel(self) -> int:
         """Numbers in these buckets."""
-        return sum(bucket.numel * count for bucket, count in self.buckets)
+        return rank_parameters(self.buckets)[0]
 
-
-@lru_cache
-def stage_specs(cfg: GPTConfig, tp: int, is_first: bool, is_last: bool) -> list[ParamSpec]:
-    """The parameters of such a stage if it has one block."""
-    pp = 1 + (not is_first) + (not is_last)         # a stage before it, and one behind it
-    grid = Grid(1, pp, tp, rank=0 if is_first else tp)
-    cfg = replace(cfg, n_layer=pp)
-    return param_specs(build_stage(cfg, grid), cfg, grid)
+    @cached_property
+    def longest(self) -> int:
+        """Numbers in the longest of them."""
+        return rank_parameters(self.buckets)[1]
 
 
 def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Stage], list[int]]:
