@@ -1,6 +1,6 @@
 """What only a GPU can show, in one command for a card that is lent for half an hour.
 
-    python -m tools.bench gpu                       # all parts, at most 20 minutes; on a free GPU
+    python -m tools.bench gpu                       # all parts, at most 17 minutes; on a free GPU
     python -m tools.bench gpu race profile          # some of them
     python -m tools.bench gpu --device cpu          # a tiny model: shows that the parts run
 
@@ -11,7 +11,6 @@ asserted.
 import itertools
 import json
 import math
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,6 @@ from typing import Iterator
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 import train
 from base import commandline
@@ -51,9 +49,6 @@ class Work:
     batch: int                  # sequences of a step
     steps: int                  # of a run in the race; the median is of those after the warm-up
     warmup: int
-    product: int                # rows and columns of a square matrix
-    copied: int                 # bytes
-    positions: int              # of a tile of the loss
     layouts: tuple              # (processes, flags of train.py, the environment)
     memories: tuple             # flags of train.py
 
@@ -72,26 +67,14 @@ PLAIN = "plain, compiled whole"
 OURS = {"ours": [], "ours --compile": ["--compile"]}        # flags of train.py
 MEMORIES = ("--compile", "--recompute", "--offload", "--dtype fp32")    # beside the microbatches
 MICROBATCHES = {"gpt2": (16, 64, 8), "gpt3-350m": (16, 8), "gpt3-1.3b": (8, 4), "nano": (4, 2)}
-GPU_WORK = Work("cuda", "gpt2", vocab=50257, batch=64, steps=30, warmup=10, product=8192,
-                copied=2 ** 30, positions=4096, layouts=LAYOUTS, memories=MEMORIES)
-CPU_WORK = Work("cpu", "nano", vocab=257, batch=4, steps=3, warmup=1, product=128, copied=2 ** 20,
-                positions=64, layouts=((2, "--zero 1", {}),), memories=())
+GPU_WORK = Work("cuda", "gpt2", vocab=50257, batch=64, steps=30, warmup=10,
+                layouts=LAYOUTS, memories=MEMORIES)
+CPU_WORK = Work("cpu", "nano", vocab=257, batch=4, steps=3, warmup=1,
+                layouts=((2, "--zero 1", {}),), memories=())
 
 
 def synchronize(work: Work) -> None:
     torch.get_device_module(work.device).synchronize()
-
-
-def seconds_of(work: Work, action, times: int = 10) -> float:
-    """Of one call, the median."""
-    seen = []
-    for _ in range(times + 2):                  # the first two warm up
-        synchronize(work)
-        started = time.perf_counter()
-        action()
-        synchronize(work)
-        seen.append(time.perf_counter() - started)
-    return float(np.median(seen[2:]))
 
 
 def within(seconds: float, items) -> Iterator:
@@ -106,8 +89,9 @@ def within(seconds: float, items) -> Iterator:
         slowest = max(slowest, time.monotonic() - begun)
 
 
-def new_run(work: Work, folder: Path, cfg: GPTConfig, flags: list[str]) -> train.Run:
+def new_run(work: Work, folder: Path, flags: list[str]) -> train.Run:
     """A run in this process, before its first step."""
+    cfg = work.model_config
     given = dict(data=str(launch.random_data(folder, work.vocab)), out=str(folder), lr=1e-4,
                  steps=1000, batch_size=work.batch, micro_batch=work.microbatches[0], dtype="bf16")
     config = Config(**given | parse_flags(flags))
@@ -143,27 +127,6 @@ def plain_loop(work: Work, micro_batch: int, trace: str | None = None) -> dict:
 # ---------------------------------------------------------------------------------------------
 # The parts
 # ---------------------------------------------------------------------------------------------
-
-def ceilings(work: Work, folder: Path) -> Iterator:
-    """What this card gives at best. (An H200 measured elsewhere: 770 to 800 TFLOP/s, 4.3 TB/s.)"""
-    yield "versions", dict(torch=torch.__version__, cuda=torch.version.cuda,
-                           python=sys.version.split()[0])
-    n = work.product
-    a = torch.randn(n, n, device=work.device, dtype=torch.bfloat16)
-    source, target = torch.empty(2, work.copied // 2, device=work.device, dtype=torch.uint8)
-    product = 2 * n ** 3 / seconds_of(work, lambda: a @ a)
-    copied = work.copied / seconds_of(work, lambda: target.copy_(source))   # read and written
-    yield "rates", {"bf16 product of": n, "TFLOP/s": product / 1e12, "copy, TB/s": copied / 1e12}
-    if work.device == "cpu":
-        yield "card", dict(skipped="only an NVIDIA GPU has nvidia-smi")
-        return
-    for _ in range(int(product / n ** 3)):                  # about two seconds' work
-        a @ a
-    query = "name,power.limit,power.draw,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,pstate"
-    text = subprocess.run(["nvidia-smi", "--format=csv,noheader", f"--query-gpu={query}"],
-                          capture_output=True, text=True).stdout
-    yield "card, during products", dict(zip(query.split(","), text.strip().split(", ")))
-
 
 def race(work: Work, folder: Path) -> Iterator:
     """Ours eager, ours compiled, and a plain loop whose model and loss are compiled as a whole, in
@@ -205,62 +168,16 @@ def profile(work: Work, folder: Path) -> Iterator:
     compiled loss, 24 to 28% of the busy time were passes over the logits; 6 to 8% are expected.)"""
     path = folder / "trace.json"
     for side, flags in OURS.items():
-        run = new_run(work, folder, work.model_config, flags)
+        run = new_run(work, folder, flags)
         make_steps(run, work.warmup)
-        for with_stack in (False, True):
+        synchronize(work)
+        with torch.profiler.profile() as profiler:
+            make_steps(run, 2)
             synchronize(work)
-            with torch.profiler.profile(with_stack=with_stack) as profiler:
-                make_steps(run, 2)
-                synchronize(work)
-            profiler.export_chrome_trace(str(path))
-            yield from tables_of(path, side, with_stack)
+        profiler.export_chrome_trace(str(path))
+        yield from tables_of(path, side)
     plain_loop(work, work.microbatches[0], trace=str(path))
     yield from tables_of(path, PLAIN)
-
-
-def loss(work: Work, folder: Path) -> Iterator:
-    """A tile of the loss and its gradients against float64: relative differences, of vectors those
-    of the norm. (Expected on an H100: beside its products 2 ms eager, 0.4 compiled.)"""
-    cfg = replace(work.model_config, n_layer=1)
-    for dtype, (side, flags) in itertools.product(("fp32", "bf16"), OURS.items()):
-        run = new_run(work, folder, cfg, ["--dtype", dtype, *flags])
-        head, weight = run.model.head, run.model.head.weight
-        x = torch.randn(1, work.positions, cfg.n_embd, device=work.device).to(weight.dtype)
-        x.requires_grad_()
-        targets = torch.randint(work.vocab, (1, work.positions), device=work.device)
-        run.flat.zero_grad(1.0, work.positions)
-        found = head.loss(x, targets, 1.0)
-        found.backward()
-        x_wide, weight_wide = (y.detach().double().requires_grad_() for y in (x, weight))
-        logits = x_wide[0] @ weight_wide[:work.vocab].t()
-        expected = F.cross_entropy(logits, targets[0], reduction="sum")
-        expected.backward()
-
-        def difference(ours, theirs):
-            return ((ours.double() - theirs).norm() / theirs.norm()).item()
-        row = dict(dtype=dtype, side=side, loss=difference(found.detach(), expected.detach()),
-                   dx=difference(x.grad, x_wide.grad),
-                   dW=difference(weight.main_grad(), weight_wide.grad))
-        seconds = seconds_of(work, lambda: head.loss(x.detach(), targets, 1.0))
-        with torch.no_grad():
-            product = seconds_of(work, lambda: x[0] @ weight.t())
-        yield "tile", row | {"ms": 1e3 * seconds, "three products, ms": 3e3 * product}
-
-
-def optimizer(work: Work, folder: Path) -> Iterator:
-    """The host's time for an update, which begins after the step's only synchronization. (8 to 15
-    ms with 52 calls of AdamW; under 2 expected.)"""
-    run = new_run(work, folder, work.model_config, [])
-    make_steps(run, work.warmup)
-    seen = []
-
-    def timed(*args, step=run.flat.adamw_step):
-        started = time.perf_counter()
-        step(*args)
-        seen.append(time.perf_counter() - started)
-    run.flat.adamw_step = timed
-    make_steps(run, 10)
-    yield "flat.adamw_step", {"median, ms": 1e3 * np.median(seen), "longest, ms": 1e3 * max(seen)}
 
 
 def layouts(work: Work, folder: Path) -> Iterator:
@@ -296,9 +213,8 @@ def memory(work: Work, folder: Path) -> Iterator:
 # The command
 # ---------------------------------------------------------------------------------------------
 
-PARTS = dict(ceilings=ceilings, race=race, profile=profile, loss=loss, optimizer=optimizer,
-             layouts=layouts, memory=memory)
-SECONDS = dict(ceilings=60, race=420, profile=150, loss=80, optimizer=40, layouts=330, memory=120)
+PARTS = dict(race=race, profile=profile, layouts=layouts, memory=memory)
+SECONDS = dict(race=420, profile=150, layouts=330, memory=120)
 
 
 def work_of(device: str, model: str | None) -> Work:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Iterator, NamedTuple
 
 KINDS = {"kernel": "kernels", "gpu_memcpy": "kernels", "gpu_memset": "kernels",
-         "cpu_op": "calls", "cuda_runtime": "calls", "cuda_driver": "calls",
-         "python_function": "python"}               # python: if the profile had `with_stack`
+         "cpu_op": "calls", "cuda_runtime": "calls", "cuda_driver": "calls"}
 
 
 class Event(NamedTuple):
@@ -18,9 +17,9 @@ class Event(NamedTuple):
 
 
 def read_trace(path: Path) -> dict[str, list[Event]]:
-    """The file that profiler.export_chrome_trace wrote: {kernels, calls, python}, each in order of
-    the start."""
-    found = dict(kernels=[], calls=[], python=[])
+    """The file that profiler.export_chrome_trace wrote: {kernels, calls}, each in order of the
+    start."""
+    found = dict(kernels=[], calls=[])
     for event in json.loads(Path(path).read_text())["traceEvents"]:
         kind = KINDS.get(event.get("cat"))
         if event.get("ph") == "X" and kind is not None:
@@ -71,8 +70,7 @@ def longest_gaps(trace: dict, count: int = 10) -> list[dict]:
     """The longest gaps, with what the host did in the middle of each."""
     found = sorted(idle_times(trace["kernels"]), key=lambda gap: gap[0].end - gap[1].start)
     return [{"ms": after.start - before.end, "after": before.name, "before": after.name,
-             "host's call": innermost(trace["calls"], (before.end + after.start) / 2),
-             "in Python": innermost(trace["python"], (before.end + after.start) / 2)}
+             "host's call": innermost(trace["calls"], (before.end + after.start) / 2)}
             for before, after in found[:count]]
 
 
@@ -84,15 +82,11 @@ def innermost(events: list[Event], moment: float) -> str:
     return min(under_way, key=lambda event: event.end - event.start).name
 
 
-def tables_of(path: Path, side: str, with_stack: bool = False) -> Iterator:
-    """All of these as (title, row). A profile `with_stack` has noted Python's calls, which takes
-    time: its kernels are left out."""
+def tables_of(path: Path, side: str) -> Iterator:
+    """All of these as (title, row)."""
     trace = read_trace(path)
-    if with_stack:
-        side += ", slowed by noting Python's calls"
     yield "two steps", dict(side=side) | summary(trace["kernels"])
-    if not with_stack:
-        for row in slowest_kernels(trace["kernels"]):
-            yield f"{side}: kernels", row
+    for row in slowest_kernels(trace["kernels"]):
+        yield f"{side}: kernels", row
     for row in longest_gaps(trace):
         yield f"{side}: gaps", row
