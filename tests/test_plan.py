@@ -174,15 +174,13 @@ def unattended(cfg, config, tokens):
 
 
 LLAMA = LlamaConfig(384, 16, 2, 8, 64, n_kv_head=4, hidden=192, qk_norm=True)
+QUICK = (1, 13, 18, 22)             # of COVER: each ZeRO stage, each schedule
 
 
 @pytest.mark.claim("A plan tells what a run holds, sends and computes.")
 @pytest.mark.parametrize("row, model", [
-    *((COVER[i], CFG) for i in (1, 6, 13, 18, 22)),     # each ZeRO stage, each schedule
-    *((COVER[i], LLAMA) for i in (6, 18)),
-    *(pytest.param(row, [CFG, LLAMA][i % 2], marks=pytest.mark.slow)
-      for i, row in enumerate(COVER) if i not in (1, 6, 13, 18, 22)),
-    *(pytest.param(COVER[i], LLAMA, marks=pytest.mark.slow) for i in (1, 13, 22))],
+    pytest.param(row, [CFG, LLAMA][i % 2], marks=() if i in QUICK else pytest.mark.slow)
+    for i, row in enumerate(COVER)],
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else type(x).__name__)
 def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row, model):
     """On eight ranks, in layouts that cover all pairs: bytes kept, which are ZeRO's formulas, and
@@ -236,9 +234,12 @@ WIDE_ENDS = LlamaConfig(2000, 16, 3, 4, 32, n_kv_head=2)        # of more parame
     pytest.param(replace(WIDE_ENDS, tied=True), id="tied", marks=pytest.mark.slow),
     pytest.param(replace(WIDE_ENDS, vocab_size=100), id="wide blocks", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout, flags", [
-    ((2, 1, 1), dict(zero=2)), ((2, 1, 1), dict(zero=3, dtype="bf16")),
-    ((2, 1, 1), dict(zero=3, micro_batch=4, recompute=True)), ((2, 2, 1), dict(zero=3)),
-    ((2, 1, 2), dict(zero=2, dtype="bf16")), ((2, 1, 2), dict(zero=2, pp_schedule="1f1b"))],
+    ((2, 1, 1), dict(zero=3, dtype="bf16")),
+    ((2, 1, 1), dict(zero=3, micro_batch=4, recompute=True)),
+    ((2, 1, 2), dict(zero=2, dtype="bf16")),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in (
+        ((2, 1, 1), dict(zero=2)), ((2, 2, 1), dict(zero=3)),
+        ((2, 1, 2), dict(zero=2, pp_schedule="1f1b"))))],
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x))
 def test_the_estimate_of_buffers_is_what_the_buckets_hold(pool, tmp_path, cfg, layout, flags):
     """Whole gradients and gathered parameters at their peak, on every rank, with one microbatch
@@ -718,7 +719,6 @@ def test_tokens_stand_for_the_steps_that_read_them():
     ("--world 992 --model opt-175b --tp 8 --micro-batch 8", 992, "2.1M tokens, as opt-175b had"),
     ("--world 8 --model gpt3-175b --tp 8", 1536, "3.1M tokens, as GPT-3 175B had"),
     ("--world 8 --model gpt3-6.7b", 1024, "2.1M tokens, as GPT-3 6.7B had"),
-    ("--world 8 --model gpt2", 512, "0.5M tokens, as GPT-3 125M had"),
     ("--world 12 --model gpt2", 516, "0.5M tokens, as GPT-3 125M had"),
     ("--world 8 --model pythia-1.4b --pp 2 --micro-batch 8", 512, "1.0M tokens, as GPT-3 1.3B had"),
     ("--world 8 --model gpt2 --search --micro-batch 16", 512, "0.5M tokens, as GPT-3 125M had"),
@@ -763,7 +763,6 @@ def test_days_stand_for_the_steps_that_they_suffice_for(flags):
 
 
 @pytest.mark.parametrize("flags", ["--world 4 --gpu h100 --days 1 --micro-batch 4",
-                                   "--world 1 --gpu 3090 --days 1",
                                    "--world 3 --gpu l4 --days 2 --zero 1 --batch-size 96"])
 def test_without_a_model_days_find_the_largest_that_they_train_on_its_optimal_tokens(flags):
     """In the layout that a search finds. None of the larger ones gets its tokens in time. Flags of
@@ -789,7 +788,7 @@ def test_without_a_model_days_find_the_largest_that_they_train_on_its_optimal_to
 
 
 @pytest.mark.parametrize("flags, start", [
-    ("--world 1", "python train.py"), ("--world 8", "torchrun --nproc_per_node=8 train.py"),
+    ("--world 1", "python train.py"),
     ("--world 2 --tp 2 --recompute", "torchrun --nproc_per_node=2 train.py"),
     ("--world 4 --gpus-per-node 4 --search", "torchrun --nproc_per_node=4 train.py"),
     ("--world 16 --pp 2 --pp-schedule 1f1b --tokens 1e8", "torchrun --nnodes=2 --nproc_per_node=8 "
@@ -849,13 +848,6 @@ def test_one_stage_has_nothing_to_fill(flags):
     assert f"{plan['seconds_fill']} {plan['bubble']}" == "0.0 0.0"
 
 
-def test_a_gpus_name_may_have_capitals_and_a_plan_says_whether_it_fits():
-    flags = "--world 1 --model gpt2-xl --micro-batch 1 --gpu".split()
-    for gpu, words, fits in [("H100", "yes: ", "true"), ("v100-16g", "no: ", "false")]:
-        assert f"fits     {words}" in answer([*flags, gpu])
-        assert f'"fits": {fits}' in answer([*flags, gpu, "--json"])
-
-
 @pytest.mark.parametrize("flags, message", [
     ("", "--world, the number of GPUs, and --gpu, one of v100-16g, "),
     ("--world 8", "are required"),
@@ -864,12 +856,10 @@ def test_a_gpus_name_may_have_capitals_and_a_plan_says_whether_it_fits():
     ("--world 8 --gpu h100 --network 100Gb", "'100Gb': give a number"),
     ("--world 8 --gpu h100 --tokens 1e9 --steps 5", "--steps and --tokens both say"),
     ("--world 8 --gpu h300", "--gpu: h300 is none of v100-16g, "), ("--gpu h100-80g", "h100"),
-    ("--world 8 --zero 3 --pp 2 --gpu h300", "h300 is none of"),
     ("--world 8 --zero 9 --lr 1 --gpu h300",
      "invalid choice: 9 (choose from 0, 1, 2, 3); argument --gpu: h300 is none of v100-16g, "),
     ("--world 8 --gpu h300 --lr 1e-3", ":3350:450; unknown argument --lr: --help lists the flags"),
     ("--world 8 --gpu a100", "a100 is a100-40g or a100-80g: give one"),
-    ("--world 8 --gpu rtx-3090-ti", "--gpu: rtx-3090-ti is none of v100-16g, "),
     ("--world 8 --gpu h100 --days 7 --steps 5", "--steps and --days both say"),
     ("--world 8 --gpu h100 --days 7 --tokens 5", "--tokens and --days both say"),
     ("--world 8 --gpu h100 --days 0", "argument --days: 0 must be at least 0.0001"),
@@ -878,7 +868,6 @@ def test_a_gpus_name_may_have_capitals_and_a_plan_says_whether_it_fits():
      "a step takes 40.3 s, and --days 0.0001 are shorter"),
     ("--world 8 --gpu h100 --zero 3 --pp 2", "zero 3 with pp 2"),
     ("--world 3 --tp 2 --gpu h100", "--world 3 is not divisible by tp 2 x pp 1"),
-    ("--world 8 --gpu h100 --n-embd 193", "n_embd 193 is not divisible by n_head 4"),
     ("--world 7 --gpu h100 --search", "no layout of this model and batch size 16 fits 7 x h100: "
      "give another --batch-size or --world"),
     ("--world 2 --gpu h100 --model gpt3-175b --dtype bf16 --search --zero 1 --recompute",
@@ -886,7 +875,6 @@ def test_a_gpus_name_may_have_capitals_and_a_plan_says_whether_it_fits():
     ("--world 2 --gpu h100 --model gpt3-175b --dtype bf16 --search --zero 1 --offload",
      " GB too many: take more or larger GPUs\n"),
     ("--world 1 --gpu v100-32g --dtype bf16", "a V100 has no matrix products in bf16"),
-    ("--world 8 --gpu h100 --lr 1e-3", "unknown argument --lr: --help lists the flags"),
     ("--world 8 --gpu h100 --n-embd 64 --n-head 5", "n_embd 64 is not divisible by n_head 5: give "
      "--n-embd 60 or --n-embd 65 or --n-head 4"),
     ("--world 8 --gpu h100 --model llama-nano --n-kv-head 3", "n_head 4 is not divisible by "
@@ -894,9 +882,7 @@ def test_a_gpus_name_may_have_capitals_and_a_plan_says_whether_it_fits():
     ("--world 8 --gpu h100 --model llama-1.3b", "'llama-1.3b': the nearest are gpt3-1.3b, opt-1."),
     ("--world 8 --gpu h100 --model Qwen/Qwen3-8B", "python -m tools.huggingface import "),
     ("--world 8 --gpu h100 --batch_sise 8", "did you mean --batch-size?"),
-    ("--world 8 --gpu h100 --max_iters 8", "did you mean --steps?"),
     ("--gpu h100 --gpus 8", "--gpus: give --world, the number of GPUs"),
-    ("--world 8 --gpu h100 --out_dir o", "unknown argument --out-dir: --help lists the flags"),
     ("--world 8 --gpu h100 --mtbf-hour 8", "did you mean --mtbf-hours?")])
 def test_the_plans_mistakes_are_refused_in_one_line(monkeypatch, capsys, flags, message):
     monkeypatch.setattr(sys, "argv", ["tools.plan", *flags.split()])
