@@ -10,6 +10,7 @@ train.py:
     monitors                            what watches a run: divergence, rollback, flipped_bits,
                                         and console with the log
     evaluation, eval_answers            the validation loss; answers that are right
-    signals, start_follow, cpu_threads  the end by a signal; dashboards; threads on a busy machine
+    dashboards                          TensorBoard and Weights & Biases, for --log
+    signals, cpu_threads                the end by a signal; threads on a busy machine
     sample_text                         prompts and conversations of sample.py, and what it prints
 """

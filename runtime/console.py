@@ -45,7 +45,6 @@ class RunLog:
         self.unwritten = None           # the row of a step that is finished, until `write_row`
         self.recent_seconds = deque(maxlen=20)      # of the last steps
         self.compute_clock = None       # this rank's, when ranks were last compared, in seconds
-        self.close = lambda: None       # end tools/follow.py
         self.printed_at = None          # when a step's line was last printed, in seconds
         self.shown_at = -math.inf       # when that or the line of a terminal was
         self.on_terminal = sys.stdout is not None and sys.stdout.isatty()

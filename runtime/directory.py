@@ -170,10 +170,11 @@ def last_lines(out: Path) -> list[dict]:
 
 class Metrics:
     """OUT/metrics.jsonl, append-only: one object per step, and one with `event` for anything else.
-    Only rank 0 writes."""
+    Only rank 0 writes. `dashboards`: those of --log, which get each line too."""
 
     def __init__(self, out: Path, rank: int):
         self.path = None
+        self.dashboards = []
         if rank == 0:
             self.path = out / "metrics.jsonl"
             with open(self.path, "a+b") as file:
@@ -196,3 +197,9 @@ class Metrics:
                     raise OSError("the disk is full")
         except OSError as error:                        # costs this line, not the run
             warn(f"{self.path} lacks a line: {error.strerror or error}")
+        for dashboard in self.dashboards:
+            dashboard.write(row)
+
+    def close(self) -> None:
+        for dashboard in self.dashboards:
+            dashboard.close()

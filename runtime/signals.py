@@ -155,7 +155,7 @@ class StopSignal:
             if not self.settle():
                 return
             self.save(self.finished)
-            run.log.close()
+            run.log.metrics.close()
         except Exception as error:
             if self.left:               # and so have the other ranks: the run has ended
                 return

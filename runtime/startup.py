@@ -19,7 +19,7 @@ from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
-from runtime import checks, console, evaluation, plain_run, run_state, start_follow
+from runtime import checks, console, dashboards, evaluation, plain_run, run_state
 from runtime.cpu_threads import choose_threads
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
                                lock_output_dir, start_branch)
@@ -75,7 +75,7 @@ def resolve(given: dict, job: Job, device: torch.device,
     restarted = store.check(["begun"])          # a refused start leaves no key
     config = Config(**given)
     if config.log is not None:
-        start_follow.check(config.log)
+        dashboards.check("--log", config.log)
     out = Path(config.out)
     begin = find_start(out, config.resume, config.init_from, config.eval_only, restarted)
     if begin.kind == "init-from":
@@ -128,13 +128,15 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
 
 def begin_training(run, state: dict | None, begin: Start, stack: ExitStack) -> None:
     """Open the log of a train.Run, report how it begins and, if it begins from a file, save its
-    starting state. `state` is that of `load_start`, without the tensors. `stack` ends
-    tools/follow.py."""
+    starting state. `state` is that of `load_start`, without the tensors. `stack` closes the
+    dashboards."""
     config = run.config
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
     run.log = console.RunLog(metrics)
     if config.log is not None and run.grid.rank == 0:
-        run.log.close = stack.enter_context(start_follow.started(config))
+        metrics.dashboards = dashboards.start(config.log, Path(config.out), begin.run["id"],
+                                              run.step)
+        stack.callback(metrics.close)
     console.print_summary(run)
     if state is None:
         console.report_start(run, begin)
