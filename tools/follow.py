@@ -35,6 +35,8 @@ def valid_lines(path: Path) -> Iterator[dict]:
 
 def check(out: Path, name: str) -> None:
     """Raise a ValueError if the run cannot be sent."""
+    if name not in DESTINATIONS:
+        raise ValueError(f"argument --to: {name!r} is not one of {', '.join(DESTINATIONS)}")
     if not (out / "metrics.jsonl").is_file():
         raise ValueError(f"{out} has no metrics.jsonl: give the --out of a run")
     dashboards.check("--to", name)
@@ -53,7 +55,7 @@ def send(out: Path, name: str) -> None:
 def main() -> None:
     parser = Parser("tools.follow", "python -m tools.follow OUT --to NAME", __doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="the --out of a run of train.py")
-    parser.add_argument("--to", required=True, choices=list(DESTINATIONS), help="the dashboard")
+    parser.add_argument("--to", required=True, metavar="NAME", help="tensorboard or wandb")
     args = parser.parse_args()
     try:
         check(args.out, args.to)
