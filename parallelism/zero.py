@@ -129,8 +129,8 @@ class FlatParameters:
         is_awaited = bucket.pending_grads > 0 or bucket.name in ("tied", "head")
         if self.grads_are_summed or (bucket.grad is None and not is_awaited):
             raise RuntimeError(f"main_grad of {spec.name} is this rank's part of a sum, while "
-                               f"backward runs: call full_tensors.full_gradient(flat, {spec.name!r}) after "
-                               f"finish_grad_sync, on every rank")
+                               f"backward runs: call full_tensors.full_gradient(flat, "
+                               f"{spec.name!r}) after finish_grad_sync, on every rank")
         if bucket.grad is None:
             if bucket.name in ("tied", "head"):     # the embedding's, of the last microbatch, is as
                 self._wait_grad_sync()              # large; it was sent while the blocks ran

@@ -1,6 +1,6 @@
-"""What a run on real machines needs beside the training, one concern a file. It stands on the book and
-on base/. train.py and sample.py call it. An argument `run` is a train.Run, but no file here imports
-train.py:
+"""What a run on real machines needs beside the training, one concern a file. It stands on the book
+and on base/. train.py and sample.py call it. An argument `run` is a train.Run, but no file here
+imports train.py:
 
     startup, checks, directory          where a run begins, and what is refused
     run_state                           what a run's checkpoints hold: save, restore, go back

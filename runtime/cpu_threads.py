@@ -25,8 +25,9 @@ def choose_threads(device: torch.device, world: int) -> None:
     has_choice = device.type == "cpu" and world == 1 and "OMP_NUM_THREADS" not in os.environ
     if has_choice and count > 1 and one_is_faster(count):
         torch.set_num_threads(1)
-        print_rank0(f"note     this machine is busy, {count} threads wait for each other: computing "
-                    f"with one, which changes the last digits (OMP_NUM_THREADS sets the number)")
+        print_rank0(f"note     this machine is busy, {count} threads wait for each other: "
+                    f"computing with one, which changes the last digits (OMP_NUM_THREADS sets the "
+                    f"number)")
 
 
 def one_is_faster(count: int) -> bool:

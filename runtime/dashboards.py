@@ -7,6 +7,7 @@ costs one warning and the dashboard, never the run.
 import importlib.util
 import json
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -31,6 +32,7 @@ class TensorBoard:
         # TensorBoard reads the files in the order of their names.
         number = len(list(folder.glob("events.out.tfevents.*")))
         self.path = folder / f"events.out.tfevents.{number:06}"
+        self.tags = Counter()           # of the texts so far
         self.append(file_version="brain.Event:2")
         self.purge(first_step)
 
@@ -46,7 +48,11 @@ class TensorBoard:
     def write(self, line: dict) -> None:
         if "event" in line:
             # A purge drops texts too. Step 0 keeps this one, and so it needs a tag of its own.
-            value = dict(tag=f"{line['event']}/step {line['step']}",
+            tag = f"{line['event']}/step {line['step']}"
+            self.tags[tag] += 1
+            if self.tags[tag] > 1:
+                tag += f" ({self.tags[tag]})"
+            value = dict(tag=tag,
                          tensor=dict(dtype="DT_STRING", string_val=[json.dumps(line).encode()]),
                          metadata=dict(plugin_data=dict(plugin_name="text")))
             self.append(step=0, wall_time=line["time"], summary=dict(value=[value]))

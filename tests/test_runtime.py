@@ -161,8 +161,8 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
         "--n-embd 7 --n-head 8"]),
     ("unknown argument -t: did you mean --seq-len? (context length, in tokens)", ["-b 4 -t 64"]),
     ("argument --lr: invalid float value: '10%': give a number", ["--lr 10%"]),
-    ("unknown argument fit it: a value stands behind its flag, as in --steps 1000, and a switch has "
-     "none", ["fit it --steps 2"]), ("argument True: a value stands", ["--recompute True"]),
+    ("unknown argument fit it: a value stands behind its flag, as in --steps 1000, and a switch "
+     "has none", ["fit it --steps 2"]), ("argument True: a value stands", ["--recompute True"]),
     ("--steps cannot be combined with --epochs", ["--epochs 2"]),
     ("would keep parameters 695.9 GB", ["--n-layer 96 --n-head 96 --n-embd 12288"]),
     ("--data a,b: a mixture is DIR=WEIGHT,DIR=WEIGHT: 'a' lacks its DIR or its =WEIGHT: give both",
