@@ -1,4 +1,4 @@
-"""Files from the network: whole or not there. data.py and tools/huggingface.py call it."""
+"""Files from the network: whole or not there. For the data sets and vocabularies of data.py."""
 import os
 import time
 from pathlib import Path

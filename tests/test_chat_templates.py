@@ -351,7 +351,7 @@ def test_a_model_keeps_its_template_from_import_to_export(folder, tmp_path, run_
     that of transformers; the export has the template as it was."""
     monkeypatch.chdir(tmp_path)
     path = make_model(folder, tmp_path, style)
-    huggingface.import_model(str(path), Path("base.pt"), "no hub")
+    huggingface.import_model(str(path), Path("base.pt"))
     write_records(Path("c.jsonl"), 100)
     status, out, _ = run_data("--input", "c.jsonl", "--tokenizer", path / "tokenizer.json",
                               "--near-duplicates", "ignore", "--out", "chat")
@@ -397,7 +397,7 @@ def test_every_end_that_a_model_names_ends_a_generation(folder, tmp_path, run_da
     in an export."""
     monkeypatch.chdir(tmp_path)
     path = make_model(folder, tmp_path, "phi3", eos_token_id=[7, 9])
-    huggingface.import_model(str(path), Path("base.pt"), "no hub")
+    huggingface.import_model(str(path), Path("base.pt"))
     write_records(Path("c.jsonl"), 40)
     assert run_data("--input", "c.jsonl", "--tokenizer", path / "tokenizer.json", "--out",
                     "chat")[0] == 0
@@ -508,7 +508,7 @@ def test_without_jinja2_a_line_says_how_to_install_it(folder, tmp_path, run_data
     monkeypatch.setitem(sys.modules, "jinja2", None)
     path = make_model(folder, tmp_path, "phi3")
     capsys.readouterr()
-    huggingface.import_model(str(path), tmp_path / "base.pt", "no hub")
+    huggingface.import_model(str(path), tmp_path / "base.pt")
     assert "is run by the package jinja2: pip install jinja2" in capsys.readouterr().err
     assert "template" not in checkpoint.load(tmp_path / "base.pt")
     with_template(folder, tmp_path, STYLES["phi3"])

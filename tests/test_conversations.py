@@ -1015,7 +1015,7 @@ def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_toke
     assert config["eos_token_id"] == ours.end
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.eos_token_id == config["eos_token_id"]
-    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "b.pt", "no hub")
+    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "b.pt")
     assert checkpoint.load(tmp_path / "b.pt")["template"] == template
 
 
@@ -1033,7 +1033,7 @@ def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, marked_token
     torch.manual_seed(0)
     transformers.Qwen2ForCausalLM(theirs).save_pretrained("hub/model")
     shutil.copy(marked_tokenizer, "hub/model/tokenizer.json")
-    huggingface.import_model("hub/model", Path("base.pt"), "no hub")
+    huggingface.import_model("hub/model", Path("base.pt"))
     chat = write(tmp_path / "chat.jsonl", [pair(f"the {i}?", f"answer {i}") for i in range(100)])
     assert run_data("--input", chat, "--tokenizer", "hub/model/tokenizer.json", "--out",
                     "data/chat")[0] == 0

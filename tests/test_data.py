@@ -1836,7 +1836,7 @@ def test_a_tokenizer_of_ones_own_goes_from_text_to_samples_and_transformers(
     for sample in [*NASTY, " ".join(NASTY), text[:3000]]:
         assert theirs(sample)["input_ids"] == own.encode(sample, allowed_special="all")
     assert theirs.eos_token_id == own.eot_token == 599
-    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "back.pt", "")
+    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "back.pt")
     again = checkpoint.load(tmp_path / "back.pt")
     assert again["tokenizer_file"] == file.read_text()
     assert get_tokenizer(again["tokenizer"], again["tokenizer_file"]).n_vocab == 600

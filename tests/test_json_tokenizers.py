@@ -115,7 +115,7 @@ def test_a_tokenizer_json_goes_with_the_run_and_back(tmp_path, run_data, run_tra
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(cfg).save_pretrained(tmp_path / "hf")
     (tmp_path / "tokenizer.json").rename(tmp_path / "hf/tokenizer.json")
-    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "m.pt", "")
+    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "m.pt")
     (tmp_path / "a.txt").write_text(TEXT)
     data_flags = ["--input", tmp_path / "a.txt", "--out", tmp_path / "d"]
     assert run_data(*data_flags, "--tokenizer", tmp_path / "hf/tokenizer.json")[0] == 0
@@ -132,7 +132,7 @@ def test_a_tokenizer_json_goes_with_the_run_and_back(tmp_path, run_data, run_tra
         ids = theirs.encode(text, add_special_tokens=False).ids
         assert opened(text, add_special_tokens=False)["input_ids"] == ids
     assert opened.eos_token == "<|end_of_text|>"
-    huggingface.import_model(str(tmp_path / "again"), tmp_path / "back.pt", "")
+    huggingface.import_model(str(tmp_path / "again"), tmp_path / "back.pt")
     first, last = (checkpoint.load(tmp_path / name) for name in ("m.pt", "back.pt"))
     assert first["tokenizer"] == last["tokenizer"]
     assert first["tokenizer_file"] == last["tokenizer_file"]
@@ -254,7 +254,7 @@ def test_what_the_post_processor_puts_around_a_text(tmp_path, capsys, run_data, 
     assert documents_of(tmp_path / "d", end) == encoded
     ours = get_tokenizer("json-", read_file(path))
     assert text_prefix(ours) == [number for _, number in numbered[0]]
-    huggingface.import_model(str(folder), tmp_path / "m.pt", "")
+    huggingface.import_model(str(folder), tmp_path / "m.pt")
     capsys.readouterr()
     flags = ["--ckpt", tmp_path / "m.pt", "--temperature", 0, "--max-tokens", 20, "--prompt",
              "def "]
@@ -348,7 +348,7 @@ def test_an_added_token_without_a_row_counts_where_it_occurs(tmp_path, run_data,
     is refused by the token's name, and so is a prompt."""
     llama_folder(tmp_path / "hf", 401)
     with_tokens(tmp_path / "hf/tokenizer.json", ["<pad>"], ["<extra>"])
-    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "m.pt", "")
+    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "m.pt")
     for name, texts in (("fits", TWENTY), ("not", [text + "<extra>" for text in TWENTY])):
         flags = write_documents(tmp_path / "a.jsonl", texts)
         assert run_data(*flags, tmp_path / "hf", "--out", tmp_path / name)[0] == 0
@@ -376,7 +376,7 @@ def test_a_token_that_was_added_to_the_tokenizer_later(tmp_path, run_data, run_t
                                                        behind, expected):
     llama_folder(tmp_path / "hf", 402)
     with_tokens(tmp_path / "hf/tokenizer.json", ["<pad>"], before)
-    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "m.pt", "")
+    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "m.pt")
     with_tokens(tmp_path / "hf/tokenizer.json", ["<pad>"], behind)
     flags = write_documents(tmp_path / "a.jsonl", TWENTY)
     assert run_data(*flags, tmp_path / "hf", "--out", tmp_path / "d")[0] == 0

@@ -90,7 +90,7 @@ def theirs_and_ours(tmp_path_factory):
             folder = tmp_path_factory.mktemp("theirs") / model_type
             theirs.save_pretrained(folder)
             file = folder.parent / "model.pt"
-            huggingface.import_model(str(folder), file, hub="")
+            huggingface.import_model(str(folder), file)
             made[name] = folder, theirs, file
         return made[name]
     return make
@@ -202,7 +202,7 @@ def test_an_export_of_any_width_opens_in_transformers(tmp_path, capsys, family):
         with in_their_widest(torch.float64):
             expected = theirs(tokens).logits
         assert difference(plain(tokens), expected) < 1e-10
-        huggingface.import_model(str(folder), folder / "b.pt", hub="")
+        huggingface.import_model(str(folder), folder / "b.pt")
         one, two = (checkpoint.load(file) for file in (tmp_path / "a.pt", folder / "b.pt"))
         assert one["model"] == two["model"]
         assert all(full.equal(two["parameters"][name]) for name, full in one["parameters"].items())
@@ -295,7 +295,7 @@ def test_an_import_takes_every_tensor_of_a_model_or_says_which_not(theirs_and_ou
     (tmp_path / "config.json").write_text(json.dumps(config))
     torch.save(tensors | changes, tmp_path / "pytorch_model.bin")
     try:
-        huggingface.import_model(str(tmp_path), tmp_path / "new.pt", hub="")
+        huggingface.import_model(str(tmp_path), tmp_path / "new.pt")
         told = capsys.readouterr().err
     except ValueError as error:
         told = str(error)
@@ -340,7 +340,7 @@ def test_names_that_other_programs_have_changed_are_the_same_model(theirs_and_ou
         for tensors in (written, theirs.float().state_dict()):
             torch.save({rename(one): tensor for one, tensor in tensors.items()},
                        tmp_path / "pytorch_model.bin")
-            huggingface.import_model(str(tmp_path), tmp_path / "new.pt", hub="")
+            huggingface.import_model(str(tmp_path), tmp_path / "new.pt")
             found = checkpoint.load(tmp_path / "new.pt")["parameters"]
             assert all(found[one].equal(full) for one, full in expected.items()), naming
             (tmp_path / "new.pt").unlink()
@@ -361,7 +361,7 @@ def test_a_tied_matrix_may_be_stored_as_the_head_alone(theirs_and_ours, tmp_path
     tensors["lm_head.weight"] = tensors.pop(embedding)
     torch.save({prefix + one: tensor for one, tensor in tensors.items()},
                tmp_path / "pytorch_model.bin")
-    huggingface.import_model(str(tmp_path), tmp_path / "new.pt", hub="")
+    huggingface.import_model(str(tmp_path), tmp_path / "new.pt")
     found, expected = (checkpoint.load(one)["parameters"] for one in (tmp_path / "new.pt", file))
     assert all(found[one].equal(full) for one, full in expected.items())
 
@@ -400,7 +400,7 @@ def test_a_pickle_holds_one_model_or_says_which(theirs_and_ours, tmp_path, capsy
     torch.save(change(safetensors.load_file(folder / "model.safetensors")),
                tmp_path / "pytorch_model.bin")
     try:
-        huggingface.import_model(str(tmp_path), tmp_path / "new.pt", hub="")
+        huggingface.import_model(str(tmp_path), tmp_path / "new.pt")
         told = capsys.readouterr().err
         found = checkpoint.load(tmp_path / "new.pt")["parameters"]
         assert all(found[one].equal(full)
@@ -456,7 +456,7 @@ def test_no_key_that_changes_a_model_is_ignored_in_silence(theirs_and_ours, tmp_
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "generation_config.json").write_text(json.dumps(drawing))
     try:
-        huggingface.import_model(str(tmp_path), tmp_path / "new.pt", hub="")
+        huggingface.import_model(str(tmp_path), tmp_path / "new.pt")
         told = capsys.readouterr().err
     except ValueError as error:
         told = str(error)

@@ -1,5 +1,5 @@
 """A model in Hugging Face's form: what a name or a path is, its download from the hub, and the
-tensors of its files. tools/huggingface.py imports them.
+tensors of its files. tools/huggingface.py calls these functions.
 
 A folder contains config.json and the tensors: in model.safetensors, in pytorch_model.bin, or in the
 files listed by one of the two with .index.json.
@@ -8,18 +8,24 @@ import json
 import re
 import sys
 import zipfile
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Callable
 
 import torch
 
 from base.checkpoint_files import reading, verify
-from corpus.downloads import download
+from parallelism.collectives import first_line
 from tools.huggingface_names import tensors_of
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json")
+# What is downloaded, as patterns of huggingface_hub. Of both kinds of weights the first is enough.
+SMALL_FILES = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer.json",
+               "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+               "vocab.json", "chat_template.jinja", "bpe-*.tiktoken")
+SAFETENSORS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+PICKLES = ("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json")
 FILE_KINDS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".gguf", ".json")
 IS_ADAPTER = ("holds an adapter (LoRA), not a model: merge it into its base model, as PEFT's "
               "merge_and_unload does, and import that")
@@ -53,45 +59,38 @@ def check_source(source: str, file: Path) -> None:
                          f"or facebook/opt-125m")
 
 
-def fetch(source: str, folder: Path, hub: str, check: Callable[[Path], object]) -> None:
-    """Download a model from the hub to `folder`: config.json first, and when `check` has not
-    refused it, the tensors. Raises ValueError if the hub does not have the model, ConnectionError
-    if the hub cannot be reached."""
-    import requests
-    address = f"{hub}/{source}/resolve/main/"
-
-    def is_there(name):
-        reply = requests.head(address + name, allow_redirects=True, timeout=30)
-        if reply.status_code in (401, 403):
-            raise ValueError(f"there is no folder {source}, and the model on {hub} needs an "
-                             f"account there (it is private or gated) or does not exist: `hf "
-                             f"download {source} --local-dir DIR` where you are logged in, then "
-                             f"give DIR")
-        if not reply.ok and reply.status_code != 404:
-            raise ConnectionError(f"{address}{name}: {reply.status_code} {reply.reason}")
-        return reply.ok
-
-    try:
-        if not is_there("config.json"):
-            if is_there("adapter_config.json"):
-                raise ValueError(f"{source} on {hub} {IS_ADAPTER}")
-            raise ValueError(f"{source} is neither a folder nor a public model on {hub}, which "
-                             f"has a config.json")
-        weights = next(filter(is_there, WEIGHTS), None)
-    except requests.RequestException as error:
-        raise ConnectionError(f"there is no folder {source}, and {hub} cannot be reached: give the "
-                              f"folder of a copy, or try again with a network ({error})") from error
-    if weights is None:
-        raise ValueError(f"{address} has none of {', '.join(WEIGHTS)}")
-    download(address + "config.json", folder / "config.json")
+def fetch(name: str, check: Callable[[Path], object]) -> Path:
+    """The folder of a model in the cache of huggingface_hub, which downloads what is missing: the
+    small files first and, when `check` has not refused the folder, the tensors. Raises ValueError
+    if the hub does not have the model, or not for this user, ConnectionError if it cannot be
+    reached."""
+    folder = download(name, SMALL_FILES)
     check(folder)
-    download(address + weights, folder / weights)
-    for file in weight_files(folder):
-        download(address + file.name, file)
-    for name in ("tokenizer.json", "vocab.json", "tokenizer_config.json", "chat_template.jinja",
-                 "special_tokens_map.json", "generation_config.json"):
-        if is_there(name):
-            download(address + name, folder / name)
+    for weights in (SAFETENSORS, PICKLES):
+        download(name, [*SMALL_FILES, *weights])
+        if any((folder / file).exists() for file in WEIGHTS):
+            break
+    return folder
+
+
+def download(name: str, patterns: Iterable[str]) -> Path:
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError:
+        raise ValueError(f"there is no folder {name}, and a model of the hub needs the package "
+                         f"huggingface_hub: pip install huggingface_hub") from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except errors.GatedRepoError:
+        raise ValueError(f"{name} is gated: accept its licence on its page of the hub, log in by "
+                         f"`hf auth login`, and import it again") from None
+    except errors.RepositoryNotFoundError:
+        raise ValueError(f"{name} is neither a folder nor a model on the hub that you may read: if "
+                         f"it is private, log in by `hf auth login`") from None
+    except Exception as error:          # of its HTTP package too, which is another in each version
+        raise ConnectionError(f"there is no folder {name}, and the model cannot be downloaded "
+                              f"({first_line(error)}): give the folder of a copy, or try again "
+                              f"with a network") from error
 
 
 def files_of_index(index: Path) -> list[Path]:

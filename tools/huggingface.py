@@ -87,17 +87,16 @@ def tell_keys(config: dict, folder: Path) -> None:
         print(f"tools.huggingface: note: {folder}: {note}", file=sys.stderr)
 
 
-def import_model(source: str, file: Path, hub: str) -> None:
+def import_model(source: str, file: Path) -> None:
     """Write a checkpoint of weights alone. `source` is a folder or, if there is none of that name,
-    a model on the hub, which is downloaded to a folder beside `file`."""
+    a model on the hub."""
     if file.exists():
         raise ValueError(f"{file} exists: give a new file")
     check_source(source, file)
     file.absolute().parent.mkdir(parents=True, exist_ok=True)
     folder = Path(source)
     if not folder.is_dir():
-        folder = file.with_name(source.replace("/", "--") + ".hf")
-        fetch(source, folder, hub, check=read_config)   # before gigabytes come
+        folder = fetch(source, check=read_config)       # before gigabytes come
     config, cfg = read_config(folder)
     tell_keys(config, folder)
     family = FAMILIES[config["model_type"]]
@@ -416,18 +415,15 @@ def main() -> None:
     command.add_argument("file", type=Path, metavar="FILE.pt", help="a checkpoint of this project")
     command.add_argument("folder", type=Path, metavar="DIR", help="the folder to write")
     args = parser.parse_args()
-    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         if args.command == "import":
-            import_model(args.source, args.file, hub)
+            import_model(args.source, args.file)
         else:
             export_model(args.file, args.folder)
     except ImportError:
         parser.error("this needs safetensors: pip install safetensors")
     except KeyboardInterrupt:
         sys.exit(1)
-    except ConnectionError as error:
-        parser.error(str(error), status=1)
     except (ValueError, OSError) as error:
         parser.error(str(error))
 
