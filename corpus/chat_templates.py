@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 
 from corpus.conversations import FORMS, Template, default_template, has_marks, text_of
-from corpus.formats import EOT
 from corpus.jinja_templates import OWN, TURNS, ChatTemplate, hash_of
 from corpus.messages import ASSISTANT, Message
 from corpus.model_folders import content_of, read_object
@@ -126,7 +125,7 @@ def in_jinja(template: str, encoding) -> str:
     if template == "chatml":
         program = CHATML if has_marks(encoding) else CHATML_AS_TEXT
     start = text_of([(token, False) for token in document_start(encoding)], encoding)
-    return program.replace("START", start).replace("EOT", getattr(encoding, "end_of_text", EOT))
+    return program.replace("START", start).replace("EOT", encoding.end_of_text)
 
 
 def entries_of(template) -> dict:

@@ -20,7 +20,8 @@ from corpus.index import Index, check_unreadable, read_texts, usable_cores
 from corpus.messages import texts_of
 from corpus.records import NotText
 from corpus.shards import BEGINS, LEARNT, SPLITS
-from corpus.tokenizers import CUT, MOST_TOKENS, cut_for, document_start, write_tokens
+from corpus.tiktoken_tokenizers import CUT, MOST_TOKENS, write_tokens
+from corpus.tokenizers import document_start
 
 TOKENIZER_BYTES = 10**8     # of text, which a tokenizer of one's own is trained on
 
@@ -66,7 +67,7 @@ def tokenise(index: Index, encoding, template=None):
     ValueError at the end if the files have changed since pass 1. `template`: of conversations, as
     chat_templates.get_template returns it."""
     if template is None:
-        parts = encode_pieces(pieces_of(index, cut_for(encoding)), encoding)
+        parts = encode_pieces(pieces_of(index, encoding.cut), encoding)
     else:
         parts = encode_conversations(index, encoding, template)
     done = 0
@@ -121,7 +122,7 @@ def encode_pieces(pieces, encoding):
     start = document_start(encoding)
 
     def work(split, texts):
-        tokens = [encoding.encode_to_numpy(text, disallowed_special=()) if text
+        tokens = [encoding.encode_to_numpy(text) if text
                   else start for text in texts]
         tokens = np.concatenate(tokens, dtype=dtype_of(encoding), casting="unsafe")
         return Encoded(split, tokens, len("".join(texts).encode()))

@@ -11,7 +11,8 @@ from base.other_names import DATA_ADVICE
 from corpus.conversations import FORMS
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS
 from corpus.file_kinds import LINES, READ, READ_KINDS
-from corpus.tokenizers import DOWNLOADED, MOST_TOKENS, is_named
+from corpus.tiktoken_tokenizers import DOWNLOADED, MOST_TOKENS
+from corpus.tokenizers import is_named
 
 
 @dataclass(frozen=True)

@@ -102,9 +102,6 @@ class Span(NamedTuple):
 
 def marks_of(encoding) -> list[Mark]:
     """The added tokens of a tokenizer."""
-    if not hasattr(encoding, "added"):                  # tiktoken's
-        return [Mark(text, encoding.encode_single_token(text), True, re.escape(text))
-                for text in encoding.special_tokens_set]
     marks = []
     for token, added in encoding.added.items():
         before = r"\s*" if added.lstrip else ""
@@ -112,21 +109,6 @@ def marks_of(encoding) -> list[Mark]:
         marks.append(Mark(added.content, token, added.special,
                           before + re.escape(added.content) + behind))
     return marks
-
-
-def encode_with_offsets(text: str, encoding) -> tuple[list[int], list[tuple[int, int]]]:
-    """The tokens of a text, and of each the offsets of its characters: start, end."""
-    if hasattr(encoding, "encode_with_offsets"):
-        return encoding.encode_with_offsets(text)
-    tokens = encoding.encode_ordinary(text)                     # tiktoken's
-    character_of = [number for number, character in enumerate(text) for _ in character.encode()]
-    offsets = []
-    first = 0                   # byte
-    for token in tokens:
-        end = first + len(encoding.decode_single_token_bytes(token))
-        offsets.append((character_of[first], character_of[end - 1] + 1))
-        first = end
-    return tokens, offsets
 
 
 class ChatTemplate:
@@ -318,7 +300,7 @@ class ChatTemplate:
             if isinstance(piece.value, int):
                 yield piece.value, piece.start, piece.end
                 continue
-            for token, (start, end) in zip(*encode_with_offsets(piece.value, self.encoding)):
+            for token, (start, end) in zip(*self.encoding.encode_with_offsets(piece.value)):
                 yield token, piece.start + start, piece.start + end
 
     def prompt_of(self, messages) -> list[int]:

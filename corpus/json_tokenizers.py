@@ -41,8 +41,8 @@ def open_json(file: str) -> "JsonTokenizer":
 
 
 class JsonTokenizer:
-    """The part of tiktoken.Encoding's interface that this project uses. `file` is the content of a
-    tokenizer.json. Raises ValueError if its tokens are not bytes, or without the package.
+    """A tokenizer.json behind the interface of tokenizers.py. `file` is its content. Raises
+    ValueError if its tokens are not bytes, or without the package.
 
     prefix      the tokens that its post_processor puts before a text, such as <|begin_of_text|>
     eot_token   separates documents: what its post_processor puts behind a text; otherwise the added
@@ -99,21 +99,19 @@ class JsonTokenizer:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens of a text, and of each the offsets of its characters: start, end."""
         encoded = self.tokenizer.encode(text, add_special_tokens=False)
         return encoded.ids, encoded.offsets
 
     def encode_single_token(self, text: str) -> int:
         return self.tokenizer.token_to_id(text)
 
-    def encode_to_numpy(self, text: str, disallowed_special=()) -> np.ndarray:
+    def encode_to_numpy(self, text: str) -> np.ndarray:
         return np.array(self.encode_ordinary(text), "<u4")
 
     def decode_single_token_bytes(self, token: int) -> bytes:
-        """Raises KeyError for an id that no token has, as tiktoken does."""
         characters = self.tokenizer.id_to_token(token)
         if characters is None:
-            raise KeyError(token)
+            return b""
         if token in self.plain or not self.byte_of.keys() >= set(characters):
             return characters.encode()
         return self.bytes_of(characters)

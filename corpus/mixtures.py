@@ -24,8 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from corpus.console import progress
-from corpus.shards import (Shards, find_shards, open_flags, read_meta, same_tokenizer,
-                           show_token)
+from corpus.shards import (Shards, find_shards, open_flags, read_meta, show_token)
 from corpus.windows import ConversationWindows, TextWindows
 
 NO_WINDOW = -1                  # in place of a window's number: a row without tokens
@@ -222,7 +221,7 @@ def check_pair(pair: str, one: dict, other: dict) -> None:
     """Raise ValueError if a mixture cannot have both sources, of which these are the read_meta."""
     if one["fingerprint"] == other["fingerprint"]:
         raise ValueError(f"{pair} hold the same text: drop one")
-    if not same_tokenizer(one, other) or one["vocab_size"] != other["vocab_size"]:
+    if any(one[key] != other[key] for key in ("tokenizer", "vocab_size")):
         raise ValueError(f"{pair} have different tokenizers, {one['tokenizer']} and "
                          f"{other['tokenizer']}: make both with one --tokenizer")
     if len({one["template"], other["template"], None}) > 2:

@@ -18,7 +18,7 @@ import numpy as np
 from base.errors import named
 from corpus import chat_templates
 from corpus.file_kinds import what_it_is
-from corpus.tokenizers import get_tokenizer, has_added, is_of_file, is_same, read_own, shown_token
+from corpus.tokenizers import get_tokenizer, has_added, is_of_file, read_own, shown_token
 
 SPLITS = ("train", "val")
 DEFAULT_OUT = Path("data/python")
@@ -147,17 +147,11 @@ def read_meta(directory: Path) -> dict:
     return needed
 
 
-def same_tokenizer(one: dict, other: dict) -> bool:
-    """Of two `read_meta`, or a checkpoint's state."""
-    return is_same(one["tokenizer"], one.get("tokenizer_file"),
-                   other["tokenizer"], other.get("tokenizer_file"))
-
-
 def fits_tokenizer(state: dict, meta: dict) -> bool:
     """Whether the `read_meta` of data has the tokenizer of a checkpoint's state, maybe with more
     added tokens. Mixture.check tells whether the model has rows for those that occur."""
-    return same_tokenizer(state, meta) or has_added(state.get("tokenizer_file"),
-                                                    meta.get("tokenizer_file"))
+    return state["tokenizer"] == meta["tokenizer"] or has_added(state.get("tokenizer_file"),
+                                                                meta.get("tokenizer_file"))
 
 
 def show_token(meta: dict, token: int) -> str:

@@ -18,7 +18,7 @@ import torch
 from base.sample_flags import read_lines, read_prompts
 from corpus.chat_templates import get_template
 from corpus.messages import ASSISTANT, Message
-from corpus.tokenizers import bytes_of_token, check_rows, prompt_tokens
+from corpus.tokenizers import check_rows, prompt_tokens
 from parallelism.collectives import first_line, out_of_memory
 
 AT_ONCE = 16                    # The samples in a batch. It bounds the memory of the cache.
@@ -73,7 +73,7 @@ class Samples:
         for tokens in drawn:
             continuing = {i for i, token in enumerate(tokens) if token is not None} - stopped
             for i in continuing:
-                texts[i] += bytes_of_token(self.tokenizer, tokens[i])
+                texts[i] += self.tokenizer.decode_single_token_bytes(tokens[i])
                 if stop and stop in texts[i]:
                     texts[i] = texts[i].partition(stop)[0]
                     stopped.add(i)
@@ -145,7 +145,7 @@ class Chat:
         answer = b""
         shown = 0                       # characters on standard output
         for tokens in drawn:
-            answer += bytes_of_token(self.tokenizer, tokens[0])
+            answer += self.tokenizer.decode_single_token_bytes(tokens[0])
             shown = show(answer, shown)
         show(answer, shown, is_whole=True)
         print(flush=True)

@@ -44,9 +44,10 @@ import corpus.shards
 import data
 from base import errors
 from corpus import (bpe, compressed, console, downloads, encode, formats, index, inputs, mixtures,
-                    near_duplicates, tokenizers)
+                    near_duplicates, tiktoken_tokenizers)
 from corpus.prepare import prepare
 from corpus.shards import SPLITS, open_shard
+from corpus.tiktoken_tokenizers import TiktokenTokenizer
 from corpus.tokenizers import get_tokenizer
 from model import GPTConfig
 from runtime import checks
@@ -1760,7 +1761,7 @@ def test_trained_tokens_are_those_of_plain_byte_pair_encoding(text, n_tokens):
     from two earlier ones."""
     tokens = bpe.train_bpe([text], n_tokens)
     assert tokens == plain_bpe(text, n_tokens)
-    ranks = tokenizers.read_ranks(tokenizers.write_tokens(tokens))
+    ranks = tiktoken_tokenizers.read_ranks(tiktoken_tokenizers.write_tokens(tokens))
     merges = bpe.find_merges(ranks)
     assert [left + right for left, right in merges] == tokens[256:]
     assert all(max(ranks[left], ranks[right]) < number
@@ -1775,7 +1776,7 @@ def test_a_token_that_two_pairs_make_stands_once():
         n_tokens = 257 + rng.randrange(60)
         tokens = bpe.train_bpe([text], n_tokens)
         assert tokens == plain_bpe(text, n_tokens) and len(set(tokens)) == len(tokens)
-        bpe.find_merges(tokenizers.read_ranks(tokenizers.write_tokens(tokens)))
+        bpe.find_merges(tiktoken_tokenizers.read_ranks(tiktoken_tokenizers.write_tokens(tokens)))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -1816,7 +1817,7 @@ def test_a_tokenizer_of_ones_own_goes_from_text_to_samples_and_transformers(
     assert expected.partition(" text")[0] + " text.\n" in told and error == ""
     tokens = np.concatenate([open_shard(tmp_path / f"one/{split}_000000.bin")
                              for split in SPLITS]).tolist()
-    assert own.decode([token for token in tokens if token != own.eot_token]) == text
+    assert own.encoding.decode([token for token in tokens if token != own.eot_token]) == text
     file = file.rename(tmp_path / "renamed.tiktoken")
     shutil.copy(tmp_path / f"two/{meta['tokenizer']}.tiktoken", tmp_path / "one")
     (tmp_path / "b.txt").write_text(text[:5000])
@@ -1834,7 +1835,7 @@ def test_a_tokenizer_of_ones_own_goes_from_text_to_samples_and_transformers(
     huggingface.export_model(tmp_path / "alone.pt", tmp_path / "hf")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     for sample in [*NASTY, " ".join(NASTY), text[:3000]]:
-        assert theirs(sample)["input_ids"] == own.encode(sample, allowed_special="all")
+        assert theirs(sample)["input_ids"] == own.encoding.encode(sample, allowed_special="all")
     assert theirs.eos_token_id == own.eot_token == 599
     huggingface.import_model(str(tmp_path / "hf"), tmp_path / "back.pt")
     again = checkpoint.load(tmp_path / "back.pt")
@@ -1874,7 +1875,7 @@ def cl100k(monkeypatch):
     encoding = tiktoken.Encoding("cl100k_base", pat_str=pattern, mergeable_ranks={
         token: number for number, token in enumerate(tokens)},
         special_tokens={formats.EOT: len(tokens)})
-    monkeypatch.setattr(corpus.prepare, "get_tokenizer", lambda *_: encoding)
+    monkeypatch.setattr(corpus.prepare, "get_tokenizer", lambda *_: TiktokenTokenizer(encoding))
     return encoding
 
 
@@ -1918,10 +1919,10 @@ def test_the_pieces_of_a_text_encode_to_the_whole_by_later_patterns(monkeypatch,
         text = "".join(rng.choices([*NASTY, "!\n", "a.\n\n", " (", "1234", "\r"], k=100))
         set_block(monkeypatch, size)
         whole = pattern.findall(text)
-        for place in (tokenizers.cut_of(name), tokenizers.CUT):
+        for place in (tiktoken_tokenizers.cut_of(name), tiktoken_tokenizers.CUT):
             pieces = [piece for _, piece in encode.split_document([text], 10 ** 6, place) if piece]
             same = [word for piece in pieces for word in pattern.findall(piece)] == whole
-            if place is tokenizers.CUT:
+            if place is tiktoken_tokenizers.CUT:
                 wrong += not same
             elif max(map(len, pieces)) < size:          # a place was found for each
                 assert same, text
@@ -1995,7 +1996,7 @@ def test_gpt2s_tokens_end_to_end(run_train, run_sample, run_data, tmp_path, monk
     flags = ["--data", tmp_path / "d", "--out", tmp_path / "o", *TINY, "--n-layer", 1, "--n-embd",
              32, "--batch-size", 8, "--steps", 40, "--lr", 0.02, "--eval-every", 0]
     assert "vocabulary 50257" in run_train(*flags)[1]
-    encoding = get_tokenizer("gpt2")
+    encoding = get_tokenizer("gpt2").encoding
     plain, _ = checkpoint.load_model(tmp_path / "o/latest.pt")
     text = line + encoding.decode(plain_generate(plain, encoding.encode(line), 40, 0))
     assert text.count("\u6f22") > 1 and len(text) < len(line) + 40

@@ -32,8 +32,7 @@ from corpus.chat_templates import (entries_of, find_template, get_template, is_o
 from corpus.formats import EOT
 from corpus.json_tokenizers import characters_of_bytes
 from corpus.model_folders import notes
-from corpus.tokenizers import (file_name, get_tokenizer, name_of, read_file, read_own,
-                               read_ranks, text_prefix)
+from corpus.tokenizers import file_name, get_tokenizer, is_of_file, name_of, read_file
 from model import GPTConfig
 from models import make_config
 from runtime.directory import new_run
@@ -43,12 +42,6 @@ from tools.huggingface_formats import (BUFFERS, END_OF_TEXT, FAMILIES, Family, c
 from tools.huggingface_keys import notes_of_keys
 from tools.huggingface_names import HEADS, find_names
 
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-GPT2_FILES = {      # tiktoken's name: transformers' name, sha256
-    "vocab.bpe": ("merges.txt",
-                  "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
-    "encoder.json": ("vocab.json",
-                     "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")}
 SOME_OF_GPT2S = {"\u0120the": 262, "\u0120and": 290, "\u0120informants": 50254,
                  "\u0120gazed": 50255}
 SHARD_BYTES = 2_000_000_000         # of tensors in one exported file: what is in memory at a time
@@ -225,12 +218,11 @@ def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
     name = tokenizer_name(config)
     if name == "gpt2" and not has_gpt2s_tokens(folder):
         name = f"gpt2-{config['vocab_size']}"           # another's, of the same size
-    if name.startswith("bpe-") and (folder / file_name(name)).exists():     # our exports have it
-        read_own(folder, name)
-        return name, folder / file_name(name)
     path = folder / "tokenizer.json"
+    if name.startswith("bpe-"):                         # our exports have its file
+        path = folder / file_name(name)
     is_known = name == "gpt2" or config["model_type"] == "opt" or name == config.get("tokenizer")
-    if not path.exists() or is_known and not name.startswith("json-"):
+    if not path.exists() or is_known and not is_of_file(name):
         return name, None
     try:
         name = name_of(read_file(path))
@@ -308,42 +300,36 @@ def write_tensors(parameters: dict[str, torch.Tensor], family: Family, cfg: GPTC
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def write_tokenizer(name: str, cfg: GPTConfig, folder: Path, own: str | None,
+def write_tokenizer(encoding, cfg: GPTConfig, folder: Path, own: str | None,
                     template=None) -> None:
-    """Write our tokenizer as one of GPT-2's kind: its vocabulary from tiktoken's cache, the bytes
-    and no merges, or the tokens of `own`, the content of its file; a tokenizer.json as it is. With
-    the `template` of conversations an answer's end is the end of a text."""
-    encoding = get_tokenizer(name, own)
-    chat = {} if template is None else entries_of(template)
-    if name == "gpt2":
-        from tiktoken.load import read_file_cached
-        for file, (theirs, sha256) in GPT2_FILES.items():
-            (folder / theirs).write_bytes(read_file_cached(GPT2_URL + file, sha256))
-    elif own is not None and name.startswith("json-"):
+    """Write a tokenizer as transformers opens it: a tokenizer.json as it is, any other as one of
+    GPT-2's kind. `own` is the content of its file, if it has one. With the `template` of
+    conversations an answer's end is the end of a text."""
+    config = dict(model_max_length=cfg.seq_len, eos_token=encoding.end_of_text)
+    if encoding.name.startswith("json-"):
         (folder / "tokenizer.json").write_text(own, encoding="utf-8")
-        config = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=cfg.seq_len,
-                      eos_token=getattr(encoding, "end_of_text", EOT))
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
         if len(encoding.prefix) == 1:
             config["bos_token"] = encoding.tokenizer.id_to_token(encoding.prefix[0])
-        config |= chat
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        return
-    elif own is not None:
-        ranks = read_ranks(own)
-        characters = characters_of_bytes()
-        written = {token: "".join(characters[byte] for byte in token) for token in ranks}
-        vocab = {written[token]: number for token, number in ranks.items()} | {EOT: len(ranks)}
-        (folder / "vocab.json").write_text(json.dumps(vocab))
-        (folder / "merges.txt").write_text("".join(
-            f"{written[left]} {written[right]}\n" for left, right in find_merges(ranks)))
-        (folder / f"{name}.tiktoken").write_text(own)
     else:
-        token_of = {character: byte for byte, character in enumerate(characters_of_bytes())}
-        (folder / "vocab.json").write_text(json.dumps(token_of | {EOT: END_OF_TEXT["bytes"]}))
-        (folder / "merges.txt").write_text("")
-    config = dict(tokenizer_class="GPT2Tokenizer", model_max_length=cfg.seq_len, bos_token=EOT,
-                  eos_token=EOT, unk_token=EOT, pad_token=EOT) | chat
+        write_vocabulary(encoding, folder)
+        if own is not None:
+            (folder / file_name(encoding.name)).write_text(own)
+        config |= dict(tokenizer_class="GPT2Tokenizer", bos_token=EOT, unk_token=EOT, pad_token=EOT)
+    if template is not None:
+        config |= entries_of(template)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_vocabulary(encoding, folder: Path) -> None:
+    """vocab.json and merges.txt of a tokenizer with GPT-2's pattern."""
+    ranks = encoding.ranks()
+    characters = characters_of_bytes()
+    written = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    vocab = {written[token]: number for token, number in ranks.items()}
+    (folder / "vocab.json").write_text(json.dumps(vocab | {EOT: encoding.eot_token}))
+    merges = [f"{written[left]} {written[right]}\n" for left, right in find_merges(ranks)]
+    (folder / "merges.txt").write_text("".join(["#version: 0.2\n", *merges]))
 
 
 def export_model(file: Path, folder: Path) -> None:
@@ -369,8 +355,8 @@ def export_model(file: Path, folder: Path) -> None:
                 end = template.end
                 ends.add(end)
     config = config_json(cfg, tokenizer, end)
-    if has_tokenizer and text_prefix(encoding):
-        config["bos_token_id"] = text_prefix(encoding)[0]
+    if has_tokenizer and encoding.prefix:
+        config["bos_token_id"] = encoding.prefix[0]
     family = FAMILIES[config["model_type"]]
     for name in state["parameters"]:
         their_names(name, family)
@@ -385,7 +371,7 @@ def export_model(file: Path, folder: Path) -> None:
                 eos_token_id=sorted(ends), bos_token_id=config["bos_token_id"])))
         write_tensors(state["parameters"], family, cfg, aside)
         if has_tokenizer:
-            write_tokenizer(tokenizer, cfg, aside, own, template)
+            write_tokenizer(encoding, cfg, aside, own, template)
         os.rename(aside, folder)
     text = f"with its tokenizer, {tokenizer}"
     if not has_tokenizer:
