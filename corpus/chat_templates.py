@@ -56,11 +56,16 @@ def read_template(folder: Path) -> str | None:
         program = program["default"]
     path = folder / "chat_template.jinja"
     if path.exists():
-        try:
-            program = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is refused: {error}") from None
+        program = read_program(path)
     return template_json(program, special_tokens(folder)) if isinstance(program, str) else None
+
+
+def read_program(path: Path) -> str:
+    """The content of a .jinja. Raises ValueError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is refused: {error}") from None
 
 
 def special_tokens(folder: Path) -> dict:
@@ -100,10 +105,7 @@ def read_template_file(path: Path) -> str:
         if not isinstance(content.get("chat_template"), str):
             raise ValueError(f"{path} has no chat_template: give another --template")
         return template_json(content["chat_template"], content)
-    try:
-        return template_json(path.read_text(encoding="utf-8"), special_tokens(path.parent))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is refused: {error}") from None
+    return template_json(read_program(path), special_tokens(path.parent))
 
 
 def read_ends(folder: Path) -> list[int]:

@@ -4,7 +4,6 @@ tensors of its files. tools/huggingface.py calls these functions.
 A folder contains config.json and the tensors: in model.safetensors, in pytorch_model.bin, or in the
 files listed by one of the two with .index.json.
 """
-import json
 import re
 import sys
 import zipfile
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from base.checkpoint_files import reading, verify
+from corpus.model_folders import read_object
 from parallelism.collectives import first_line
 from tools.huggingface_names import tensors_of
 
@@ -29,6 +29,10 @@ PICKLES = ("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.
 FILE_KINDS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".gguf", ".json")
 IS_ADAPTER = ("holds an adapter (LoRA), not a model: merge it into its base model, as PEFT's "
               "merge_and_unload does, and import that")
+
+
+def note(text: str) -> None:
+    print(f"tools.huggingface: note: {text}", file=sys.stderr)
 
 
 def check_source(source: str, file: Path) -> None:
@@ -95,14 +99,13 @@ def download(name: str, patterns: Iterable[str]) -> Path:
 
 def files_of_index(index: Path) -> list[Path]:
     """The files that an index lists, which stand beside it."""
-    with reading(index, "is refused"):
-        weight_map = json.loads(index.read_text()).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError("its weight_map is no object of names and files")
-        names = sorted(set(map(str, weight_map.values())))
-        for name in names:
-            if Path(name).name != name:
-                raise ValueError(f"{name} is not a file beside it")
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} is refused: its weight_map is no object of names and files")
+    names = sorted(set(map(str, weight_map.values())))
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{index} is refused: {name} is not a file beside it")
     return [index.with_name(name) for name in names]
 
 
@@ -134,6 +137,5 @@ def tensor_readers(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
             tensors, place = tensors_of(content)
             readers = {name: partial(tensors.get, name) for name in tensors}
         if place:
-            print(f"tools.huggingface: note: {file}: the tensors in {place} are taken",
-                  file=sys.stderr)
+            note(f"{file}: the tensors in {place} are taken")
     return readers

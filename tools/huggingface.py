@@ -31,12 +31,12 @@ from corpus.chat_templates import (entries_of, find_template, get_template, is_o
                                    read_ends)
 from corpus.formats import EOT
 from corpus.json_tokenizers import characters_of_bytes
-from corpus.model_folders import notes
+from corpus.model_folders import notes, read_object
 from corpus.tokenizers import file_name, get_tokenizer, is_of_file, name_of, read_file
 from model import GPTConfig
 from models import make_config
 from runtime.directory import new_run
-from tools.hub import IS_ADAPTER, check_source, fetch, tensor_readers, weight_files
+from tools.hub import IS_ADAPTER, check_source, fetch, note, tensor_readers, weight_files
 from tools.huggingface_formats import (BUFFERS, END_OF_TEXT, FAMILIES, Family, config_json,
                                        model_config, their_names, to_ours, to_theirs)
 from tools.huggingface_keys import notes_of_keys
@@ -62,22 +62,16 @@ def read_config(folder: Path) -> tuple[dict, GPTConfig]:
         if any(folder.glob("*.pt")):
             advice = ": it holds checkpoints of this project, which need no import"
         raise ValueError(f"{folder} has no config.json{advice}")
+    config = read_object(path)
     with reading(path, "is refused"):
-        config = json.loads(path.read_text())
         return config, model_config(config)
 
 
 def tell_keys(config: dict, folder: Path) -> None:
     """Print a note of each key that has a value and is not read. Raises ValueError."""
-    path = folder / "generation_config.json"
-    drawing = {}
-    if path.exists():
-        with reading(path, "is refused"):
-            drawing = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(drawing, dict):
-                raise ValueError(f"it is no object, but {type(drawing).__name__}")
-    for note in notes_of_keys(config, drawing):
-        print(f"tools.huggingface: note: {folder}: {note}", file=sys.stderr)
+    drawing = read_object(folder / "generation_config.json")
+    for line in notes_of_keys(config, drawing):
+        note(f"{folder}: {line}")
 
 
 def import_model(source: str, file: Path) -> None:
@@ -92,19 +86,7 @@ def import_model(source: str, file: Path) -> None:
         folder = fetch(source, check=read_config)       # before gigabytes come
     config, cfg = read_config(folder)
     tell_keys(config, folder)
-    family = FAMILIES[config["model_type"]]
-    readers = {}
-    for part in weight_files(folder):
-        readers |= tensor_readers(part)
-    try:
-        names = find_names(readers, family, cfg.tied)
-    except ValueError as error:
-        raise ValueError(f"{folder} is refused: {error}") from None
-    readers = {name: readers[original] for name, original in names.items()}
-    parameters = {}
-    for name, shape in parameter_shapes(cfg).items():
-        parameters[name] = read_parameter(name, shape, readers, folder, family, cfg)
-    check_unused(readers, parameters, folder, family)
+    parameters = read_parameters(folder, FAMILIES[config["model_type"]], cfg)
     tokenizer, path = find_tokenizer(folder, config)
     state = {key: {} for key in KEYS} | dict(
         format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
@@ -141,14 +123,31 @@ def find_conversations(folder: Path, tokenizer: str, own: str | None) -> dict:
     try:
         template = find_template(folder, get_tokenizer(tokenizer, own))
     except (ValueError, ConnectionError) as error:      # no jinja2; no tokens of GPT-2
-        print(f"tools.huggingface: note: no template of conversations is kept: {error}",
-              file=sys.stderr)
+        note(f"no template of conversations is kept: {error}")
         return state
     if template is not None:
         state["template"] = template.name
         if template.file is not None:
             state["template_file"] = template.file
     return state
+
+
+def read_parameters(folder: Path, family: Family, cfg: GPTConfig) -> dict[str, torch.Tensor]:
+    """All of our parameters. Raises ValueError if the folder's tensors are not those of a model
+    with this config."""
+    readers = {}
+    for part in weight_files(folder):
+        readers |= tensor_readers(part)
+    try:
+        names = find_names(readers, family, cfg.tied)
+    except ValueError as error:
+        raise ValueError(f"{folder} is refused: {error}") from None
+    readers = {name: readers[original] for name, original in names.items()}
+    parameters = {}
+    for name, shape in parameter_shapes(cfg).items():
+        parameters[name] = read_parameter(name, shape, readers, folder, family, cfg)
+    check_unused(readers, parameters, folder, family)
+    return parameters
 
 
 def read_parameter(name: str, shape: tuple, readers: dict, folder: Path, family: Family,
@@ -208,8 +207,8 @@ def check_unused(readers: dict, parameters: dict, folder: Path, family: Family) 
             raise ValueError(f"{folder}: {head} differs from the embedding, but config.json ties "
                              f"them: {advice}")
     if unused:
-        print(f"tools.huggingface: note: {folder}: {len(unused):,} tensors are left out, which are "
-              f"no part of the model, such as {unused[0]}", file=sys.stderr)
+        note(f"{folder}: {len(unused):,} tensors are left out, which are no part of the model, "
+             f"such as {unused[0]}")
 
 
 def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
@@ -227,17 +226,17 @@ def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
     try:
         name = name_of(read_file(path))
         for line in notes(path):
-            print(f"tools.huggingface: note: {line}", file=sys.stderr)
+            note(line)
         return name, path
     except ValueError as error:
-        print(f"tools.huggingface: note: {error}", file=sys.stderr)
+        note(str(error))
         return name, None
 
 
 def has_gpt2s_tokens(folder: Path) -> bool:
     """Whether the files of a tokenizer in the folder, if any, have GPT-2's ids, by some of them."""
     def vocabulary_of(file):
-        content = json.loads((folder / file).read_text(encoding="utf-8"))
+        content = read_object(folder / file)
         return content["model"]["vocab"] if file == "tokenizer.json" else content
     try:
         return all(SOME_OF_GPT2S.items() <= vocabulary_of(file).items()

@@ -218,8 +218,6 @@ def to_theirs(name: str, full: torch.Tensor, family: Family,
 
 def model_config(config: dict) -> GPTConfig:
     """config.json -> our config. Raises ValueError for an architecture that we do not have."""
-    if not isinstance(config, dict):
-        raise ValueError(f"it is no object, but {type(config).__name__}")
     model_type = config.get("model_type")
     if model_type not in list(FAMILIES):            # of a list: a wrong value may have no hash
         raise ValueError(f"its model_type {model_type!r} is none of {', '.join(FAMILIES)}")
