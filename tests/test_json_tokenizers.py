@@ -71,8 +71,8 @@ def test_shards_have_the_tokens_that_the_package_gives_whole_documents(tmp_path,
     assert meta["tokenizer"] == name_of(content) and meta["vocab_size"] == 400
     assert (tmp_path / f"d/{meta['tokenizer']}.json").read_text() == content
     ours = get_tokenizer(meta["tokenizer"], content)
-    parts = [ours.decode_single_token_bytes(token) for token in [*ours.encode_ordinary(" caf\u00e9"), 999,
-                                                       ours.eot_token]]
+    tokens = [*ours.encode_ordinary(" caf\u00e9"), 999, ours.eot_token]
+    parts = [ours.decode_single_token_bytes(token) for token in tokens]
     assert b"".join(parts) == " caf\u00e9<|endoftext|>".encode()       # no token has the id 999
     shards = [open_shard(tmp_path / f"d/{split}_000000.bin") for split in SPLITS]
     assert shards[0].dtype == np.uint16
