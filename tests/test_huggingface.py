@@ -450,7 +450,8 @@ def test_an_import_says_what_it_was_given(tmp_path, capsys, monkeypatch, source,
     ("weightless", ["gpt2"], "has none of model.safetensors,"),
     ("away", [], "there is no folder me/away, and the model cannot be downloaded (Got: ConnectEr"),
     ("without the package", [], "huggingface_hub: pip install huggingface_hub")])
-def test_a_model_that_the_hub_does_not_give_is_named(hub, capsys, monkeypatch, name, files, message):
+def test_a_model_that_the_hub_does_not_give_is_named(hub, capsys, monkeypatch, name, files,
+                                                     message):
     """In one line, before any tensor is downloaded."""
     for file in files:
         Path("hub/me", name).mkdir(parents=True)
