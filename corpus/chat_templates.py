@@ -12,7 +12,7 @@ from corpus.conversations import FORMS, Template, default_template, has_marks, t
 from corpus.jinja_templates import OWN, TURNS, ChatTemplate, hash_of
 from corpus.messages import ASSISTANT, Message
 from corpus.model_folders import content_of, read_object
-from corpus.tokenizers import document_start
+from corpus.tokenizers import document_start, read_kept
 
 # Ours as transformers writes them. START stands for what begins a document, EOT for what ends one.
 PLAIN = """{{ 'START' }}{% for message in messages %}\
@@ -177,15 +177,8 @@ def write_own(folder: Path, template) -> str:
 
 def read_own(folder: Path, name: str) -> str:
     """The content of the file of this hash. Raises ValueError if it is lost or damaged."""
-    path = folder / f"{name}.json"
-    try:
-        file = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing, the template of the conversations beside it: copy "
-                         f"it, too") from None
-    if hash_of(file) != name:
-        raise ValueError(f"{path} is damaged: copy it again")
-    return file
+    return read_kept(folder / f"{name}.json", "the template of the conversations",
+                     name.removeprefix(OWN))
 
 
 def get_template(name: str, encoding, file: str | None = None):

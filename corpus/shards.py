@@ -18,7 +18,8 @@ import numpy as np
 from base.errors import named
 from corpus import chat_templates
 from corpus.file_kinds import what_it_is
-from corpus.tokenizers import get_tokenizer, has_added, is_of_file, read_own, shown_token
+from corpus.tokenizers import (file_name, get_tokenizer, has_added, is_of_file, read_kept,
+                               shown_token)
 
 SPLITS = ("train", "val")
 DEFAULT_OUT = Path("data/python")
@@ -140,8 +141,9 @@ def read_meta(directory: Path) -> dict:
         raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
                          f"again") from None
     if is_of_file(needed["tokenizer"]):
-        needed["tokenizer_file"] = read_own(directory, needed["tokenizer"],
-                                            meta.get("tokenizer_sha256"))
+        needed["tokenizer_file"] = read_kept(
+            directory / file_name(needed["tokenizer"]), "the tokenizer of the shards",
+            meta.get("tokenizer_sha256", "lost"))
     if meta.get("template_file") is not None:
         needed["template_file"] = chat_templates.read_own(directory, meta["template_file"])
     return needed

@@ -137,18 +137,16 @@ def find_file(given: str) -> Path:
                      f"give a folder or file with one")
 
 
-def read_own(folder: Path, name: str, sha256: str) -> str:
-    """The content of the file of this tokenizer, which has this hash. Raises ValueError if the file
-    is lost or damaged."""
-    path = folder / file_name(name)
+def read_kept(path: Path, what: str, sha256: str) -> str:
+    """The content of a file beside shards, whose hash begins like this. Raises ValueError if it is
+    lost or damaged."""
     try:
         file = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing, the tokenizer of the shards beside it: copy it, too"
-                         ) from None
+        raise ValueError(f"{path} is missing, {what} beside it: copy it, too") from None
     except UnicodeDecodeError:
         file = ""
-    if text_sha256(file) != sha256:
+    if not text_sha256(file).startswith(sha256):
         raise ValueError(f"{path} is damaged: copy it again")
     return file
 
