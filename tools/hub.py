@@ -92,6 +92,8 @@ def download(name: str, patterns: Iterable[str]) -> Path:
         raise ValueError(f"{name} is neither a folder nor a model on the hub that you may read: if "
                          f"it is private, log in by `hf auth login`") from None
     except Exception as error:          # of its HTTP package too, which is another in each version
+        if getattr(error, "filename", None) is not None:
+            raise                       # of the disk
         raise ConnectionError(f"there is no folder {name}, and the model cannot be downloaded "
                               f"({first_line(error)}): give the folder of a copy, or try again "
                               f"with a network") from error

@@ -37,8 +37,8 @@ from model import GPTConfig
 from models import make_config
 from runtime.directory import new_run
 from tools.hub import IS_ADAPTER, check_source, fetch, note, tensor_readers, weight_files
-from tools.huggingface_formats import (BUFFERS, END_OF_TEXT, FAMILIES, Family, config_json,
-                                       model_config, their_names, to_ours, to_theirs)
+from tools.huggingface_formats import (BUFFERS, FAMILIES, Family, config_json, model_config,
+                                       their_names, to_ours, to_theirs)
 from tools.huggingface_keys import notes_of_keys
 from tools.huggingface_names import HEADS, find_names
 
