@@ -1,24 +1,22 @@
 """How a file is read. Its bytes say whether it is a table; otherwise a known ending decides; the
 bytes decide for all other files."""
 import codecs
-import shlex
 from pathlib import Path
 
 from corpus import records
 from corpus.compressed import open_bytes
-from corpus.file_kinds import (KINDS, LINES, READ, START, WEB_PAGES, kind_of, kind_of_start,
-                               table_kind, what_it_is, why_not_text)
-from corpus.records import is_document, open_text
+from corpus.file_kinds import LINES, READ, kind_of, table_kind
+from corpus.records import START, is_document
 
 
 def how_read(path: Path) -> str:
-    """The ending of the files that are read as this one: .txt, .jsonl, .json, .parquet, .arrow or
-    .eot. Raises ValueError if it cannot be decompressed."""
+    """The ending of the files that are read as this one: .txt, .jsonl, .json, .parquet or .arrow.
+    Raises ValueError if it cannot be decompressed."""
     kind = table_kind(path)
     if kind is not None:
         return kind
     kind = kind_of(path.name)
-    if kind in (*READ, ".eot"):
+    if kind in READ:
         return kind
     if kind in LINES:
         return ".jsonl"
@@ -45,44 +43,17 @@ def start_of(path: Path) -> bytes:
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file begins as text of an encoding that is read."""
+    """Whether a file begins as text in UTF-8."""
     try:
-        if special_kind_of(start_of(path)) is not None:
-            return False
-        file, encoding = open_text(path)
-        with file:
-            start = file.peek(START)[:START]
-        text = codecs.getincrementaldecoder(encoding)().decode(start)
+        text = codecs.getincrementaldecoder("utf-8")().decode(start_of(path))
     except ValueError:
         return False
-    return text.count("\0") <= len(text) // 50
+    return not is_binary(text)
 
 
-def special_kind_of(start: bytes):
-    """The Kind of a file that begins so and is no text to train on. A web page may be that."""
-    kind = kind_of_start(start)
-    return None if kind in WEB_PAGES else kind
-
-
-def why_not_read(path: Path) -> str | None:
-    """Why a file that --input names is not read, whose ending tells nothing, and what to do; None
-    if it is read."""
-    if how_read(path) != ".txt" or is_text(path):
-        return None
-    name = shlex.quote(str(path))
-    start = start_of(path)
-    kind = special_kind_of(start)
-    for one in KINDS:                   # .docx and .zip begin alike
-        if kind_of(path.name) in one.suffixes.split() and (
-                start.startswith(one.first_bytes) and one.at == 0):
-            kind = one
-            break
-    if path.suffix == ".bin" and what_it_is(path) is not None:
-        return what_it_is(path)
-    if kind is None:
-        return why_not_text(path, start, start)
-    clause = f"{kind.clause}: " if kind.clause else ""
-    return clause + kind.advice.replace("FILE", name).replace("STEM", path.stem)
+def is_binary(text: str) -> bool:
+    """Whether a text has more NUL bytes than one that is damaged."""
+    return text.count("\0") > len(text) // 50
 
 
 def is_read_by_content(path: Path, field: str) -> bool:

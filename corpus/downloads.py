@@ -9,15 +9,15 @@ from corpus.console import progress
 from corpus.file_changes import sha256_of
 
 HUB = "https://huggingface.co"
-# name: (address, sha256 or None to check the length alone, suffix of the file: how it is read)
+# name: (address, sha256 or None to check the length alone)
 DOWNLOADS = {
     "shakespeare": (
         "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed", ".txt"),
+        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),
     "tinystories": (
         f"{HUB}/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-train.txt",
-        None, ".eot"),
-    "fineweb": (f"{HUB}/datasets/kjj0/fineweb10B-gpt2/resolve/main/", None, ".bin"),
+        None),
+    "fineweb": (f"{HUB}/datasets/kjj0/fineweb10B-gpt2/resolve/main/", None),
 }
 TIMEOUT = (10, 30)          # seconds to connect, and of silence
 FINEWEB_SHARDS = 103        # training shards of 100M tokens each; there is one validation shard
@@ -29,8 +29,8 @@ def address_of(dataset: str) -> str:
 
 def download_text(dataset: str, out: Path) -> Path:
     """Download a data set of one file into out/raw. Returns its path."""
-    _, sha256, suffix = DOWNLOADS[dataset]
-    path = out / "raw" / (dataset + suffix)
+    _, sha256 = DOWNLOADS[dataset]
+    path = out / "raw" / f"{dataset}.txt"
     download(address_of(dataset), path, sha256)
     return path
 

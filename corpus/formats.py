@@ -4,11 +4,10 @@
               is any other file of text
     .jsonl    a document on each line, in the field "text" of an object; so does .json
     .parquet  a document in each row, in the column "text"; so does .arrow
-    .eot      TinyStories as it is downloaded: as .txt, without white space around each document
 
-Lines and rows may also hold conversations (messages.py). Text and lines may be compressed by gzip
-or zstd. UTF-8, or UTF-16 and UTF-32 with their byte-order marks, which are not part of the text. A
-NotText stands for a document that cannot be read, so that one in a thousand can be left out.
+Lines and rows may also hold conversations (messages.py). Text and lines are UTF-8, and may be
+compressed by gzip or zstd. A NotText stands for a document that cannot be read, so that one in a
+thousand can be left out.
 """
 import io
 import re
@@ -18,13 +17,14 @@ from pathlib import Path
 
 from base.errors import named
 from corpus.compressed import BLOCK
-from corpus.contents import how_read
-from corpus.file_kinds import LFS_POINTER, START, why_not_text
+from corpus.contents import how_read, is_binary
+from corpus.file_kinds import how_to_convert
 from corpus.messages import messages_of, read_table
-from corpus.records import NotText, open_text, read_records, read_texts, text_of_record
+from corpus.records import START, NotText, open_text, read_records, read_texts, text_of_record
 from corpus.unread_fields import UnreadFields
 
 EOT = "<|endoftext|>"
+LFS_POINTER = b"version https://git-lfs"
 MOST_HELD = 1 << 16         # white space that is held back until more text comes
 # A line of <|endoftext|>. The line end before it belongs to it, the one behind it does not.
 EOT_LINE = re.compile(r"\n[^\S\n]*<\|endoftext\|>[^\S\n]*(?=\n)")
@@ -54,33 +54,31 @@ def read_documents(path: Path, field: str | None = "text", unread: UnreadFields 
                 parse = partial(text_of_record, field=field, unread=unread)
             yield from read_records(path, parse)
             return
-        file, encoding = open_text(path)
-        with file:
-            if kind == ".eot":
-                yield from read_stories(path, file)
-            else:
-                numbered = cut_at_eot(read_blocks(path, file, encoding))
-                for _, pieces in groupby(numbered, key=lambda piece: piece[0]):
-                    yield (text for _, text in pieces)
+        with open_text(path) as file:
+            numbered = cut_at_eot(read_blocks(path, file))
+            for _, pieces in groupby(numbered, key=lambda piece: piece[0]):
+                yield (text for _, text in pieces)
 
 
-def read_blocks(path: Path, file, encoding: str):
+def read_blocks(path: Path, file):
     """Yield the text of a file by blocks, with its line ends."""
-    start = file.peek(START)
-    with io.TextIOWrapper(file, encoding, newline="") as wrapped:
+    start = file.peek(START)[:START]
+    if start.startswith(LFS_POINTER):
+        yield NotText(f"{path} is a pointer of Git LFS in place of the file: run `git lfs pull` in "
+                      f"the repository that it is from")
+        return
+    with io.TextIOWrapper(file, "utf-8", newline="") as wrapped:
         try:
             while block := wrapped.read(BLOCK):
-                is_binary = "\0" in block and block.count("\0") > len(block) // 50
-                if is_binary or start.startswith(LFS_POINTER):
-                    why = why_not_text(path, start, block.encode())
-                    yield NotText(f"{path} is not {encoding.upper()} text: {why}")
+                if is_binary(block):
+                    yield NotText(f"{path} is not UTF-8 text: it has NUL bytes: "
+                                  f"{how_to_convert(path, start)}")
                     return
                 yield block
         except UnicodeDecodeError as error:     # error.object are the bytes that were read last
             offset = file.tell() - len(error.object) + error.start
-            why = why_not_text(path, start, error.object)
-            yield NotText(f"{path} is not {encoding.upper()} text, see byte {offset} "
-                          f"(0x{error.object[error.start]:02x}): {why}")
+            yield NotText(f"{path} is not UTF-8 text, see byte {offset} "
+                          f"(0x{error.object[error.start]:02x}): {how_to_convert(path, start)}")
 
 
 def cut_at_eot(blocks):
@@ -124,13 +122,3 @@ def end_of_text(text: str) -> int:
     if line >= 0 and EOT.startswith(text[line:].strip()):
         end = line
     return len(text[:end].rstrip())
-
-
-def read_stories(path: Path, file):
-    """Yield the documents between lines of <|endoftext|>, without white space around them."""
-    for is_end, lines in groupby(file, lambda line: line.strip() == EOT.encode()):
-        if not is_end:
-            try:
-                yield [b"".join(lines).decode().strip()]
-            except UnicodeDecodeError as error:
-                yield [NotText(f"{path} is not UTF-8 text ({error}): download it again")]

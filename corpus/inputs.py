@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from corpus.compressed import check_package
 from corpus.console import note
-from corpus.contents import how_read, is_read_by_content, is_text, why_not_read
-from corpus.file_kinds import (AS_IT_STANDS, LINES, READ, READ_KINDS, advice_for, has_ending,
-                               kind_of)
+from corpus.contents import how_read, is_read_by_content, is_text
+from corpus.file_kinds import (AS_IT_STANDS, LINES, NOT_READ, READ, READ_KINDS, advice_for,
+                               has_ending, is_of, kind_of)
 from corpus.records import both_of, first_record, is_conversation, is_document
 
 MOST_ENDINGS = 5            # that a message offers
@@ -75,16 +75,15 @@ def check_path(path: Path) -> None:
         raise ValueError(f"{path} cannot be read: permission denied: change who may read it")
     if not stat.S_ISDIR(mode) and kind_of(path.name) not in READ:
         check_package(path)
-        why = why_not_read(path)
-        if why is not None:
-            raise ValueError(f"{path} is not read: {why}")
+        if is_of(NOT_READ, path.name) and how_read(path) == ".txt":
+            raise ValueError(f"{path} is not read: {advice_for(path)}")
 
 
 def note_as_it_stands(paths) -> None:
     """Tell of files of text that there is a better way to read, once for each kind."""
     found = {}
     for path in paths:
-        if kind_of(path.name) in AS_IT_STANDS:
+        if is_of(AS_IT_STANDS, path.name):
             found.setdefault(kind_of(path.name), []).append(path)
     for kind, files in found.items():
         note(f"{len(files):,} {kind} ({files[0]}) read as text, each a document as it stands: "
@@ -144,7 +143,7 @@ def is_cache(path: Path) -> bool:
 def why_not_text(path: Path, kind: str, endings) -> Skipped | None:
     """Why a file of a folder is not read as text; None if it is."""
     is_chosen = has_ending(path.name, endings)
-    if not is_text(path):
+    if is_of(NOT_READ, path.name) or not is_text(path):
         return Skipped(f"{kind} that is not UTF-8 text" if is_chosen
                        else kind or "without a suffix")
     if is_chosen:
@@ -199,7 +198,8 @@ def walk(top: Path, field: str, endings, command_with) -> tuple[dict[str, Path],
         holds = "it is empty"
         if kinds:
             (most, _), = skipped.most_common(1)
-            advice = advice_for(Path(first[most]))
+            advice = advice_for(Path(first[most])) or (
+                "give folders or files of such, or a file of text by its name")
             if texts and command_with is not None:
                 advice = f"to read the files of text: {command_with(most_of(texts), False)}"
             holds = f"it holds {', '.join(kinds)}: {advice}"

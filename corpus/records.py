@@ -7,14 +7,12 @@ import shlex
 from pathlib import Path
 
 from corpus.compressed import not_whole, open_bytes
-from corpus.file_kinds import START, kind_of_start, pipe, table_kind, why_not_text
+from corpus.file_kinds import how_to_convert, pipe, table_kind
 from corpus.json_values import Start, Values
 from corpus.tables import open_table
 from corpus.unread_fields import UnreadFields
 
-MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le",    # before UTF-16's, which
-         codecs.BOM_UTF32_BE: "utf-32-be", codecs.BOM_UTF16_LE: "utf-16-le",    # begins as this
-         codecs.BOM_UTF16_BE: "utf-16-be"}
+START = 512             # bytes that tell what a file is
 STRINGS = ("string", "large_string", "dictionary<values=string")        # Arrow's names
 LISTS = ("messages", "conversations", "conversation")     # fields of a conversation
 PAIR, ALPACA = ("prompt", "completion"), ("instruction", "output")
@@ -45,26 +43,24 @@ class Refused(ValueError):
 
 
 def open_text(path: Path):
-    """(the file behind its byte-order mark, its encoding)."""
+    """The bytes of a file behind its byte-order mark."""
     file = open_bytes(path)
-    start = file.peek(4)
-    for mark, encoding in MARKS.items():
-        if start.startswith(mark):
-            file.read(len(mark))
-            return file, encoding
-    return file, "utf-8"
+    if file.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
+        file.read(len(codecs.BOM_UTF8))
+    return file
 
 
 def read_records(path: Path, parse):
     """Yield the documents of a file of JSON. parse(record) returns one; a Refused says what is
     wrong with the record."""
-    file, encoding = open_text(path)
-    with file:
-        check_start(path, file, encoding)
+    with open_text(path) as file:
+        start = file.peek(START)[:START]
+        if b"\0" in start[:4]:             # UTF-16, with a byte-order mark or without
+            raise ValueError(f"{path} is not UTF-8 text: {how_to_convert(path, start)}")
         if start_of(path).is_by_lines:
-            records = read_lines(path, file, encoding)
+            records = read_lines(path, file)
         else:
-            records = read_values(path, file, encoding)
+            records = read_values(path, file)
         for place, record in records:
             try:
                 if isinstance(record, Refused):
@@ -75,30 +71,26 @@ def read_records(path: Path, parse):
             yield document
 
 
-def read_lines(path: Path, file, encoding: str):
+def read_lines(path: Path, file):
     """Yield (place, record) of each line; a Refused in place of a record that is not JSON."""
-    try:
-        for number, line in enumerate(lines_of(file, encoding), 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                record = Refused(f" is not JSON: {error}")
-                if b"\0" in line and encoding == "utf-8":
-                    record = Refused(f" is not JSON: it has {line.count(0):,} NUL bytes, as a file "
-                                     f"has that was not written to its end: "
-                                     f"{pipe(path, 'tr -d ' + shlex.quote(chr(92) + '0'))} > NEW"
-                                     f".jsonl leaves them out")
-            yield f"line {number}", record
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not {encoding.upper()} text ({error.reason}): it may be cut "
-                         f"off: copy it again") from None
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            record = Refused(f" is not JSON: {error}")
+            if b"\0" in line:
+                record = Refused(f" is not JSON: it has {line.count(0):,} NUL bytes, as a file has "
+                                 f"that was not written to its end: "
+                                 f"{pipe(path, 'tr -d ' + shlex.quote(chr(92) + '0'))} > NEW.jsonl "
+                                 f"leaves them out")
+        yield f"line {number}", record
 
 
-def read_values(path: Path, file, encoding: str):
+def read_values(path: Path, file):
     """Yield (place, record) of each JSON value, whatever stands between them."""
-    with io.TextIOWrapper(file, encoding, newline="") as wrapped:
+    with io.TextIOWrapper(file, "utf-8", newline="") as wrapped:
         values = Values(wrapped.read)
         number = 0
         try:
@@ -106,8 +98,8 @@ def read_values(path: Path, file, encoding: str):
                 number += 1
                 yield f"record {number}", record
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not {encoding.upper()} text ({error.reason}): it may be "
-                             f"cut off: copy it again") from None
+            raise ValueError(f"{path} is not UTF-8 text ({error.reason}): "
+                             f"{how_to_convert(path, error.object)}") from None
         except ValueError as error:
             raise ValueError(f"{path} record {number + 1} is not JSON: {error}: correct the file, "
                              f"or copy it again if it is cut off") from None
@@ -125,20 +117,10 @@ def text_of_record(record, field: str, unread: UnreadFields) -> list[str]:
     return [text]
 
 
-def lines_of(file, encoding: str):
-    """Yield the lines of a file in UTF-8."""
-    if encoding == "utf-8":
-        yield from file
-        return
-    with io.TextIOWrapper(file, encoding, newline="\n") as wrapped:
-        for line in wrapped:
-            yield line.encode()
-
-
 def start_of(path: Path) -> Start:
     """How a file of JSON begins."""
-    file, encoding = open_text(path)
-    with file, io.TextIOWrapper(file, encoding, errors="replace", newline="") as wrapped:
+    file = open_text(path)
+    with io.TextIOWrapper(file, "utf-8", errors="replace", newline="") as wrapped:
         return Values(wrapped.read).start()
 
 
@@ -191,16 +173,6 @@ def is_document(path: Path, field: str) -> bool:
         return record[field] is None or isinstance(record[field], str)
     return is_conversation(record) and all(isinstance(record.get(name, []), list)
                                            for name in LISTS)
-
-
-def check_start(path: Path, file, encoding: str) -> None:
-    """Raise ValueError if a file that is named so is no JSON."""
-    start = file.peek(START)[:START]
-    if encoding != "utf-8" or not start.strip():
-        return
-    is_json = start.lstrip().startswith((b"{", b"["))
-    if 0 < len(start) // 50 < start.count(0) or (not is_json and kind_of_start(start) is not None):
-        raise ValueError(f"{path} has no lines of JSON: {why_not_text(path, start, start)}")
 
 
 def kind_of_value(value) -> str:

@@ -17,7 +17,6 @@ import numpy as np
 
 from base.errors import named
 from corpus import chat_templates
-from corpus.file_kinds import what_it_is
 from corpus.tokenizers import (file_name, get_tokenizer, has_added, is_of_file, read_kept,
                                shown_token)
 
@@ -60,10 +59,9 @@ def open_shard(path: Path) -> np.memmap:
     header = np.fromfile(path, "<i4", 3).tolist()
     magics = {magic: dtype for dtype, (magic, _) in FORMATS.items()}
     if header and header[0] not in magics:
-        what = what_it_is(path) or ("it has no header of llm.c's format (nanoGPT's files have "
-                                    "none)")
-        raise ValueError(f"{path} begins with {header[0]}, not {FORMATS['<u2'][0]}: {what}: make "
-                         f"shards from the text by python data.py --input FILE --out DIR")
+        raise ValueError(f"{path} begins with {header[0]}, not {FORMATS['<u2'][0]}: it has no "
+                         f"header of llm.c's format, as files of nanoGPT and Megatron-LM have none: "
+                         f"make shards from the text by python data.py --input FILE --out DIR")
     dtype = magics[header[0]] if header else "<u2"
     magic, version = FORMATS[dtype]
     itemsize = np.dtype(dtype).itemsize
