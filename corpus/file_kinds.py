@@ -93,15 +93,6 @@ def has_ending(name: str, endings) -> bool:
     return any(one.endswith(f".{ending}") for one in (whole, bare) for ending in endings)
 
 
-def advice_for(path: Path) -> str:
-    """What to do with a file of this name, which is not read."""
-    suffix = kind_of(path.name)
-    for kind in KINDS:
-        if suffix in kind.suffixes.split():
-            return kind.advice.replace("FILE", shlex.quote(str(path))).replace("STEM", path.stem)
-    return "give folders or files of such, or a file of text by its name"
-
-
 def advice_for(path: Path) -> str | None:
     """What to do with a file of this name; None if it is read."""
     for suffixes, advice in (AS_IT_STANDS | NOT_READ).items():
