@@ -68,16 +68,13 @@ def index_documents(files, seed: int, field: str | None = "text",
     sizes = table["size"][kept]
     if validation:
         train_sizes = split_by_file(sizes, validates[kept])
-        is_cut = False
     else:
-        train_sizes, is_cut = choose_split(table["digest"][kept], sizes, may_cut=field is not None)
+        train_sizes = choose_split(table["digest"][kept], sizes, may_cut=field is not None)
     if near_duplicates == "keep":
         note_near_duplicates(keys[kept], train_sizes, counts)
     cuts = np.full(len(table), -1)
     cuts[kept] = train_sizes
     digest = hashlib.sha256(table)
-    if is_cut:                  # earlier versions made other shards of this text
-        digest.update(b"cut")
     if near_duplicates == "drop":
         digest.update(b"without near-duplicates")
     if validation:

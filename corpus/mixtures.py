@@ -119,12 +119,6 @@ class Mixture:
         """Whether a phase after the first begins at one of the sequences first ... end - 1."""
         return any(first <= begin < end for begin, _ in self.phases[1:])
 
-    def update_fingerprints(self, phases: list) -> list:
-        """Phases of a checkpoint, with today's fingerprint of a source in place of its old one."""
-        today = {source.meta.get("old_fingerprint"): key for key, source in self.sources.items()}
-        return [[first, {today.get(key, key): weight for key, weight in weights.items()}]
-                for first, weights in phases]
-
     # ---- Windows and tokens ------------------------------------------------------------------
 
     def find(self, window_ids) -> Iterator[tuple[int, TextWindows | ConversationWindows, int]]:

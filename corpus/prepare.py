@@ -8,6 +8,7 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from base.errors import NO_SPACE, named
 from corpus.chat_templates import choose_template, read_ends, write_own
@@ -23,81 +24,90 @@ from corpus.tokenizers import (file_name, find_file, get_tokenizer, is_named, na
                                text_sha256)
 
 
+class Encoder(NamedTuple):
+    """How the documents become tokens."""
+    name: str                   # of the tokenizer
+    encoding: object            # tokenizers.get_tokenizer
+    file: str | None            # the content of the tokenizer's file
+    template: object = None     # of conversations, as chat_templates.get_template returns it
+    ends: list[str] = []        # tokens that end a generation, by the files of a model
+
+
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
             field: str | None = "text", near_duplicates="ignore", train_tokens: int | None = None,
             template: str | None = None, validation=frozenset()) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. `tokenizer`: the name of one in corpus/tokenizers.py,
-    the path of a file of one or of a folder with it, or the one of `train_tokens` tokens that is
-    trained on this text. Without a `field` the files hold conversations; `template`: the name of
-    one of ours, or the path of a model's; None: the one beside the tokenizer's file, or the default
-    for the tokenizer. `validation`: the files that validate; without them the split is drawn.
-    What is there already is not made again. Raises ValueError if a file is not text, if there is
-    too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
-    run may be training on."""
-    vocabulary = None           # the content of the file of a tokenizer of one's own
-    model_folder = None
-    if train_tokens is None and not is_named(tokenizer):
-        tokenizer, vocabulary, model_folder = open_tokenizer(tokenizer, is_text=field is not None)
-    ends = [] if model_folder is None else read_ends(model_folder)
+    the path of a file of one or of a folder with it, or a name for the one of `train_tokens` tokens
+    that is trained on this text. Without a `field` the files hold conversations; `template`: the
+    name of one of ours, or the path of a model's; None: the one beside the tokenizer's file, or the
+    default for the tokenizer. `validation`: the files that validate; without them the split is
+    drawn. What is there already is not made again. Raises ValueError if a file is not text, if
+    there is too little or, before it tokenises, if `out` holds shards of other text or other flags,
+    which a run may be training on."""
+    is_text = field is not None
+    encoder = None
     if train_tokens is None:
-        encoding = get_tokenizer(tokenizer, vocabulary)
-        if field is None:
-            template = choose_template(template, encoding, model_folder)
+        encoder = open_encoder(tokenizer, is_text, template)
     check_writable(out)
     index = index_documents(files, seed, field, near_duplicates, validation)
-    source = f"{index.digest}, {tokenizer}, {shard_tokens}"
-    if field is None and train_tokens is not None:
-        source += f", {template or 'plain'}"
-    elif field is None:
-        source += f", {template.name}"
+    source = f"{index.digest}, {tokenizer if encoder is None else encoder.name}, {shard_tokens}"
+    if not is_text:
+        source += f", {template or 'plain' if encoder is None else encoder.template.name}"
     meta = find_complete(out, source)
     if meta is not None:
         return meta
     check_held(out, source)
-    if train_tokens is not None:
-        vocabulary = train_tokenizer(index, train_tokens)
-        tokenizer = name_of(vocabulary)
-        encoding = get_tokenizer(tokenizer, vocabulary)
-        if field is None:
-            template = Template(template or "plain", encoding)
+    if encoder is None:
+        encoder = train_encoder(index, train_tokens, is_text, template)
     out.mkdir(parents=True, exist_ok=True)
     with new_folder(out) as folder:
-        tokens, text_bytes, learnt = write_shards(folder, index, encoding, shard_tokens, template)
-        # The fingerprint covers the headers, too: windows do not cross the end of a shard.
-        meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
-                    text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
-                    fingerprint=sha256_of(*sorted(folder.iterdir())), source=source,
-                    **index.counts)
+        meta = dict(tokenizer=encoder.name, vocab_size=encoder.encoding.n_vocab, seed=seed,
+                    source=source, **index.counts)
+        meta |= write_shards(folder, index, encoder, shard_tokens)
+        meta |= write_files_of(folder, encoder)
         if validation:
             meta["files"] = dict(train=len(files) - len(validation), val=len(validation))
-        if template is not None:
-            meta |= dict(template=template.name, learnt=learnt, bytes_per_token=None)
-            if template.file is not None:
-                meta["template_file"] = write_own(folder, template)
-        if ends:
-            meta["ends"] = ends
-        if vocabulary is not None:
-            (folder / file_name(tokenizer)).write_text(vocabulary, encoding="utf-8")
-            meta["tokenizer_sha256"] = text_sha256(vocabulary)
         if train_tokens is not None:
-            meta["compared"] = [bytes_per_token(index, encoding)]
-            with suppress(ConnectionError):     # GPT-2's vocabulary may not be there
-                meta["compared"].append(bytes_per_token(index, get_tokenizer("gpt2")))
+            meta["compared"] = compare_with_gpt2(index, encoder.encoding)
         publish(folder, out, meta)
     return meta
 
 
-def open_tokenizer(given: str, is_text: bool) -> tuple[str, str, Path | None]:
-    """(name, content of the file, the model's folder if it may be of one) of the tokenizer at this
-    path. Of text, notes tell what the folder's other files say. Raises ValueError, OSError."""
-    path = find_file(given)
-    vocabulary = read_file(path)
-    if is_text:
-        for line in notes(path):
-            note(line)
-    model_folder = path.parent if path.suffix == ".json" else None
-    return name_of(vocabulary), vocabulary, model_folder
+def open_encoder(tokenizer: str, is_text: bool, template: str | None) -> Encoder:
+    """The Encoder of a tokenizer's name or path. Of text, notes tell what the other files of a
+    model's folder say. Raises ValueError, OSError."""
+    if is_named(tokenizer):
+        name, file, model_folder = tokenizer, None, None
+    else:
+        path = find_file(tokenizer)
+        file = read_file(path)
+        name = name_of(file)
+        model_folder = path.parent if path.suffix == ".json" else None
+        if is_text:
+            for line in notes(path):
+                note(line)
+    encoding = get_tokenizer(name, file)
+    chosen = None if is_text else choose_template(template, encoding, model_folder)
+    ends = [] if model_folder is None else read_ends(model_folder)
+    return Encoder(name, encoding, file, chosen, ends)
+
+
+def train_encoder(index: Index, n_tokens: int, is_text: bool, template: str | None) -> Encoder:
+    """The Encoder of a tokenizer that is trained on the documents that train."""
+    file = train_tokenizer(index, n_tokens)
+    name = name_of(file)
+    encoding = get_tokenizer(name, file)
+    chosen = None if is_text else Template(template or "plain", encoding)
+    return Encoder(name, encoding, file, chosen)
+
+
+def compare_with_gpt2(index: Index, encoding) -> list[float]:
+    """Bytes a token of text that validates, and GPT-2's if its vocabulary is there."""
+    compared = [bytes_per_token(index, encoding)]
+    with suppress(ConnectionError):
+        compared.append(bytes_per_token(index, get_tokenizer("gpt2")))
+    return compared
 
 
 def find_complete(out: Path, source: str) -> dict | None:
@@ -115,15 +125,13 @@ def find_complete(out: Path, source: str) -> dict | None:
     return meta
 
 
-def write_shards(folder: Path, index: Index, encoding, shard_tokens: int,
-                 template) -> tuple[dict, dict, dict]:
-    """Encode the documents. Returns {split: number of tokens}, {split: bytes of text} and {split:
-    number of tokens of answers}."""
+def write_shards(folder: Path, index: Index, encoder: Encoder, shard_tokens: int) -> dict:
+    """Encode the documents. Returns what meta.json says of the shards."""
     tokens = dict.fromkeys(SPLITS, 0)
     text_bytes = dict.fromkeys(SPLITS, 0)
-    learnt = dict.fromkeys(SPLITS, 0)
+    learnt = dict.fromkeys(SPLITS, 0)           # tokens of answers
     count_bytes = progress("tokenising", index.size)
-    for split, encoded, size, flags in tokenise(index, encoding, template):
+    for split, encoded, size, flags in tokenise(index, encoder.encoding, encoder.template):
         try:
             append_tokens(folder, split, encoded, tokens[split], shard_tokens, flags)
         except OSError as error:
@@ -137,7 +145,26 @@ def write_shards(folder: Path, index: Index, encoding, shard_tokens: int,
         if flags is not None:
             learnt[split] += int((flags & LEARNT).sum())
         count_bytes(size)
-    return tokens, text_bytes, learnt
+    # The fingerprint covers the headers, too: windows do not cross the end of a shard.
+    meta = dict(tokens=tokens, text_bytes=text_bytes,
+                bytes_per_token=text_bytes["val"] / tokens["val"],
+                fingerprint=sha256_of(*sorted(folder.iterdir())))
+    if encoder.template is not None:
+        meta |= dict(template=encoder.template.name, learnt=learnt, bytes_per_token=None)
+    return meta
+
+
+def write_files_of(folder: Path, encoder: Encoder) -> dict:
+    """Write the files of the tokenizer and of the template. Returns what meta.json says of them."""
+    meta = {}
+    if encoder.template is not None and encoder.template.file is not None:
+        meta["template_file"] = write_own(folder, encoder.template)
+    if encoder.ends:
+        meta["ends"] = encoder.ends
+    if encoder.file is not None:
+        (folder / file_name(encoder.name)).write_text(encoder.file, encoding="utf-8")
+        meta["tokenizer_sha256"] = text_sha256(encoder.file)
+    return meta
 
 
 def check_held(out: Path, source: str) -> None:

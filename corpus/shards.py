@@ -111,9 +111,8 @@ def count_tokens(directory: Path, split: str) -> int:
 
 def read_meta(directory: Path) -> dict:
     """The entries of meta.json that training needs. Shards without it that data.py did not make
-    are taken for GPT-2's tokens. Their fingerprint is of samples of the files. Older checkpoints
-    have `old_fingerprint`, the one of names and sizes. Raises ValueError if meta.json is damaged or
-    lost."""
+    are taken for GPT-2's tokens. Their fingerprint is of samples of the files. Raises ValueError if
+    meta.json is damaged or lost."""
     path = directory / "meta.json"
     try:
         meta = json.loads(path.read_text())
@@ -131,10 +130,8 @@ def read_meta(directory: Path) -> dict:
             raise ValueError(f"{directory} has tokens of 32 bits and no meta.json: write one with "
                              f"tokenizer, vocab_size, bytes_per_token (or null), fingerprint"
                              ) from None
-        names = [(file.name, file.stat().st_size) for file in files]
         return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None, tokens={},
-                    template=None, fingerprint=sha256_of_samples(files),
-                    old_fingerprint=hashlib.sha256(repr(names).encode()).hexdigest())
+                    template=None, fingerprint=sha256_of_samples(files))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
                          f"again") from None

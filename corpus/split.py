@@ -8,12 +8,12 @@ VAL_ONE_IN = 20             # documents, or bytes of each document where there a
 
 
 def choose_split(digests, sizes, may_cut=True):
-    """(bytes of each document that train, whether a rule against long documents holds)."""
+    """The bytes of each document that train."""
     if len(sizes) < VAL_ONE_IN and may_cut:
         train_sizes = sizes - np.maximum(sizes // VAL_ONE_IN, 1)
         if train_sizes.max(initial=0) < 4:                  # bytes of the longest character
             raise ValueError("the input holds no text, or less than 5 bytes: give it more")
-        return train_sizes, False
+        return train_sizes
     score, other_score = digests.view("<u8").reshape(-1, 2).T          # 8 of the 16 bytes each
     if len(score) < 2:
         raise ValueError("the input holds fewer than two different conversations: one trains, and "
@@ -26,6 +26,6 @@ def choose_split(digests, sizes, may_cut=True):
     most = int(sizes.sum()) // VAL_ONE_IN
     drawn = int(sizes[validates].sum())
     if drawn <= 5 * most or not may_cut:
-        return np.where(validates, 0, sizes), False
+        return np.where(validates, 0, sizes)
     shares = np.maximum(sizes * (most / drawn), 1).astype(np.int64)
-    return np.where(validates, sizes - shares, sizes), True
+    return np.where(validates, sizes - shares, sizes)

@@ -262,11 +262,7 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
                          f"has {meta['tokenizer']} with {meta['vocab_size']}: {advice}")
     trained_on = {}
     if state["data"]:                                               # None: weights alone
-        _, trained_on = dataset.mixture.update_fingerprints(state["data"])[-1]
-        if trained_on.keys() != state["data"][-1][1].keys():
-            warn(f"{file} is of a version that told shards without meta.json apart by names and "
-                 f"sizes: make sure that {found} is what it was trained on; from its next "
-                 f"checkpoint on, samples of the tokens are compared")
+        _, trained_on = state["data"][-1]
     template = state.get("template")
     if template is not None and meta.get("template", template) != template:
         own = template

@@ -114,7 +114,6 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
     assert_equal_across_ranks(fingerprints, f"{config.data} differs between ranks: copy it")
     known = set()
     if state is not None:
-        state["data"] = train_data.mixture.update_fingerprints(state["data"])
         _, weights = state["data"][-1]          # of the last phase
         known = set(weights)
         train_data.mixture.resume(state["data"], state["consumed_samples"])
