@@ -2,6 +2,7 @@
 
     python -m pytest tests/test_schedule.py
 """
+import re
 import sys
 import xml.etree.ElementTree
 
@@ -73,7 +74,12 @@ def test_the_picture_has_a_panel_for_each_schedule(monkeypatch, capsys, tmp_path
     content = file.read_text()
     assert "<title>Pipeline schedules" in content
     assert [content.count(f">{words}: idle") for words in tools.schedule.TITLES.values()] == [1] * 4
-    assert content.count("fill: #ffffff") >= 2 * (8 + 8 + 16 + 12)      # the microbatches' numbers
+    numbers = re.findall(r'<text class="(\w+)" [^>]*>\d</text>', content)
+    assert len(numbers) == 2 * (8 + 8 + 16 + 12) and len(set(numbers)) == 1
+    assert re.search(rf"\.{numbers[0]}{{[^}}]*fill: #ffffff}}", content)
+    bars = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" class="\w+"/>', content)
+    ops_and_idle = sum(bar.count("L") for bar in bars if "z" not in bar)
+    assert ops_and_idle == len(numbers) + 4 * 2
     assert run_main(capsys, tools.schedule, *flags, "--pp-schedule", "1f1b")[0] == 0
     assert file.read_text().count(": idle") == 1
     for wrong in (["--pp", 3], ["--pp", 1], ["--svg", tmp_path / "no" / "a.svg"]):
