@@ -10,8 +10,7 @@ the runs. Best is the lowest validation loss or, where tokenizer, text or sample
 bits per byte (tools/comparable_losses.py). `hours` is the time from line to line of metrics.jsonl
 within each process; where the clock was set back, none.
 
-A resume or rollback to step k makes the rows beyond k void: they are left out. tools/metrics.py
-reads the file, and says what is drawn of more than a million steps.
+A resume or rollback to step k makes the rows beyond k void: they are left out.
 """
 import json
 import math

@@ -1,11 +1,9 @@
-"""A run as its metrics.jsonl tells it, read in bounded memory.
+"""A run as its metrics.jsonl tells it, in columns of numbers: 48 bytes a step. tools/compare.py and
+tools/follow.py read it.
 
 The file is read backwards: a resume or rollback to step k, and a row of step k + 1, make rows
 beyond k void that come before them in the file. So a row is valid if its step is at most the
 smallest such k met so far, and nothing that was read has to be taken back.
-
-Values that are printed are kept exactly. A picture has at most LIMIT steps: every second one of
-more, then every fourth ...
 """
 import json
 import math
@@ -18,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-LIMIT = 2 ** 20             # steps; 48 bytes each
+# Of the steps: a name and a type, "q" for integers. `data` is the step's place in Run.data.
+COLUMNS = dict(step="q", tokens="q", data="q", loss="d", val_loss="d", tokens_per_second="d")
 BLOCK = 2 ** 20             # bytes read at a time
 # Seconds before these events were spent between two processes, not in one.
 BETWEEN_PROCESSES = ("start", "resume", "damaged")
@@ -54,37 +53,6 @@ def finite(row: dict, name: str) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-class Steps:
-    """Numbers of at most LIMIT steps, in columns; NaN for one that is not finite. `data` is the
-    step's place in Run.data."""
-
-    def __init__(self):
-        self.stride = 1
-        self.columns = dict(step=array("q"), tokens=array("q"), data=array("q"), loss=array("d"),
-                            val_loss=array("d"), tokens_per_second=array("d"))
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        """A column; the first step first. They were added last step first."""
-        column = self.columns[name]
-        return np.frombuffer(column, column.typecode)[::-1]
-
-    def add(self, row: dict, data: int) -> None:
-        if row["step"] % self.stride != 0:
-            return
-        for name in ("step", "tokens"):
-            self.columns[name].append(row[name])
-        self.columns["data"].append(data)
-        for name in ("loss", "val_loss", "tokens_per_second"):
-            value = finite(row, name)
-            self.columns[name].append(math.nan if value is None else value)
-        if len(self.columns["step"]) > LIMIT:
-            self.stride *= 2
-            kept = self["step"][::-1] % self.stride == 0
-            for name, column in self.columns.items():
-                kept_values = self[name][::-1][kept]
-                self.columns[name] = array(column.typecode, kept_values.tobytes())
-
-
 class Evaluations(NamedTuple):
     """Those of one process: they read the same text."""
     data: dict | None       # what the start or resume says on it
@@ -95,7 +63,7 @@ class Evaluations(NamedTuple):
 @dataclass
 class Run:
     name: str                                           # --out
-    steps: Steps = field(default_factory=Steps)         # those that are not void
+    steps: dict[str, np.ndarray] = field(default_factory=dict)      # COLUMNS of those not void
     last: dict | None = None                            # row of such a step
     max_lr: float = 0.0
     evaluations: list[Evaluations] = field(default_factory=list)        # in their order
@@ -132,6 +100,7 @@ def read_metrics(out: Path) -> Run:
     being written is left out."""
     run = Run(str(out))
     path = out / "metrics.jsonl"
+    columns = {name: array(kind) for name, kind in COLUMNS.items()}     # the last step first
     best, last = {}, {}             # {place in run.data: row with a validation loss}
     last_valid, after = math.inf, None
     for line in map(parse_line, lines_backwards(path) if path.exists() else []):
@@ -143,7 +112,10 @@ def read_metrics(out: Path) -> Run:
             if line["event"] in ("start", "resume"):
                 run.data.append(line.get("data"))
         elif ROW <= line.keys() and line["step"] <= last_valid:
-            run.steps.add(line, place)
+            row = dict(line, data=place)
+            for name, column in columns.items():
+                value = finite(row, name)
+                column.append(math.nan if value is None else value)
             if run.last is None:
                 run.last = line
             run.max_lr = max(run.max_lr, line["lr"])
@@ -157,6 +129,7 @@ def read_metrics(out: Path) -> Run:
         if after is not None and after.get("event") not in BETWEEN_PROCESSES:
             run.hours += max(0, after["time"] - line["time"]) / 3600
         after = line
+    run.steps = {name: np.array(column)[::-1] for name, column in columns.items()}
     run.data.append(None)           # of steps without a start before them
     run.events.reverse()
     run.evaluations = [Evaluations(run.data[place], best[place], last[place])
