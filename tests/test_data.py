@@ -36,7 +36,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import requests
-import torch
 
 import checkpoint
 import corpus.prepare
