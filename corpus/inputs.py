@@ -3,9 +3,8 @@ behind links, or the standard library's own source."""
 import json
 import os
 import re
-import stat
 import sysconfig
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -58,22 +57,17 @@ def find_files(paths, field="text", endings=(), command_with=None) -> list[Path]
 
 def check_path(path: Path) -> None:
     """Raise a ValueError or an OSError if this --input cannot be read."""
-    try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    if not path.exists():
         problem = f"there is no file or folder {path}"
         if path.is_symlink():
             problem = f"{path} is a link to {os.readlink(path)}, which is not there"
-        elif str(path) == "-":
-            problem += ": the text is read twice, so write it to a file and give that"
-        raise ValueError(problem) from None
-    kind = special_kind(mode)
-    if kind is not None:
-        raise ValueError(f"{path} is a {kind}: the text is read twice, so write it to a file and "
+        raise ValueError(problem)
+    if not path.is_file() and not path.is_dir():        # reading it could wait for ever
+        raise ValueError(f"{path} is no file: the text is read twice, so write it to a file and "
                          f"give that")
     if not os.access(path, os.R_OK):
         raise ValueError(f"{path} cannot be read: permission denied: change who may read it")
-    if not stat.S_ISDIR(mode) and kind_of(path.name) not in READ:
+    if path.is_file() and kind_of(path.name) not in READ:
         check_package(path)
         if is_of(NOT_READ, path.name) and how_read(path) == ".txt":
             raise ValueError(f"{path} is not read: {advice_for(path)}")
@@ -94,31 +88,15 @@ def most_of(texts: Counter) -> list[str]:
     return [ending for ending, _ in texts.most_common(MOST_ENDINGS)]
 
 
-def special_kind(mode: int) -> str | None:
-    """What is neither a file nor a folder: reading it could wait for ever."""
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-        return None
-    if stat.S_ISFIFO(mode):
-        return "named pipe"
-    return "socket" if stat.S_ISSOCK(mode) else "device"
-
-
-def why_skipped(entry: os.DirEntry, field: str, endings) -> Skipped | None:
-    """Why an entry of a folder is skipped; None if it is read, of kind "folder" if it is one."""
-    if entry.name.startswith("."):
+def why_skipped(path: Path, field: str, endings) -> Skipped | None:
+    """Why a file of a folder is skipped; None if it is read."""
+    if path.name.startswith("."):
         return Skipped("hidden")
-    try:
-        mode = entry.stat().st_mode
-    except OSError:
-        return Skipped("link to nowhere" if entry.is_symlink() else "unreadable")
-    if stat.S_ISDIR(mode):
-        return Skipped("folder")
-    if special_kind(mode) is not None:
-        return Skipped(special_kind(mode))
-    if not os.access(entry.path, os.R_OK):
+    if not os.access(path, os.R_OK):                            # such as a link to nowhere
         return Skipped("unreadable")
-    path = Path(entry.path)
-    kind = kind_of(entry.name)
+    if not path.is_file():
+        return Skipped("special file")                          # such as a named pipe
+    kind = kind_of(path.name)
     if kind == ".arrow" and is_cache(path):
         return Skipped("cache of datasets")
     if kind == ".json":
@@ -159,54 +137,51 @@ def walk(top: Path, field: str, endings, command_with) -> tuple[dict[str, Path],
     names; {ending: how many files of text are skipped}). A file or folder that several links lead
     to is read once. Raises ValueError if there is none."""
     found = {}
-    links = []              # to files: behind the files themselves, which give the names
-    skipped = Counter()
-    first = {}              # {kind: the first that is skipped}
+    skipped = defaultdict(list)         # {kind: paths}
     texts = Counter()
-    folders = [str(top)]
-    linked_folders = []     # behind the others
     seen = set()
-    while folders or linked_folders:
-        folder = folders.pop() if folders else linked_folders.pop(0)
+
+    def skip_folder(error: OSError) -> None:
+        skipped["unreadable"].append(error.filename)
+
+    for folder, folders, names in os.walk(top, followlinks=True, onerror=skip_folder):
         real = os.path.realpath(folder)
         if real in seen:
+            folders.clear()
             continue
         seen.add(real)
-        try:
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except OSError:
-            skipped["unreadable"] += 1
-            first.setdefault("unreadable", folder)
-            continue
-        for entry in entries:
-            why = why_skipped(entry, field, endings)
-            if why is not None and why.kind == "folder":
-                (linked_folders if entry.is_symlink() else folders).append(entry.path)
-            elif why is not None:
-                skipped[why.kind] += 1
-                first.setdefault(why.kind, entry.path)
-                texts.update([why.ending] if why.ending else [])
-            elif entry.is_symlink():
-                links.append(entry.path)
+        skipped["hidden"] += [os.path.join(folder, name) for name in folders if name[0] == "."]
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        for path in (Path(folder, name) for name in sorted(names)):
+            why = why_skipped(path, field, endings)
+            if why is None:
+                of_link = found.get(os.path.realpath(path), path)       # which gives way
+                found[os.path.realpath(path)] = of_link if path.is_symlink() else path
             else:
-                found[os.path.join(real, entry.name)] = Path(entry.path)
-    for link in links:
-        found.setdefault(os.path.realpath(link), Path(link))
-    kinds = [f"{count:,} {kind} ({os.path.relpath(first[kind], top)})"
-             for kind, count in skipped.most_common()]
+                skipped[why.kind].append(str(path))
+                texts.update([why.ending] if why.ending else [])
+    kinds = sorted(skipped.items(), key=lambda item: -len(item[1]))
+    told = ", ".join(f"{len(paths):,} {kind} ({os.path.relpath(paths[0], top)})"
+                     for kind, paths in kinds if paths)
     if not found:
-        holds = "it is empty"
-        if kinds:
-            (most, _), = skipped.most_common(1)
-            advice = advice_for(Path(first[most])) or (
-                "give folders or files of such, or a file of text by its name")
-            if texts and command_with is not None:
-                advice = f"to read the files of text: {command_with(most_of(texts), False)}"
-            holds = f"it holds {', '.join(kinds)}: {advice}"
-        raise ValueError(f"{top}: only {READ_KINDS} are read: {holds}")
-    if kinds:
-        note(f"{top}: {len(found):,} files are read; skipped: {', '.join(kinds)}")
+        raise ValueError(f"{top}: only {READ_KINDS} are read: "
+                         f"{what_it_holds(told, kinds, texts, command_with)}")
+    if told:
+        note(f"{top}: {len(found):,} files are read; skipped: {told}")
     return dict(sorted(found.items(), key=lambda item: item[1])), texts
+
+
+def what_it_holds(told: str, kinds, texts: Counter, command_with) -> str:
+    """What a folder holds of which no file is read, and what to do."""
+    if not told:
+        return "it is empty"
+    if texts and command_with is not None:
+        advice = f"to read the files of text: {command_with(most_of(texts), False)}"
+    else:
+        _, paths = kinds[0]
+        advice = advice_for(Path(paths[0])) or (
+            "give folders or files of such, or a file of text by its name")
+    return f"it holds {told}: {advice}"
 
 
 def hold_conversations(files: list[Path]) -> bool:
