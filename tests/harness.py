@@ -904,12 +904,14 @@ class Command:
 
 def launch(world, *flags, file="train.py", **environment):
     """train.py on `world` ranks as torchrun would start them, but without torchrun: [Command]."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return [Command(file, *flags, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world,
-                    LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                    **environment) for rank in range(world)]
+    held = socket.socket()      # or the kernel gives the port away before rank 0 listens to it
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    ranks = [Command(file, *flags, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world,
+                     LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1",
+                     MASTER_PORT=held.getsockname()[1], **environment) for rank in range(world)]
+    weakref.finalize(ranks[0], held.close)
+    return ranks
 
 
 def torchrun(count, *arguments, cwd=None, gpus="", **options):
