@@ -32,13 +32,6 @@ from tests.harness import (BOUNDS, CFG, COLUMNS, COVER, TWO_STEPS, assert_same_r
 # Every two options together
 # ---------------------------------------------------------------------------------------------
 
-def test_a_run_without_saves_writes_no_checkpoint(tmp_path):
-    """The tests below need none, and would measure its messages, too."""
-    config = settings(tmp_path, steps=1, save_every=1)
-    run_steps(0, 1, (1, 1, 1), config, CFG, prepare=without_saves)
-    assert not list(tmp_path.glob("*.pt"))
-
-
 def ranks_of(row):
     return dp_for(row) * row["tp"] * row["pp"] * row["cp"]
 

@@ -14,52 +14,14 @@ import torch
 
 import amp
 import train
-from model import GPT
-from parallelism import collectives
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid, build_stage
 from parallelism.pipeline import run_schedule
-from parallelism.schedules import gpipe, one_f_one_b
+from parallelism.schedules import one_f_one_b
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters
-from tests.harness import (CFG, FORMULA, Memory, Passes, assert_close, gradient_pairs, gridded,
-                           in_turn, on_ranks, settings, stage_of, staged, tokens_of, traffic)
-
-
-@on_ranks
-def test_flat_parameters_train_as_one_process(rank, world=2):
-    """Five AdamW steps on two ranks with half of a batch each end at the parameters of one process,
-    to 1e-12 in fp64, and at the same bits on both ranks. The gradients of the last step are those
-    of one process, to 1e-10. The bias of the keys is left out: its gradient is rounding alone."""
-    tokens, targets = tokens_of(CFG, 4), tokens_of(CFG, 4, seed=1)
-    rows, targets_of_rows = tokens.chunk(world)[rank], targets.chunk(world)[rank]
-    one = GPT(CFG).initialize(0).double()
-    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
-    with gridded(rank, world, tp=1, pp=1) as grid:
-        local, flat = stage_of(one, grid)
-        local.head.set_loss_factor(1 / targets.numel())
-        for step in range(1, 6):
-            optimizer.zero_grad()
-            (one(tokens, targets) / targets.numel()).backward()
-            optimizer.step()
-            flat.zero_grad()
-            run_schedule(gpipe(0, 1, 1), local, grid, [(rows, targets_of_rows, 0, None)],
-                         torch.empty(0), flat)
-            flat.finish_grad_sync()
-            flat.adamw_step(1.0, step, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0)
-        gradients = gradient_pairs(flat, one)
-    assert_close(gradients, 1e-10)
-    ours = {spec.name: bucket.view(bucket.data, spec)
-            for bucket in flat.buckets for spec in bucket.specs}
-    others = collectives.all_gather_object({name: x.tolist() for name, x in ours.items()})
-    assert others[0] == others[1]
-    pairs = {}
-    for name, expected in one.named_parameters():
-        pair = ours[name][:len(expected)], expected.detach()
-        if name.endswith("qkv.bias"):
-            pair = [torch.cat(x.chunk(3)[::2]) for x in pair]
-        pairs[name] = pair
-    assert_close(pairs, 1e-12)
+from tests.harness import (CFG, FORMULA, Memory, Passes, gridded, in_turn, settings, staged,
+                           tokens_of, traffic)
 
 
 def held_by(flat):
