@@ -137,7 +137,9 @@ def test_an_invalid_shape_is_refused(name, value):
         GPTConfig(**{name: value})
 
 
-@pytest.mark.parametrize("cp, sequence_parallel", [(1, False), (1, True), (2, False), (2, True)])
+@pytest.mark.parametrize("cp, sequence_parallel", [
+    (1, False), (2, True), *(pytest.param(*row, marks=pytest.mark.slow)
+                             for row in [(1, True), (2, False)])])
 @on_ranks
 def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_path, cp,
                                                        sequence_parallel):

@@ -24,8 +24,8 @@ from models import SIZES, kv_cache, llama, make_config
 from models.llama import FAMILIES, LlamaConfig
 from parallelism import cpu_kernels
 from runtime import checks
-from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, differences, plain_gradient, random_gpt,
-                           relative, same_bits, tokens_of, trained, weights_only,
+from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, different_bits, differences, plain_gradient, random_gpt,
+                           relative, tokens_of, trained, weights_only,
                            whole_gradient, without_saves)
 from tools import huggingface, huggingface_formats, huggingface_keys
 from tools.huggingface_names import find_names
@@ -187,11 +187,11 @@ def random_config(seed: int, family: str) -> LlamaConfig:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "olmo", "neox"])
 def test_an_export_of_any_width_opens_in_transformers(tmp_path, capsys, family):
-    """Twenty shapes: logits in fp64, and imported again, every bit. A Llama whose width is no
+    """Six shapes: logits in fp64, and imported again, every bit. A Llama whose width is no
     multiple of its heads, which LlamaConfig refuses, is a Mistral without a window."""
     transformers = pytest.importorskip("transformers")
     written = set()
-    for seed in range(20):
+    for seed in range(6):
         cfg, folder = random_config(seed, family), tmp_path / str(seed)
         plain = weights_only(tmp_path / "a.pt", cfg, "own-97").double()
         huggingface.export_model(tmp_path / "a.pt", folder)
@@ -325,8 +325,7 @@ NAMINGS = {
                                     "embed_out.weight": "lm_head.weight"}.get(name, name)}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "olmo",
-                                  "gpt_neox"])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "gpt_neox"])    # of each, other prefixes
 def test_names_that_other_programs_have_changed_are_the_same_model(theirs_and_ours, tmp_path, name,
                                                                    capsys):
     """Every bit of it, in fourteen namings, of the state_dict that transformers has in memory and
@@ -625,16 +624,17 @@ LAYOUTS = {
                                                                                 recompute=True)),
     "zero 3, tp": ((2, 2, 1), dict(zero=3)), "cp": ((1, 1, 1), dict(cp=2)),
     "all": ((2, 2, 2), dict(zero=2, pp_schedule="1f1b", sequence_parallel=True))}
-DEFAULT = ("tp, sequence", "1f1b, zero 2")      # of the relatives
-SLOW = ("interleaved", "zb-h1", "zero 3, recompute", "zero 3, tp", "cp", "all")
+# What a Llama has of its own: grouped keys under tp, rotary positions under cp, and the products of
+# its blocks, which ZB-H1 splits and recomputation repeats.
+DEFAULT = {"llama": ("tp, sequence", "1f1b, zero 2", "zb-h1", "zero 3, recompute", "cp"),
+           "llama, tied": ("1f1b, zero 2",), "palm": ("1f1b, zero 2",)}
 
 
 @pytest.mark.claim("A Llama and its relatives train in every layout as in one process.")
 @pytest.mark.parametrize("name, layout", [
-    *(("llama", layout) for layout in LAYOUTS),
-    *(pytest.param(name, layout, marks=pytest.mark.slow if layout in SLOW else ())
-      for name in CFGS if name != "llama" for layout in DEFAULT + SLOW
-      if CFGS[name].n_kv_head % LAYOUTS[layout][0][1] == 0)])
+    pytest.param(name, layout, marks=() if layout in DEFAULT.get(name, ("tp, sequence",))
+                 else pytest.mark.slow)
+    for name in CFGS for layout in LAYOUTS if CFGS[name].n_kv_head % LAYOUTS[layout][0][1] == 0])
 def test_llamas_train_in_every_layout_as_in_one_process(pool, tmp_path, reference, name, layout):
     """Loss, gradient and norm of two steps in fp64 are those of one process, and the first
     gradients those of the plain model by autograd: relative difference at most 1e-10. PaLM's single
@@ -648,17 +648,17 @@ def test_llamas_train_in_every_layout_as_in_one_process(pool, tmp_path, referenc
 
 
 @pytest.mark.parametrize("name", [
-    "llama", "qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("neox", "olmo"))])
+    "qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "neox", "olmo"))])
 def test_exact_layouts_of_llamas_have_the_bits_of_one_process(pool, tmp_path, name):
-    """Two replicas of two stages with two tensor-parallel ranks, and two ranks alone."""
+    """Two replicas of two stages with two tensor-parallel ranks."""
     def run(layout, **flags):
         return trained(pool, layout, tmp_path, CFGS[name], whole_gradient, prepare=without_saves,
                        micro_batch=2, exact=True, steps=2, **flags)
-    one = run((1, 1, 1))
-    assert same_bits(one, run((2, 2, 2), zero=2)) and same_bits(one, run((1, 2, 1)))
+    assert different_bits(run((2, 2, 2), zero=2), run((1, 1, 1))) == ""
 
 
-@pytest.mark.parametrize("name, dtype", [("llama", "bf16"), ("qwen3", "fp16")])
+@pytest.mark.parametrize("name, dtype", [
+    ("qwen3", "fp16"), pytest.param("llama", "bf16", marks=pytest.mark.slow)])
 def test_16_bits_train_within_their_bound(pool, tmp_path, reference, name, dtype):
     """With tp 2 and ZeRO 3 losses, gradients and norms of two steps are those of fp64, to 0.001,
     0.05 and 0.01, and the first gradients those of the plain model in fp64, to 0.05."""
