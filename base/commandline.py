@@ -142,6 +142,8 @@ class Parser(argparse.ArgumentParser):
                 break
             except argparse.ArgumentError as error:
                 lacking.append(self.explain(error))
+                if error.argument_name not in self._option_string_actions:      # a word's
+                    return argparse.Namespace(), self.problems + lacking
                 given = [text for text in given if text.partition("=")[0] != error.argument_name]
         problems = self.problems + lacking
         words = list(itertools.takewhile(lambda text: not text.startswith("-"), unknown))
@@ -157,6 +159,8 @@ class Parser(argparse.ArgumentParser):
         try:
             return super()._get_values(action, texts)
         except argparse.ArgumentError as error:
+            if not action.option_strings:       # a word, such as import or export
+                raise
             self.problems.append(self.explain(error))
             return None
 
@@ -175,7 +179,7 @@ class Parser(argparse.ArgumentParser):
         value = (re.findall("'(.*?)'", error.message) or [""])[0]
         message = str(error)
         sentences = [self.find_advice(f"{flag}={value}")]
-        if "invalid choice" in message:
+        if "invalid choice" in message and flag in self._option_string_actions:
             choices = list(map(str, self._option_string_actions[flag].choices))
             near = difflib.get_close_matches(value.lower(), choices, 1)
             if flag in self.suggestions:

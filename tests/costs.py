@@ -4,9 +4,9 @@
     python -m pytest -p tests.costs --record-costs test_all.py      write the new rows there
 
 Counted are the ranks of the Pool's runs, the commands, which are forks, and the interpreters that
-tests start anew. These counts are equal on every machine, and the tests fail where a file starts
-more than its row says. CPU seconds are only printed. A session's fixture counts for the file that
-needs it first: a row is that of a whole run, of test_all.py or of tests/.
+tests start anew. These counts are equal on every machine. A line tells where a file starts more
+than its row says. CPU seconds are those of this machine. A session's fixture counts for the file
+that needs it first: a row is that of a whole run, of test_all.py or of tests/.
 """
 import json
 import os
@@ -15,8 +15,6 @@ import sys
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
-
-import pytest
 
 from tests import harness
 
@@ -68,9 +66,8 @@ class Costs:
             row["seconds"] = round(row["seconds"])
             before = recorded.get(file, dict.fromkeys(row, 0))
             print(f"\n{file}:", *(f"{row[name]} {name} ({before[name]})" for name in row), end="")
-            if not is_recording and any(row[name] > before[name] for name in COUNTS):
+            if any(row[name] > before[name] for name in COUNTS):
                 print(" STARTS MORE than tests/costs.json says, in brackets", end="")
-                session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         if is_recording:
             lines = [f"{json.dumps(file)}: {json.dumps(row)}"
                      for file, row in sorted((recorded | self.rows).items())]
