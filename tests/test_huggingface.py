@@ -76,8 +76,8 @@ class Hub(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A hub on this machine; the working directory is the folder that holds hub/."""
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-    from huggingface_hub import constants
+    pytest.importorskip("huggingface_hub")
+    from huggingface_hub import constants, utils
     monkeypatch.chdir(tmp_path)
     handler = functools.partial(Hub, directory="hub")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
@@ -87,9 +87,9 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        huggingface_hub.utils.disable_progress_bars()
+        utils.disable_progress_bars()
         yield httpd
-        huggingface_hub.utils.enable_progress_bars()
+        utils.enable_progress_bars()
         httpd.shutdown()
 
 
