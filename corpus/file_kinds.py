@@ -1,5 +1,5 @@
-"""Kinds of file that people have, by their names: how data.py reads one, or what to do with it. Only
-tables and compressed files are known by their bytes, too.
+"""Kinds of file that people have, by their names: how data.py reads one, or what to do with it.
+Only tables and compressed files are known by their bytes, too.
 """
 import codecs
 import shlex

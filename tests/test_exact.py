@@ -20,7 +20,8 @@ from model import GPTConfig
 from parallelism.exact import ExactLookup
 from parallelism.exact_sums import ExactSums, plain_exact_sum
 from tests.harness import (after_backward, column, different_bits, differences, plain_gradient,
-                           relative, run_steps, same_bits, settings, trained, watched, whole_gradient)
+                           relative, run_steps, same_bits, settings, trained, watched,
+                           whole_gradient)
 
 PAIRS = int(os.environ.get("PAIRS", 9))        # of random layouts, all but two of them slow
 

@@ -24,8 +24,8 @@ from models import SIZES, kv_cache, llama, make_config
 from models.llama import FAMILIES, LlamaConfig
 from parallelism import cpu_kernels
 from runtime import checks
-from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, different_bits, differences, plain_gradient, random_gpt,
-                           relative, tokens_of, trained, weights_only,
+from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, different_bits, differences,
+                           plain_gradient, random_gpt, relative, tokens_of, trained, weights_only,
                            whole_gradient, without_saves)
 from tools import huggingface, huggingface_formats, huggingface_keys
 from tools.huggingface_names import find_names

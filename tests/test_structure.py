@@ -174,8 +174,8 @@ def test_a_folders_docstring_names_its_files(folder):
 
 @pytest.mark.slow
 def test_the_books_commands_work_without_tools_and_tests(tmp_path):
-    """In a folder that has all but these. (.ci/run does it by torchrun too. That none of their files imports one of tools/ or tests/ is
-    shown by test_imports_run_one_way_and_no_file_imports_a_tool.)"""
+    """In a folder that has all but these. .ci/run does it by torchrun, too. (That no file imports
+    one of tools/ or tests/ is shown by test_imports_run_one_way_and_no_file_imports_a_tool.)"""
     for pattern in WITHOUT_TOOLS:
         for file in ROOT.glob(pattern):
             copy = tmp_path / file.relative_to(ROOT)
