@@ -413,7 +413,7 @@ def test_what_is_no_conversation_is_refused_with_its_place(tmp_path, run_data, r
               ("assistant", [dict(type="text", text="c")])), TURNS),
     (dict(prompt=TURNS[:1], completion=TURNS[1:]), TURNS),
     (dict(prompt=[SYSTEM, TURNS[0]], completion="c"), [SYSTEM, *TURNS]),
-    (dict(conversations=SHAREGPT), TURNS), (dict(conversations=TURNS), TURNS),
+    (dict(conversations=SHAREGPT), TURNS),
     (dict(messages=SHAREGPT), TURNS), (dict(messages=TURNS, tools=[]), TURNS),
     (dict(messages=TURNS, tools="[]"), TURNS),
     (dict(messages=TURNS, system="s"), [SYSTEM, *TURNS]),
@@ -920,14 +920,6 @@ def test_a_chat_reads_line_ends_of_windows_and_survives_a_wrong_byte(first_lette
         "user:\nab\n\nassistant:\n", "user:\nc\ufffdd\n\nassistant:\n"]
 
 
-def test_a_chat_with_standard_input_closed_is_refused_in_a_line(first_letters, monkeypatch, capsys):
-    folder, _ = first_letters
-    monkeypatch.setattr("sys.stdin", None)
-    status, out, error = run_main(capsys, sample, "--ckpt", folder / "out/latest.pt", "--chat")
-    assert (status, out) == (2, "") and error.count("\n") == 1
-    assert "--chat reads standard input, which is closed" in error
-
-
 def test_a_chat_shows_the_model_the_conversation_so_far(first_letters, monkeypatch, capsys):
     """Three turns: each prompt holds the questions and answers before, until they fill the window
     and the oldest are forgotten; an empty line begins a new conversation."""
@@ -957,6 +949,9 @@ def test_a_chat_needs_a_model_of_conversations_and_takes_no_prompt(things, first
     for flags in (["--prompt", "a"], ["--stop", "a"], ["--num-samples", 2]):
         status, out, error = chat_with(monkeypatch, capsys, folder / "out/latest.pt", "a\n", *flags)
         assert (status, out) == (2, "") and "--chat reads standard input" in error
+    monkeypatch.setattr("sys.stdin", None)
+    status, out, error = run_main(capsys, sample, "--ckpt", folder / "out/latest.pt", "--chat")
+    assert (status, out) == (2, "") and "standard input, which is closed" in error
 
 
 # ---------------------------------------------------------------------------------------------

@@ -230,13 +230,6 @@ def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, par
         assert names_in(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == BODY
 
 
-def test_a_failed_download_tells_the_first_cause(tmp_path, monkeypatch):
-    monkeypatch.setattr(downloads.time, "sleep", nothing)
-    monkeypatch.setattr(requests, "get", without_a_name)
-    with pytest.raises(ConnectionError, match=r"download http://a \(no such name\): run it again"):
-        downloads.download("http://a", tmp_path / "a")
-
-
 def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, run_data):
     """The same characters within a line do not. With another sha256 than that of DOWNLOADS the exit
     status is 1."""
@@ -279,7 +272,6 @@ def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path,
 
 
 @pytest.mark.parametrize("count, problem", [
-    (0, "not a complete shard"),
     (1, r"1 tokens are too few for a window of 8 \+ 1: give more text$"),
     (8, "8 token.* give more text, or --seq-len 7 or less$")])
 def test_a_shard_without_a_window_is_refused_with_advice_that_can_be_followed(tmp_path, count,
@@ -312,13 +304,11 @@ def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, ru
     assert sum(one.n_tokens for one in made) == 360 and min(one.n_windows for one in made) > 0
 
 
-@pytest.mark.parametrize("out, run", [(".", "out/mine"), ("../mine/", "out/mine"),
-                                      ("a b", "'out/a b'"), ("link", "out/link")])
+@pytest.mark.parametrize("out, run", [("../mine/", "out/mine"), ("a b", "'out/a b'")])
 def test_the_command_that_trains_has_an_out_of_the_datas_name(tmp_path, monkeypatch, run_data, out,
                                                               run):
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
-    Path("link").symlink_to(tmp_path)
     Path("a.txt").write_text("some words\n" * 100)
     _, told, _ = run_data("--input", "a.txt", "--tokenizer", "bytes", "--out", out)
     assert re.search(f"\npython train.py --data .* --out {run}( --seq-len .*)?\n", told), told
@@ -336,24 +326,6 @@ def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys, run_
     file.write_text('{"text": ""}\n' * 2000 + '{"text": "some text"}\n' * 9)
     status, _, error = run_data("--input", file, "--tokenizer", "bytes", "--out", tmp_path)
     assert status == 0 and re.fullmatch("(reading: 0.0 MB\n)+(tokenising: 0.0 of 0.0 MB\n)*", error)
-
-
-def test_ctrl_c_ends_data_py_in_one_line_and_leaves_nothing(tmp_path):
-    """While it tokenises: exit status 1, an empty --out, and the same command makes the shards."""
-    (tmp_path / "a.txt").write_text("some words\n" * 1000)
-    (tmp_path / "wrapper.py").write_text("""
-import os, signal, sys, corpus.prepare, corpus.program
-signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background ignores it
-corpus.prepare.append_tokens = lambda *_: os.kill(os.getpid(), signal.SIGINT)
-sys.exit(corpus.program.main())
-""")
-    flags = ["--input", tmp_path / "a.txt", "--out", tmp_path / "d", "--tokenizer", "bytes"]
-    assert Command(tmp_path / "wrapper.py", *flags).finish() == (
-        1, "", "data.py: stopped: the same command makes the shards from the beginning; nothing is "
-               "left of them\n")
-    assert names_in(tmp_path / "d") == []
-    assert Command("data.py", *flags).finish()[0] == 0
-    assert data.TokenDataset(tmp_path / "d", "train", 16).n_windows > 0
 
 
 # ---------------------------------------------------------------------------------------------
@@ -825,8 +797,7 @@ def test_the_command_of_a_note_reads_the_text_of_a_folder(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("given, count", [
-    ("md", 6), (".MD", 6), ("*.md", 6), ("md,py", 10), ("md, .py", 10), ("md py", 10),
-    ("license", 2), ("md.gz", 6), ("d", 1)])
+    ("*.MD", 6), ("md, .py", 10), ("md py", 10), ("license", 2), ("md.gz", 6), ("d", 1)])
 def test_text_endings_are_how_names_end(tmp_path, monkeypatch, run_data, given, count):
     monkeypatch.chdir(tmp_path)
     make_folder()
@@ -869,10 +840,9 @@ def write_table(file, texts, kind):
 
 
 @pytest.mark.parametrize("name, write", [
-    ("a.arrow", "stream"), ("a.feather", "feather"), ("a.txt", "stream"), ("data", "feather"),
-    ("a.txt", ".parquet"), ("a.jsonl.gz", ".parquet"), ("part-00000", ".jsonl"),
-    ("a.ndjson", ".jsonl"), ("a.jsonl", ".jsonl.gz"), ("a.jsonl", ".jsonl.zst"),
-    ("a.jsonl.gz", ".jsonl.zst"), ("part-00001", ".jsonl.gz")])
+    ("a.arrow", "stream"), ("a.txt", "stream"), ("data", "feather"), ("a.jsonl.gz", ".parquet"),
+    ("part-00000", ".jsonl"), ("a.ndjson", ".jsonl"), ("a.jsonl.gz", ".jsonl.zst"),
+    ("part-00001", ".jsonl.gz")])
 def test_the_content_of_a_file_says_how_it_is_read(tmp_path, run_data, name, write):
     """By itself and in a folder."""
     texts = [f"text {i} " * 9 for i in range(200)]
@@ -1220,7 +1190,7 @@ def test_a_book_that_is_drawn_for_validation_gives_its_end_alone(tmp_path, run_d
     assert "note: 0.0" in run_data("--input", tmp_path, *flags)[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_nothing(tmp_path, number):
     """Twice, as an impatient user sends it, while data.py tokenises."""
     (tmp_path / "a.txt").write_text("some words\n" * 1000)
@@ -1311,8 +1281,7 @@ class Full:
         return file
 
 
-@pytest.mark.parametrize("number, status", [(errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EIO, 1),
-                                            (errno.EACCES, 2), (errno.EROFS, 2)])
+@pytest.mark.parametrize("number, status", [(errno.ENOSPC, 1), (errno.EIO, 1), (errno.EROFS, 2)])
 def test_an_error_of_the_disk_has_its_path_and_what_to_do(tmp_path, monkeypatch, run_data, number,
                                                           status):
     """Of writing, whose errors have no path of their own."""
@@ -1376,14 +1345,13 @@ def test_names_that_a_console_cannot_show_end_in_no_traceback(tmp_path):
     for number, name in enumerate([b"\xc3\xa9.txt", b"\xe9.txt"]):
         with open(os.path.join(os.fsencode(tmp_path), name), "w") as file:
             file.write(f"{number} some words\n" * 100)
-    for environment in (dict(PYTHONIOENCODING="ascii"), dict(LC_ALL="C"), dict(PYTHONUTF8="1")):
-        for file in (b"\xc3\xa9", b"\xe9"):
-            shutil.rmtree(os.path.join(os.fsencode(tmp_path), b"d" + file), ignore_errors=True)
-            done = subprocess.run(
-                [sys.executable, ROOT / "data.py", "--tokenizer", "bytes", "--input",
-                 file + b".txt", "--out", b"d" + file], cwd=tmp_path, env=os.environ | environment,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            assert (done.returncode, done.stderr) == (0, b"") and b"torchrun" in done.stdout
+    for file, environment in ((b"\xc3\xa9", dict(PYTHONIOENCODING="ascii")),
+                              (b"\xe9", dict(PYTHONUTF8="1"))):
+        done = subprocess.run(
+            [sys.executable, ROOT / "data.py", "--tokenizer", "bytes", "--input", file + b".txt",
+             "--out", b"d" + file], cwd=tmp_path, env=os.environ | environment,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (0, b"") and b"torchrun" in done.stdout
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1532,16 +1500,15 @@ def test_a_data_set_stays_until_the_new_one_is_whole(tmp_path):
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 
-@pytest.mark.parametrize("second", ["", "\n"])
-def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, run_data, second):
-    """Of two lines the second goes, or becomes blank: exit 2 and "changed while"."""
+def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, run_data):
+    """Of two lines the second goes: exit 2 and "changed while"."""
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "some text"}\n{"text": "more"}\n')
     read = formats.read_documents
 
     def then_changes(*arguments):
         yield from read(*arguments)
-        file.write_text('{"text": "some text"}\n' + second)
+        file.write_text('{"text": "some text"}\n')
     with mock.patch.object(index, "read_documents", then_changes):
         status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out",
                                       tmp_path / "out")
@@ -1567,11 +1534,10 @@ def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path):
 @pytest.mark.parametrize("file, damage, words", [
     ("train_0.bin", shard(range(20), magic=20240521), "20240521 no header data.py --input"),
     ("train_0.bin", shard(range(20), version=2), "20240520, 2"),
-    ("train_0.bin", shard(range(20), count=21), "21 1064"),
-    ("train_0.bin", shard(range(20), count=19), "19 1064"), ("train_0.bin", shard([]), "1024"),
+    ("train_0.bin", shard(range(20), count=21), "21 1064"), ("train_0.bin", shard([]), "1024"),
     ("train_0.bin", shard([1])[:5], "5 bytes"), ("train_0.bin", b"", "0 bytes"),
-    ("train_0.bin", shard(range(4)), "4 tokens 4 + 1"), ("meta.json", b"{", ""),
-    ("meta.json", b"[]", ""), ("meta.json", b'{"tokenizer": "gpt2"}', "")])
+    ("train_0.bin", shard(range(4)), "4 tokens 4 + 1"), ("meta.json", b"[]", ""),
+    ("meta.json", b'{"tokenizer": "gpt2"}', "")])
 def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file, damage, words):
     """Five tokens make a window of 4 + 1; with the damage the ValueError names file and cause."""
     assert dataset(tmp_path, {"train_0": range(5)}).n_windows == 1
@@ -1599,17 +1565,6 @@ def test_shards_of_equal_names_and_sizes_are_told_apart_by_their_tokens(tmp_path
         data.TokenDataset(f"{tmp_path / '0'}=1,{tmp_path / '1'}=1", "train", 4)
     both = data.TokenDataset(f"{tmp_path / '0'}=1,{tmp_path / '2'}=1", "train", 4)
     assert len(both.mixture.sources) == 2
-
-
-def test_a_run_notices_other_shards_of_the_same_sizes(run_train, tmp_path):
-    for name, first in (("a", 0), ("b", 1)):
-        dataset(tmp_path / name, dict(train_0=range(first, first + 200), val_0=range(9)))
-        (tmp_path / name / "meta.json").unlink()
-    flags = ["--out", tmp_path / "out", "--n-layer", 1, "--n-head", 1, "--n-embd", 8,
-             "--seq-len", 4, "--batch-size", 4, "--eval-every", 0]
-    assert run_train("--data", tmp_path / "a", *flags, "--steps", 2)[0] == 0
-    status, _, error = run_train("--data", tmp_path / "b", *flags, "--steps", 4)
-    assert status == 2 and "was trained on" in error
 
 
 def test_a_shard_that_meta_json_counts_and_is_missing_is_told(tmp_path):
