@@ -38,7 +38,7 @@ from typing import NamedTuple
 import torch
 
 from base.checkpoint_files import (flush_folder, link_file, name_for_torch, reading, remove_old,
-                                      retry_transient, step_file, verify, write_file)
+                                   retry_transient, step_file, verify, write_file)
 from model import GPT, VOCAB_MATRICES, GPTConfig
 from models import make_config
 from parallelism.buckets import Bucket, is_owner, make_buckets

@@ -18,7 +18,7 @@ and `Batches` give train.Run the same batches. They also read mixtures of severa
 A shard is llm.c's file: 256 int32 (magic number 20240520, version 1, the number of tokens, zeros),
 then the tokens as uint16. A vocabulary of more than 65,536 tokens has magic number 20240801,
 version 7 and uint32. `python data.py` makes shards from files of any size and kind.
-corpus/program.py has its flags, and corpus/prepare.py does the work.
+corpus/flags.py has its flags, and corpus/prepare.py does the work.
 
     python data.py                           # the standard library's source, bytes, no network
     python data.py --dataset shakespeare     # or tinystories: downloaded once, GPT-2's tokens

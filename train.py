@@ -10,10 +10,10 @@ precision. Tests check that the results agree. New to parallel training? Read th
 ranks below, then parallel.py, which has each technique in its plain form, then Run.train,
 compute_gradients and update.
 
-Everything else that a long run needs is in runtime/: flags, signals, what a checkpoint holds
-besides tensors, and the monitors, which take a diverged run back to an older checkpoint. To change
-the loss, edit model.Head for --plain and tensor.VocabParallelHead for Run. docs/extend.md says
-where other changes go.
+The flags are in base/. Everything else that a long run needs is in runtime/: signals, what a
+checkpoint holds besides tensors, and the monitors, which take a diverged run back to an older
+checkpoint. To change the loss, edit model.Head for --plain and tensor.VocabParallelHead for Run.
+docs/extend.md says where other changes go.
 """
 import signal
 

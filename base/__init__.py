@@ -1,6 +1,5 @@
 """What the book stands on: what a program needs before it knows of any run, one concern a file.
-data.py, corpus/, checkpoint.py, train.py and sample.py call it. It calls the models' tables, amp.py
-and parallelism/:
+Every room above calls it. It calls model.py, the models' tables, amp.py and parallelism/:
 
     commandline, options, sample_flags  flags, and the mistakes in them
     errors                              which of them end a program in one line

@@ -1,5 +1,5 @@
-"""Errors of a user or of the machine, in one line: the end of data.py and sample.py. Files of
-corpus/ give an error of the system its path.
+"""Errors of a user or of the machine, in one line: the end of data.py and sample.py, whose exit
+status tools.huggingface takes, too. Files of corpus/ give an error of the system its path.
 """
 import errno
 import os
@@ -45,7 +45,7 @@ def describe(error: BaseException) -> str:
         advice = SYSTEM_ADVICE.get(error.errno, "give another path")
         text = f"{path}: {error.strerror}: {advice}"
     else:
-        text = str(error)
+        text = str(error) or type(error).__name__       # a MemoryError has no text
     return one_line(text)
 
 

@@ -80,7 +80,9 @@ def read_lines(path: Path, file):
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             record = Refused(f" is not JSON: {error}")
-            if b"\0" in line:
+            if isinstance(error, UnicodeDecodeError):
+                record = Refused(f" is not UTF-8 text: {how_to_convert(path, line)}")
+            elif b"\0" in line:
                 record = Refused(f" is not JSON: it has {line.count(0):,} NUL bytes, as a file has "
                                  f"that was not written to its end: "
                                  f"{pipe(path, 'tr -d ' + shlex.quote(chr(92) + '0'))} > NEW.jsonl "

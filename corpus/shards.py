@@ -61,7 +61,8 @@ def open_shard(path: Path) -> np.memmap:
     if header and header[0] not in magics:
         raise ValueError(f"{path} begins with {header[0]}, not {FORMATS['<u2'][0]}: it has no "
                          f"header of llm.c's format, as files of nanoGPT and Megatron-LM have "
-                         f"none: make shards from the text by python data.py --input FILE --out DIR")
+                         f"none: make shards from the text by python data.py --input FILE "
+                         f"--out DIR")
     dtype = magics[header[0]] if header else "<u2"
     magic, version = FORMATS[dtype]
     itemsize = np.dtype(dtype).itemsize

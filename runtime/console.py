@@ -305,7 +305,7 @@ def report_start(run, begin: Start) -> None:
     if begin.kind == "init-from":
         line = f"weights  from {run.config.init_from}"
     run.log.event("start", line, step=0, config=dataclasses.asdict(run.config),
-                           **circumstances(run))
+                  **circumstances(run))
 
 
 def circumstances(run) -> dict:
@@ -359,8 +359,8 @@ def report_resume(run, state: dict, begin: Start) -> None:
     for event in begin.events:
         run.log.metrics.write(**event, step=done)
     run.log.event("resume", line, path=str(begin.path), given=begin.given, changed=changed,
-                           lr_factor=factor, config=dataclasses.asdict(config),
-                           **circumstances(run), step=done)
+                  lr_factor=factor, config=dataclasses.asdict(config), **circumstances(run),
+                  step=done)
 
 
 def report_stop(run, done: int) -> None:

@@ -6,6 +6,7 @@ costs one warning and the dashboard, never the run.
 """
 import importlib.util
 import json
+import re
 import time
 from collections import Counter
 from functools import partial
@@ -30,8 +31,10 @@ class TensorBoard:
         folder = out / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files in the order of their names.
-        number = len(list(folder.glob("events.out.tfevents.*")))
-        self.path = folder / f"events.out.tfevents.{number:06}"
+        numbers = [0]
+        for file in folder.glob("events.out.tfevents.*"):
+            numbers += map(int, re.findall(r"tfevents\.(\d+)", file.name))
+        self.path = folder / f"events.out.tfevents.{max(numbers) + 1:06}"
         self.tags = Counter()           # of the texts so far
         self.append(file_version="brain.Event:2")
         self.purge(first_step)
@@ -103,19 +106,28 @@ class Dashboard:
             for line in iter(self.lines.get, None):
                 destination.write(line)
             destination.close()
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:     # W&B's own, at its prompt
             warn(f"--log: {self.name} is off from here on: {describe(error)}")
 
     def write(self, line: dict | None) -> None:
         if self.thread.is_alive():
             self.lines.put(line)
 
-    def close(self) -> None:
-        self.write(None)
-        self.thread.join(SECONDS_TO_END)
+    def close(self, deadline: float) -> None:
+        """Wait until all is sent, or this time (time.monotonic). The end is in the queue."""
+        self.thread.join(max(0, deadline - time.monotonic()))
         if self.thread.is_alive():
             warn(f"--log: {self.name} did not end in {SECONDS_TO_END} seconds: "
                  f"`python -m tools.follow` sends the run again")
+
+
+def close(dashboards: list[Dashboard]) -> None:
+    """End all of them, together in at most SECONDS_TO_END."""
+    deadline = time.monotonic() + SECONDS_TO_END
+    for dashboard in dashboards:
+        dashboard.write(None)
+    for dashboard in dashboards:
+        dashboard.close(deadline)
 
 
 def start(names: str, out: Path, run_id: str, first_step: int) -> list[Dashboard]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from base.checkpoint_files import CorruptCheckpoint, list_checkpoints, verify
 from base.processes import RunError, warn
 from checkpoint import load
+from runtime import dashboards
 
 
 @contextmanager
@@ -201,5 +202,6 @@ class Metrics:
             dashboard.write(row)
 
     def close(self) -> None:
-        for dashboard in self.dashboards:
-            dashboard.close()
+        """End the dashboards, which get no more lines."""
+        dashboards.close(self.dashboards)
+        self.dashboards = []

@@ -57,7 +57,7 @@ def report(run, batch: Batch, stats, row: dict, divergence: Divergence | None) -
         if stats.skipped == NOT_FINITE:
             where = locate_nonfinite(stats.local_loss.item(), run.flat)
         run.log.event("skip", reason=stats.skipped, **seen, **where,
-                               windows=batch.window_ids.tolist())
+                      windows=batch.window_ids.tolist())
     if divergence is not None:
         windows = []
         starts = run.divergence.starts[-LEAD_IN - BAD_STEPS:]
@@ -65,7 +65,7 @@ def report(run, batch: Batch, stats, row: dict, divergence: Divergence | None) -
             size = min(batch.size, following - start)    # skipped batches leave a gap
             windows += run.train_data.window_ids(run.config.seed, start, size).tolist()
         run.log.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
-                               limit=run.divergence.limit(), windows=windows, **seen)
+                      limit=run.divergence.limit(), windows=windows, **seen)
 
 
 def roll_back(run, divergence: Divergence) -> None:

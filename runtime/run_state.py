@@ -63,7 +63,7 @@ def go_back(run, find: Callable) -> None:
     all_ranks(run.writer.wait)                  # we may load the file being written
     path, events = on_rank0(find)
     run.restore(all_ranks(lambda: load_state(path), status=1))
-    run.log.compute_clock = None           # the rollback was no computing
+    run.log.compute_clock = None                # the rollback was no computing
     for event in events:
         run.log.metrics.write(**event, step=step)
 

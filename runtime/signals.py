@@ -161,6 +161,7 @@ class StopSignal:
                 return
             if run.grid.rank == 0 or not isinstance(error, RunError):   # all have the same one
                 print_error(f"rank {run.grid.rank}: ended without saving: {self.error or error}")
+            run.log.metrics.close()
             os._exit(1)
         with suppress(AttributeError, OSError):     # it is closed
             sys.stdout.flush()

@@ -15,7 +15,7 @@ from base import devices
 from base.checkpoint_files import list_checkpoints
 from base.options import Config, parse_flags
 from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_mistake,
-                               on_rank0, refuse_tasks_without_ranks)
+                            on_rank0, refuse_tasks_without_ranks)
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid

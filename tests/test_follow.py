@@ -224,3 +224,14 @@ def test_follow_refuses_mistakes_in_one_line(tmp_path, wandb, monkeypatch, capsy
         status, text, error = run_main(capsys, follow, *arguments)
         assert (status, text) == (2, "") and error.count("\n") == 1 and words in error, error
         assert error.startswith("tools.follow: ")
+
+
+def test_the_next_file_of_tensorboard_is_read_last(tmp_path):
+    """TensorBoard reads them in the order of their names, of which older ones are a time."""
+    pytest.importorskip("tensorboard")
+    folder = tmp_path / "tensorboard"
+    folder.mkdir()
+    for name in ("000001", "1732700000000000000", "9"):
+        (folder / f"events.out.tfevents.{name}").touch()
+    dashboards.TensorBoard(tmp_path)
+    assert max(file.name for file in folder.glob("events.*1*")).endswith("1732700000000000001")

@@ -24,6 +24,7 @@ import torch
 
 from base.checkpoint_files import reading, verify, write_file
 from base.commandline import Parser
+from base.errors import is_failure
 from base.flops import parameter_count
 from checkpoint import FORMAT, KEYS, load, parameter_shapes
 from corpus.bpe import find_merges
@@ -410,7 +411,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(1)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.error(str(error), 1 if is_failure(error) else 2)
 
 
 if __name__ == "__main__":

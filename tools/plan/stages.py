@@ -55,12 +55,14 @@ class Stage:
     @cached_property
     def numel(self) -> int:
         """Numbers in these buckets."""
-        return rank_parameters(self.buckets)[0]
+        numel, _ = rank_parameters(self.buckets)
+        return numel
 
     @cached_property
     def longest(self) -> int:
         """Numbers in the longest of them."""
-        return rank_parameters(self.buckets)[1]
+        _, longest = rank_parameters(self.buckets)
+        return longest
 
 
 def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Stage], list[int]]:
