@@ -58,7 +58,7 @@ def is_failure(error: BaseException) -> bool:
     """Whether an error is no mistake of the user."""
     if isinstance(error, (ConnectionError, MemoryError, FloatingPointError)):
         return True
-    return is_of_stdout(error) or getattr(error, "errno", None) in FAILURES
+    return getattr(error, "errno", None) in FAILURES
 
 
 @contextmanager

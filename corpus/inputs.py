@@ -155,8 +155,7 @@ def walk(top: Path, field: str, endings, command_with) -> tuple[dict[str, Path],
         for path in (Path(folder, name) for name in sorted(names)):
             why = why_skipped(path, field, endings)
             if why is None:
-                of_link = found.get(os.path.realpath(path), path)       # which gives way
-                found[os.path.realpath(path)] = of_link if path.is_symlink() else path
+                found.setdefault(os.path.realpath(path), path)
             else:
                 skipped[why.kind].append(str(path))
                 texts.update([why.ending] if why.ending else [])

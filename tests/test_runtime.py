@@ -1341,6 +1341,18 @@ def test_characters_are_printed_whole(run_sample, monkeypatch):
     assert seen == [[[256], torch.float32], [[256], torch.bfloat16]]
 
 
+def test_too_little_memory_for_samples_is_told_in_one_line_and_no_other_error(run_sample,
+                                                                              monkeypatch):
+    fail = mock.Mock(side_effect=RuntimeError("CUDA out of memory. Tried 9"))
+    monkeypatch.setattr(sample, "generate", fail)
+    assert run_sample() == (1, "", "sample.py: out of memory (CUDA out of memory. Tried 9): lower "
+                            "--num-samples, try --device cpu, or another machine\n")
+    fail = mock.Mock(side_effect=RuntimeError("a bug"))
+    monkeypatch.setattr(sample, "generate", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_sample()
+
+
 @pytest.mark.parametrize("redirection, told", [
     (">&-", "standard output, where the text goes, is closed: give a file or a pipe"),
     ("> /dev/full", "standard output cannot be written: No space left on device")])
