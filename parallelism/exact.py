@@ -32,6 +32,7 @@ Dropout draws a mask for each strip; AdamW's slices end at multiples of 32 (zero
 costs float64 gradients, copies of the weights, one strip at a time, and on a CPU all threads but
 one. (Here B computes all gradients and W none, so ZB-H1 gains nothing.)
 """
+import copy
 import math
 from functools import partial
 
@@ -160,8 +161,12 @@ class InStrips:
             for name in self.names:
                 narrow = getattr(self.narrow, name)
                 narrow.weight, narrow.bias = strips[name][number]
-            if hasattr(self.narrow, "core_attention"):      # each strip has a dropout mask
-                self.narrow.core_attention.part = self.grid.tp_rank * count + number
+            if hasattr(self.narrow, "core_attention"):
+                # Each strip has a dropout mask. It has a module of its own, too: a CPU without
+                # 16-bit products repeats attention in backward, and must draw the same mask.
+                attention = copy.copy(self.narrow.core_attention)
+                attention.part = self.grid.tp_rank * count + number
+                self.narrow.core_attention = attention
             ys.append(self.narrow(x_of_strip, *args))
         y = SumOfStrips.apply(self.grid, *ys)
         bias = layers[self.names[1]].bias

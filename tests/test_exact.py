@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 
 from model import GPTConfig
+from parallelism import cpu_kernels
 from parallelism.exact import ExactLookup
 from parallelism.exact_sums import ExactSums, plain_exact_sum
 from tests.harness import (after_backward, column, different_bits, differences, plain_gradient,
@@ -330,3 +331,19 @@ def test_a_random_layout_has_the_bits_of_one_process(pool, tmp_path, seed):
     other = pool.run(math.prod(layout), run_on_threads, 1, layout,
                      settings(tmp_path, steps=steps, **common, **flags), cfg, seconds=300)[0]
     assert different_bits(other, one) == "", (cfg, layout, common, flags)
+
+
+def on_a_cpu_without_products(rank, world, *args):
+    with mock.patch.object(cpu_kernels, "NO_PRODUCTS", [torch.bfloat16]):
+        return run_steps(rank, world, *args)
+
+
+def test_each_strip_repeats_attention_with_its_own_mask(pool, tmp_path):
+    """A CPU without 16-bit products computes attention again in backward: under the mask of the
+    forward, not under that of the last strip, which is another head on one rank than on two."""
+    cfg = GPTConfig(257, 16, 1, 4, 32, dropout=0.3)
+    one, other = (
+        pool.run(tp, on_a_cpu_without_products, (1, tp, 1),
+                 settings(tmp_path, steps=2, exact=True, dtype="bf16", tp=tp), cfg)[0]
+        for tp in (1, 2))
+    assert different_bits(other, one) == ""
