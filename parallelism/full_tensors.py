@@ -32,7 +32,7 @@ from parallelism.tensor import TIED, ParamSpec
 from parallelism.zero import FlatParameters
 
 MOST_AT_ONCE = 2 ** 22      # numbers that one all-reduce of `full_gradients` adds up
-STATE = ("master", "exp_avg", "exp_avg_sq")
+KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 def parameter_names(flat: FlatParameters) -> list[str]:
@@ -73,8 +73,8 @@ def full_gradients(flat: FlatParameters) -> Iterator[tuple[str, torch.Tensor]]:
 def full_state(flat: FlatParameters, kind: str, name: str) -> torch.Tensor:
     """A parameter as AdamW updates it, "master", or one of its moments, "exp_avg" and
     "exp_avg_sq"."""
-    if kind not in STATE:
-        raise ValueError(f"full_state: {kind!r} is none of {', '.join(STATE)}")
+    if kind not in KINDS:
+        raise ValueError(f"full_state: {kind!r} is none of {', '.join(KINDS)}")
     if kind not in flat.buckets[0].shard:
         raise RuntimeError(f"full_state: there is no {kind} without training")
     [tensor] = gather(flat, kind, one_shape(flat, name, f"full_state(flat, {kind!r}, {name!r})"))

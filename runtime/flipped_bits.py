@@ -136,6 +136,6 @@ def go_back(run, difference: dict) -> None:
                        f"machine out, then give the same command")
     accused = [*run.divergence.accused, *hosts]
     run_state.go_back(run, lambda: latest_valid(list_checkpoints(Path(run.config.out)) or [None]))
-    run.divergence.accused = accused     # the restored state does not have it
+    run.divergence.accused = accused        # the restored state does not have it
     run.log.event("rollback", f"replicas {reason}: back to step {run.step - 1}",
                   reason=reason, to=run.step - 1, step=step)
