@@ -44,10 +44,12 @@ from parallelism.build import Grid, build_rank, make_groups
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import checks, console, directory, evaluation, plain_run, run_state, startup
+from runtime import console, directory, evaluation, plain_run, run_state, startup
 from runtime.checkpoint_writer import Writer
 from runtime.loader import Loader
+from runtime.memory_limits import advice_on_memory
 from runtime.monitors import Monitors
+from runtime.run_log import announce_evaluation
 from runtime.signals import StopSignal
 
 
@@ -250,7 +252,7 @@ class Run:
     writer              checkpoint_writer.Writer
     divergence          divergence.DivergenceMonitor: the losses and rollbacks so far
     monitors            monitors.Monitors, which acts on divergence and flipped bits
-    log                 console.RunLog: metrics.jsonl and the console. Set before `train`
+    log                 run_log.RunLog: metrics.jsonl and the console. Set before `train`
     stop                signals.StopSignal while the run trains, otherwise None
     """
     learning_rate = staticmethod(learning_rate)         # console.report_resume asks for it, too
@@ -325,7 +327,7 @@ class Run:
         """Evaluate every --eval-every steps and save every --save-every steps, and both after the
         last one. `row` is the step's row of metrics.jsonl."""
         if self.config.is_due(self.step, self.config.eval_every):
-            console.announce_evaluation(self)
+            announce_evaluation(self)
             row.update(evaluation.evaluate(self))
         saving = self.config.is_due(self.step, self.config.save_every)
         # Ranks hold copies of some state. If two copies differ, a bit has flipped.
@@ -454,7 +456,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     dp = job.world // (config.pp * config.cp * config.tp)
     grid = Grid(dp, config.pp, config.tp, job.rank, cp=config.cp, chunks=config.pp_chunks,
                 sequence_parallel=config.sequence_parallel)
-    stack.enter_context(checks.advice_on_memory(config, grid))
+    stack.enter_context(advice_on_memory(config, grid))
     make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
     run = Run(config, model_config, grid, device, train_data, val_data, state, begin.run)

@@ -1,198 +1,29 @@
-"""What a run prints: its summary, a line for each step, an evaluation, hints. train.py and
-runtime/startup.py call it.
+"""What a run prints besides its steps: a summary at the start, hints, how it resumes, stops and
+ends. train.py and runtime/startup.py call it. run_log.py prints the steps and evaluations.
 """
 import dataclasses
 import math
 import platform
 import shlex
 import shutil
-import statistics
 import subprocess
-import sys
-import time
-from collections import deque
-from datetime import timedelta
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
 from amp import PRECISIONS
 from base.batch_ramp import batch_sizes, sequences_after
-from base.flops import flops_per_token, parameter_count, peak_flops
+from base.flops import flops_per_token, parameter_count
 from base.options import RESTORED, Config, restored_flags, step_range
 from base.processes import print_rank0
-from data import Batch
-from model import PEAK_LR, ceil_div
+from model import PEAK_LR
 from parallelism.buckets import state_bytes
-from parallelism.build import Grid
-from parallelism.collectives import Work, all_gather_object, on_hosts
+from parallelism.collectives import on_hosts
 from parallelism.cpu_kernels import multiplies_in_fp32
 from runtime import checks
-from runtime.directory import Metrics, Start
-from runtime.evaluation import describe_data, eval_sequences, evaluate
-
-COMPARE_RANKS_EVERY = 100       # steps
-LINES = 50                      # of steps on the console in a run, about
-
-
-class RunLog:
-    """What a run reports while it trains: metrics.jsonl, complete, and a selection of it on the
-    console."""
-
-    def __init__(self, metrics: Metrics):
-        self.metrics = metrics
-        self.unwritten = None           # the row of a step that is finished, until `write_row`
-        self.recent_seconds = deque(maxlen=20)      # of the last steps
-        self.compute_clock = None       # this rank's, when ranks were last compared, in seconds
-        self.printed_at = None          # when a step's line was last printed, in seconds
-        self.shown_at = -math.inf       # when that or the line of a terminal was
-        self.on_terminal = sys.stdout is not None and sys.stdout.isatty()
-
-    def event(self, kind: str, line: str | None = None, **fields) -> None:
-        """Write an event to metrics.jsonl and, if there is one, its line to the console."""
-        self.metrics.write(event=kind, **fields)
-        if line is not None:
-            print_rank0(line)
-
-    def new_row(self, run, batch: Batch, stats, lr: float, seconds: float) -> dict:
-        """The row of metrics.jsonl of a step that took `seconds`; `stats`: its train.StepStats."""
-        self.recent_seconds.append(seconds)
-        seq_len = run.model_config.seq_len
-        self.unwritten = dict(
-            step=batch.step, tokens=run.batches.sequences_trained * seq_len, loss=stats.loss,
-            lr=lr, batch_size=batch.size, grad_norm=stats.grad_norm, loss_scale=stats.loss_scale,
-            activation_norm=stats.activation_norm,
-            tokens_per_second=round(batch.size * seq_len / seconds, 1))
-        return self.unwritten
-
-    def print_step(self, run, row: dict) -> None:
-        """Print a step's line: with --log-every N each N-th, otherwise about LINES in the run and
-        at most one a second; always the first, the last and those of evaluations. A terminal shows
-        beside these how far the run has come, in a line that the next one replaces."""
-        config, step = run.config, row["step"]
-        now = time.monotonic()
-        seconds = statistics.median_low(self.recent_seconds)
-        is_due = config.is_due(step, config.eval_every)
-        if config.log_every is not None:
-            is_due = is_due or step % config.log_every == 0
-        elif self.printed_at is None:
-            is_due = True
-        elif now - self.printed_at >= 1:
-            is_due = is_due or step % ceil_div(config.steps, LINES) == 0
-        if is_due:
-            print_rank0(format_step(run, row, seconds))
-            self.printed_at = now
-            self.shown_at = now
-        elif self.on_terminal and now - self.shown_at >= 1:
-            self.shown_at = now
-            print_rank0(f"step {step}/{config.steps}  loss {row['loss']:.4f}  "
-                        f"left {time_left(config.steps - step, seconds)}\x1b[K", end="\r")
-
-    def write_row(self, run, row: dict) -> None:
-        """Write a step's row to metrics.jsonl, and its evaluation also to the console."""
-        self.metrics.write(**row)
-        self.unwritten = None
-        if "val_loss" in row:
-            print_rank0(format_eval(row, run))
-        # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
-        on_cpus = run.grid.world > 1 and run.device.type == "cpu"
-        if row["step"] % COMPARE_RANKS_EVERY == 0 and on_cpus:
-            now = time.perf_counter() - Work.seconds_waited     # it stands still in a wait
-            if self.compute_clock is not None:
-                note_slow_ranks(run.grid, now - self.compute_clock)
-            self.compute_clock = now
-
-
-def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
-    """Name the ranks that computed for more than 1.5 times the median of their pipeline stage:
-    their machines may be slow or busy. Every rank calls it with its own seconds."""
-    seconds = all_gather_object(own_seconds)
-    for ranks in grid.ranks.transpose(0, 1).flatten(1).tolist():        # of each stage
-        median = statistics.median_low(seconds[rank] for rank in ranks)
-        for rank in ranks:
-            if seconds[rank] > 1.5 * median:
-                print_rank0(f"note     rank {rank}{on_hosts([rank], grid.hosts)} is slow: it "
-                            f"computed for {seconds[rank]:.1f} s in the last {COMPARE_RANKS_EVERY} "
-                            f"steps, the median of its stage for {median:.1f} s")
-
-
-def evaluated_tokens(run) -> str:
-    """How many tokens an evaluation reads."""
-    sources = run.val_data.mixture.sources.values()
-    count = sum(eval_sequences(run.config, run.model_config, source.n_windows)
-                for source in sources)
-    if run.val_data.has_conversations:
-        return f"{count:,} of {run.val_data.n_windows:,} windows of conversations"
-    return f"{count * run.model_config.seq_len:,} of {run.val_data.n_tokens:,} tokens"
-
-
-def announce_evaluation(run) -> None:
-    print_rank0(f"evaluate on {evaluated_tokens(run)}")
-
-
-def format_step(run, row: dict, seconds: float) -> str:
-    """The console's line of a step; `seconds` is the time of a step."""
-    config = run.config
-    line = (f"step {row['step']:>{len(str(config.steps))}}/{config.steps}  "
-            f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm {row['grad_norm']:.3f}  "
-            f"{row['tokens_per_second']:,.0f} tok/s")
-    if config.batch_ramp is not None:
-        line += f"  batch {row['batch_size']}"
-    if config.dtype == "fp16":
-        line += f"  scale {row['loss_scale']:g}"
-    if run.device.type == "cuda" and config.dtype in ("bf16", "fp16"):
-        peak = run.grid.world * peak_flops(torch.cuda.get_device_name(run.device))
-        if peak > 0:
-            flops = row["tokens_per_second"] * flops_per_token(run.model_config)
-            line += f"  MFU {flops / peak:.1%}"
-    line += f"  left {time_left(config.steps - row['step'], seconds)}"
-    if row["skipped"] > 0:
-        line += "  skipped: loss or gradient not finite"
-        if config.exact:
-            line += ", or out of range"
-    return line
-
-
-def time_left(steps: int, seconds: float) -> timedelta:
-    """The time of so many steps, of which one takes `seconds`."""
-    return timedelta(seconds=round(steps * seconds))
-
-
-def format_eval(row: dict, run) -> str:
-    """The validation loss in three units; of several sources a table, a line for each."""
-    dataset = run.val_data
-    sources = dataset.mixture.sources.values()
-    uniform = math.log(run.model_config.vocab_size)
-    lines = [("validation:", "", f" (on {evaluated_tokens(run)})")]     # (name, what ends the keys
-                                                                        # of its numbers, note)
-    if len(sources) > 1:
-        lines += [(f"  {source.name}:", f"/{source.name}", "") for source in sources]
-    cells, notes = [], []
-    for name, key, note in lines:
-        loss = row["val_loss" + key]
-        bits = row.get("bits_per_byte" + key)
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        cells.append([name, f"{loss:.4f} nats a token,",
-                      f"perplexity {perplexity:{'.2f' if perplexity < 1e4 else '.3g'}}"])
-        if bits is not None:
-            cells[-1][-1] += ","
-            cells[-1].append(f"{bits:.4f} bits a byte")
-        if loss > uniform:
-            note = f" (a uniform guess: {uniform:.4f} nats){note}"
-        notes.append(note)
-    text = "\n".join((line + note).rstrip() for line, note in zip(align(cells), notes))
-    if "val_answers_right" in row:
-        text += (f"\nanswers: greedy decoding gives {row['val_answers_right']:.1%} of "
-                 f"{row['val_answers']:,}")
-    return text
-
-
-def align(lines: list[list[str]]) -> list[str]:
-    """The cells of each line, side by side in columns."""
-    columns = zip_longest(*lines, fillvalue="")
-    padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
-    return [" ".join(line) for line in zip(*padded)]
+from runtime.directory import Start
+from runtime.evaluation import describe_data, evaluate
+from runtime.run_log import format_eval
 
 
 def print_summary(run) -> None:

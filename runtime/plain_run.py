@@ -22,10 +22,11 @@ from base.processes import RunError, all_ranks, print_rank0
 from data import TokenDataset
 from model import GPTConfig, ceil_div
 from parallelism.collectives import out_of_memory
-from runtime.console import changed_flags, describe, environment, time_left
+from runtime.console import changed_flags, describe, environment
 from runtime.directory import Metrics, Start
 from runtime.divergence import STATISTICS, DivergenceMonitor
 from runtime.evaluation import bits_per_byte, describe_data
+from runtime.run_log import time_left
 from runtime.signals import StopSignal, exit_like_signal
 
 # The flags that --plain takes. A run that it continues may have had others. They are ignored.

@@ -19,10 +19,12 @@ from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
-from runtime import checks, console, dashboards, evaluation, plain_run, run_state
+from runtime import (checks, console, dashboards, evaluation, memory_limits, plain_run,
+                     run_state)
 from runtime.cpu_threads import choose_threads
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
                                lock_output_dir, start_branch)
+from runtime.run_log import RunLog, announce_evaluation
 
 
 def parse() -> tuple[Job, dict, torch.device, timedelta]:
@@ -84,8 +86,8 @@ def resolve(given: dict, job: Job, device: torch.device,
                                            begin.kind == "init-from", begin.path)
     grid = Grid(job.world // (config.tp * config.pp * config.cp), config.pp, config.tp,
                 chunks=config.pp_chunks, cp=config.cp)
-    checks.check_memory(model_config, grid, config, PRECISIONS[config.dtype], device,
-                        job.local_world)
+    memory_limits.check_memory(model_config, grid, config, PRECISIONS[config.dtype], device,
+                               job.local_world)
     if not config.eval_only:
         stack.enter_context(lock_output_dir(out))
         if list_checkpoints(out) != begin.found:
@@ -131,7 +133,7 @@ def begin_training(run, state: dict | None, begin: Start, stack: ExitStack) -> N
     dashboards."""
     config = run.config
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
-    run.log = console.RunLog(metrics)
+    run.log = RunLog(metrics)
     if config.log is not None and run.grid.rank == 0:
         metrics.dashboards = dashboards.start(config.log, Path(config.out), begin.run["id"],
                                               run.step)
@@ -147,7 +149,7 @@ def begin_training(run, state: dict | None, begin: Start, stack: ExitStack) -> N
     choose_threads(run.device, run.grid.world)
     row = on_rank0(lambda: find_unevaluated(config, state))
     if row is not None:
-        console.announce_evaluation(run)
+        announce_evaluation(run)
         row |= evaluation.evaluate(run)
         run.log.write_row(run, row)
         run.monitors.fail_if_diverged(row)

@@ -83,7 +83,7 @@ from parallelism.full_tensors import full_gradients
 from parallelism.pipeline import recompute_blocks
 from parallelism.tensor import MAX_LOGITS, param_specs
 from parallelism.zero import FlatParameters, gather_before_use
-from runtime import checkpoint_writer, console, loader, run_state
+from runtime import checkpoint_writer, loader, run_log, run_state
 
 torch.set_num_threads(1)
 
@@ -452,7 +452,7 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None,
                         state and checkpoint.load(state))
         prepare(run)
         rows = Rows(run, look)
-        run.log = console.RunLog(rows)
+        run.log = run_log.RunLog(rows)
         run.stop = no_signal()
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())

@@ -35,7 +35,7 @@ from parallelism import build, collectives, cpu_kernels, pipeline
 from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
-from runtime import console, evaluation
+from runtime import evaluation, run_log
 from tests.harness import (CFG, GPUS, ROOT, TINY, Memory, Rows, assert_same_rows,
                            gather_full_state, gridded, no_signal, own_processes, read_metrics,
                            run_main, run_steps, settings, torchrun, traffic, without_saves)
@@ -354,7 +354,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
             **{name: unwrapped(getattr(dist, name)) for name in names}))
         run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
         rows = Rows(run, lambda run: len(SECOND_LOG))
-        run.log = console.RunLog(rows)
+        run.log = run_log.RunLog(rows)
         run.stop = no_signal()
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())

@@ -37,7 +37,7 @@ from parallelism.collectives import Work
 from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS
 from parallelism.zero import FlatParameters
-from runtime import checks, console, evaluation
+from runtime import checks, evaluation, run_log
 from tests import published_runs
 from tests.harness import (CFG, COVER, FORMULA, PAGES, ROOT, Alive, Memory, Rows, column,
                            deep_enough_for, gridded, no_signal, nothing, run_steps, settings,
@@ -109,7 +109,7 @@ def a_step_of_a_run(rank, world, config, cfg):
         plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
         with flops, traffic(note), plain, mock.patch.object(cpu_kernels, "NO_PRODUCTS", []), \
                 mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
-            run.log = console.RunLog(Rows(run, nothing))
+            run.log = run_log.RunLog(Rows(run, nothing))
             run.stop = no_signal(close=lambda: steps_are_made.append(True))
             run.train()
     numel = sum(bucket.numel for bucket in run.flat.buckets)

@@ -56,7 +56,8 @@ from parallelism import collectives, cpu_kernels
 from parallelism.buckets import make_buckets
 from parallelism.build import Grid, build_stage, rank_buckets, rank_parameters
 from parallelism.tensor import param_specs
-from runtime import checks, console, directory, evaluation, sample_text, startup
+from runtime import (checks, directory, evaluation, memory_limits, run_log, sample_text,
+                     startup)
 from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backward,
                            assert_same_state, column, dataset, expect_mistake, kinds, launch,
                            names_in, no_file_above, nothing, read_metrics, run_steps, saved,
@@ -525,7 +526,7 @@ def test_a_model_that_a_gpu_or_its_machine_cannot_hold_is_refused(flags, on_gpu,
     with mock.patch.object(torch.cuda, "mem_get_info", lambda device: (0, int(on_gpu))), \
             mock.patch.object(os, "sysconf", dict(
                 SC_PHYS_PAGES=int(on_machine), SC_PAGE_SIZE=1).get), refusal:
-        checks.check_memory(cfg, Grid(dp=8, pp=1, tp=1), settings("", dtype="bf16", **flags),
+        memory_limits.check_memory(cfg, Grid(dp=8, pp=1, tp=1), settings("", dtype="bf16", **flags),
                             amp.PRECISIONS["bf16"], torch.device("cuda"), local_world=8)
 
 
@@ -573,7 +574,7 @@ def test_what_is_advised_against_too_little_memory_can_be_given(layout, flags, a
     """Of the microbatch the message has the number, which a default may have chosen: a resume on a
     smaller GPU. What the layout, or --exact, refuses is not advised."""
     error = MemoryError("too little")
-    with pytest.raises(type(error)), checks.advice_on_memory(Config(**flags), Grid(*layout)):
+    with pytest.raises(type(error)), memory_limits.advice_on_memory(Config(**flags), Grid(*layout)):
         raise error
     assert processes.fatal_message(error) == (
         f"too little; give {advice}--tp, --pp or --cp on more processes")
@@ -751,13 +752,13 @@ def test_a_long_run_prints_fifty_lines_and_at_most_one_a_second(monkeypatch, cap
     """Evaluations are told beside these. A terminal shows each second how far the run has come, in
     a line that is replaced; a file never has one."""
     config = Config(**dict(steps=1000, eval_every=0) | flags)
-    log = console.RunLog(SimpleNamespace(write=nothing))
+    log = run_log.RunLog(SimpleNamespace(write=nothing))
     log.on_terminal = on_terminal
     log.recent_seconds.append(seconds)
     run = SimpleNamespace(config=config, device=torch.device("cpu"))
     row = dict(loss=1.0, lr=1.0, grad_norm=1.0, tokens_per_second=1.0, skipped=0)
     for step in range(1, config.steps + 1):
-        monkeypatch.setattr(console.time, "monotonic", lambda: step * seconds)
+        monkeypatch.setattr(run_log.time, "monotonic", lambda: step * seconds)
         log.print_step(run, row | dict(step=step))
     text = capsys.readouterr().out
     replaced = re.findall(r"step \d+/\d+  loss 1.0000  left [\d:]+\x1b\[K\r", text)
@@ -1100,10 +1101,10 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
     assert column(rows, "tokens_per_second") == [8 * 16 / 40] * 3
     run = SimpleNamespace(config=Config(), model_config=CFG, val_data=Memory(CFG),
                           grid=Grid(dp=2, pp=1, tp=1), device=torch.device("cpu"))
-    assert "perplexity inf" in console.format_eval(dict(val_loss=1e3), run)
+    assert "perplexity inf" in run_log.format_eval(dict(val_loss=1e3), run)
     row = dict(rows[0], loss=5.28014, lr=8e-5, grad_norm=7.9496, activation_norm=0.9251,
                tokens_per_second=7133.0)
-    assert console.format_step(run, row, 229 / 799) in README.splitlines()
+    assert run_log.format_step(run, row, 229 / 799) in README.splitlines()
     used = f"MFU {1e9 * flops_per_token(CFG) / (2 * 756e12):.1%}"
     for name, dtype, seconds, told in [("NVIDIA H100 PCIe", "bf16", 2.3, f"{used}  left 0:30:38"),
                                        ("NVIDIA H100 PCIe", "fp32", 12, "tok/s  left 2:39:48"),
@@ -1112,7 +1113,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
         run.device = torch.device("cuda")
         run.config = Config(dtype=dtype)
         row |= dict(tokens_per_second=1e9, loss_scale=8.0)
-        assert console.format_step(run, row, seconds).endswith(told)
+        assert run_log.format_step(run, row, seconds).endswith(told)
 
 
 @pytest.mark.parametrize("layout, flags", [
@@ -1204,7 +1205,7 @@ def slow_ranks(rank, world, config):
     """What a run of 40 steps, in which rank 1 sleeps, says of slow ranks at step 40: an interval
     begins at step 20."""
     with redirect_stdout(io.StringIO()) as output, mock.patch.object(
-            console, "COMPARE_RANKS_EVERY", 20):
+            run_log, "COMPARE_RANKS_EVERY", 20):
         run_steps(rank, world, (2, 1, 2), config, replace(CFG, n_layer=2), prepare=sleep_on_rank_1)
     return re.findall("^note .* is slow", output.getvalue(), re.M)
 
@@ -1218,9 +1219,9 @@ def test_a_rank_that_computes_for_longer_than_others_of_its_stage_is_named(pool,
     assert notes.count("note     rank 1 is slow") == 1 and others == [[], [], []]
     grid = Grid(dp=3, pp=2, tp=1)
     grid.hosts = ["a", "a", "b", "b", "c", "c"]
-    monkeypatch.setattr(console, "all_gather_object",
+    monkeypatch.setattr(run_log, "all_gather_object",
                         lambda own: [2.0, 6.0, own, 6.0, 2.0, 6.1])
-    console.note_slow_ranks(grid, 3.1)
+    run_log.note_slow_ranks(grid, 3.1)
     assert capsys.readouterr().out == (
         "note     rank 2 on b is slow: it computed for 3.1 s in the last 100 steps, "
         "the median of its stage for 2.0 s\n")

@@ -46,7 +46,7 @@ from base.options import Config
 from base.processes import RunError
 from parallelism import collectives, pipeline
 from parallelism.build import Grid
-from runtime import checks, console, directory, run_state, signals
+from runtime import directory, memory_limits, run_log, run_state, signals
 from runtime.checkpoint_writer import copy_pieces
 from runtime.streamed_tensors import Streamed
 from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Command, Memory,
@@ -574,7 +574,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
             poison(run, at=28)
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
-            run.log = console.RunLog(directory.Metrics(Path(config.out), rank))
+            run.log = run_log.RunLog(directory.Metrics(Path(config.out), rank))
             run.stop = no_signal(held)
             run.train()
             assert all(bucket.unsharding is None for bucket in run.flat.buckets)

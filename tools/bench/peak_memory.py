@@ -17,7 +17,7 @@ from corpus.shards import SPLITS
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid, make_groups
-from runtime import console, evaluation
+from runtime import evaluation, run_log
 from tools.bench.launch import random_data
 from tools.plan.flags import PlanConfig
 from tools.plan.memory import memory_bytes
@@ -57,7 +57,7 @@ def peak_memory(config, cfg, store, rank):
                                 for split in SPLITS)
         run = train.Run(config, cfg, grid, torch.device("cpu"), train_data, val_data, None)
         run.writer.submit = lambda *_: None
-        run.log = console.RunLog(mock.Mock())
+        run.log = run_log.RunLog(mock.Mock())
         with mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
             run.stop = mock.Mock(held=nullcontext, since=None)
             run.train()
