@@ -8,7 +8,7 @@
     -> the smallest set whose probability reaches p -> one token -> appended, and again
 
 `plain_generate` is this loop. `generate` adds a cache, several samples at once, and two filters.
-runtime/sample_text.py has what stands around it: prompts, conversations, and printing.
+runtime/sample_and_chat.py has what stands around it: prompts, conversations, and printing.
 """
 import signal
 import sys
@@ -28,7 +28,7 @@ from base.errors import errors_in_one_line, named
 from checkpoint import load_model
 from corpus.tokenizers import get_tokenizer
 from models.kv_cache import CachedModel
-from runtime.sample_text import Chat, Samples, memory_errors
+from runtime.sample_and_chat import Chat, Samples, memory_errors
 
 
 @torch.inference_mode()

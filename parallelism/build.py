@@ -157,7 +157,7 @@ def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
 
 
 # ---------------------------------------------------------------------------------------------
-# A rank's parameters, counted before anything is built: runtime/checks.py and tools/plan/ ask
+# A rank's parameters, counted before anything is built, for memory_limits.py and tools/plan/
 # ---------------------------------------------------------------------------------------------
 
 

@@ -2,15 +2,16 @@
 and on base/. train.py and sample.py call it. An argument `run` is a train.Run, but no file here
 imports train.py:
 
-    startup, checks, directory          where a run begins, and what is refused
+    startup, directory                  where a run begins
+    checks, memory_limits               what is refused
     run_state                           what a run's checkpoints hold: save, restore, go back
     checkpoint_writer, streamed_tensors the thread that writes checkpoints, tensor by tensor
     loader                              the rows of the batches that a rank reads
     plain_run                           what train.py --plain needs beside training
-    monitors                            what watches a run: divergence, rollback, flipped_bits,
-                                        and console with the log
+    monitors                            what watches a run: divergence, rollback, flipped_bits
+    run_log, console                    metrics.jsonl and the steps; what else a run prints
     evaluation, eval_answers            the validation loss; answers that are right
     dashboards                          TensorBoard and Weights & Biases, for --log
     signals, cpu_threads                the end by a signal; threads on a busy machine
-    sample_text                         prompts and conversations of sample.py, and what it prints
+    sample_and_chat                     prompts and conversations of sample.py, and what it prints
 """

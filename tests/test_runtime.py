@@ -56,7 +56,7 @@ from parallelism import collectives, cpu_kernels
 from parallelism.buckets import make_buckets
 from parallelism.build import Grid, build_stage, rank_buckets, rank_parameters
 from parallelism.tensor import param_specs
-from runtime import (checks, directory, evaluation, memory_limits, run_log, sample_text,
+from runtime import (checks, directory, evaluation, memory_limits, run_log, sample_and_chat,
                      startup)
 from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backward,
                            assert_same_state, column, dataset, expect_mistake, kinds, launch,
@@ -1256,7 +1256,7 @@ def test_samples_end_before_the_stop_text_and_are_separated_by_dashes(run_sample
     line = "-" * 40 + "\n"
     many = run_sample(*flags, "line ", "--num-samples", 40)[1].split(line)
     assert len(many) == 40 and len(set(many)) > 30              # in three batches
-    with mock.patch.object(sample_text, "AT_ONCE", 40):
+    with mock.patch.object(sample_and_chat, "AT_ONCE", 40):
         assert run_sample(*flags, "line ", "--num-samples", 40)[1].split(line) == many
     assert many[7] == run_sample(*flags, "line ", "--seed", 7)[1]
     seed, stop = next((i, found[0]) for i, text in enumerate(many)
@@ -1289,11 +1289,11 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
             seen.append(sys.stdout.getvalue())
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     args = SimpleNamespace(prompt="p", stop="xyz", num_samples=2, max_tokens=9, seed=0)
-    samples = sample_text.Samples(args, get_tokenizer("bytes"), CFG)
+    samples = sample_and_chat.Samples(args, get_tokenizer("bytes"), CFG)
     next(samples.prompts())
     samples.write(scripted())
     assert seen == ["p", "p", "pa", "pa", "pab", "pabc", "pabcd"]
-    assert sys.stdout.getvalue() == "pabcd\n" + sample_text.DASHES + "p\n"
+    assert sys.stdout.getvalue() == "pabcd\n" + sample_and_chat.DASHES + "p\n"
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "checkpoint": ("model models* parallelism.* base.processes base.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
     "sample": ("amp models* checkpoint corpus.tokenizers base.devices base.errors "
-               "base.sample_flags runtime.sample_text", ""),
+               "base.sample_flags runtime.sample_and_chat", ""),
     "parallelism.*": ("model models* amp parallel parallelism.*", ""),
     "base.*": ("model models* amp parallelism.* base.*", ""),
     "runtime.*": ("*", "train tools* tests* sample test_all"),

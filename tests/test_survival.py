@@ -46,7 +46,7 @@ from base.options import Config
 from base.processes import RunError
 from parallelism import collectives, pipeline
 from parallelism.build import Grid
-from runtime import directory, memory_limits, run_log, run_state, signals
+from runtime import checks, directory, run_log, run_state, signals
 from runtime.checkpoint_writer import copy_pieces
 from runtime.streamed_tensors import Streamed
 from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Command, Memory,
