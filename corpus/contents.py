@@ -5,7 +5,7 @@ from pathlib import Path
 
 from corpus import records
 from corpus.compressed import open_bytes
-from corpus.file_kinds import LINES, READ, kind_of, table_kind
+from corpus.file_kinds import ALSO_TEXT, LINES, NOT_READ, READ, is_of, kind_of, table_kind
 from corpus.records import START, is_document
 
 
@@ -49,6 +49,14 @@ def is_text(path: Path) -> bool:
     except ValueError:
         return False
     return not is_binary(text)
+
+
+def is_refused(path: Path) -> bool:
+    """Whether a file is of a kind that is not read, by its name and, where that tells little, by
+    its bytes."""
+    if kind_of(path.name) in ALSO_TEXT and is_text(path):
+        return False
+    return is_of(NOT_READ, path.name)
 
 
 def is_binary(text: str) -> bool:

@@ -49,6 +49,7 @@ NOT_READ = {            # kinds that are refused, and what to do with them
     ".bin": f"tokens of llm.c's format need no data.py: give their folder to train.py --data; "
             f"{SHARD}",
     ".npy": "give the text from which it was made"}
+ALSO_TEXT = (".bin", ".db", ".doc")     # of these, endings that files of text have, too
 
 
 def table_kind(path: Path) -> str | None:
@@ -119,8 +120,12 @@ def pipe(path: Path, command: str) -> str:
 def how_to_convert(path: Path, start: bytes) -> str:
     """What to do with a file that begins so and is not UTF-8."""
     encoding = "WINDOWS-1252"
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):    # begins as UTF-16's does
+        encoding = "UTF-32"
+    elif start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         encoding = "UTF-16"
+    elif start[1:4] == bytes(3):
+        encoding = "UTF-32LE"
     elif b"\0" in start:
         encoding = "UTF-16LE"
     command = pipe(path, f"iconv -f {encoding} -t UTF-8")

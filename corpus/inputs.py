@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from corpus.compressed import check_package
 from corpus.console import note
-from corpus.contents import how_read, is_read_by_content, is_text
-from corpus.file_kinds import (AS_IT_STANDS, LINES, NOT_READ, READ, READ_KINDS, advice_for,
-                               has_ending, is_of, kind_of)
+from corpus.contents import how_read, is_read_by_content, is_refused, is_text
+from corpus.file_kinds import (AS_IT_STANDS, LINES, READ, READ_KINDS, advice_for, has_ending, is_of,
+                               kind_of)
 from corpus.records import both_of, first_record, is_conversation, is_document
 
 MOST_ENDINGS = 5            # that a message offers
@@ -69,7 +69,7 @@ def check_path(path: Path) -> None:
         raise ValueError(f"{path} cannot be read: permission denied: change who may read it")
     if path.is_file() and kind_of(path.name) not in READ:
         check_package(path)
-        if is_of(NOT_READ, path.name) and how_read(path) == ".txt":
+        if is_refused(path) and how_read(path) == ".txt":
             raise ValueError(f"{path} is not read: {advice_for(path)}")
 
 
@@ -121,7 +121,7 @@ def is_cache(path: Path) -> bool:
 def why_not_text(path: Path, kind: str, endings) -> Skipped | None:
     """Why a file of a folder is not read as text; None if it is."""
     is_chosen = has_ending(path.name, endings)
-    if is_of(NOT_READ, path.name) or not is_text(path):
+    if is_refused(path) or not is_text(path):
         return Skipped(f"{kind} that is not UTF-8 text" if is_chosen
                        else kind or "without a suffix")
     if is_chosen:

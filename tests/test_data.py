@@ -405,7 +405,9 @@ def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch):
     ("a.txt", "some words in a row\n", "utf-16", "byte 0 (0xff) iconv -f UTF-16 -t"),
     ("a.txt", "some words in a row\n", "utf-16-le", "NUL bytes iconv -f UTF-16LE"),
     ("a.jsonl", '{"text": "some words"}\n', "utf-16", "iconv -f UTF-16 -t"),
-    ("a.jsonl", '{"text": "some words"}\n', "utf-32-le", "not UTF-8"),
+    ("a.txt", "some words in a row\n", "utf-32", "byte 0 (0xff) iconv -f UTF-32 -t"),
+    ("a.jsonl", '{"text": "some words"}\n', "utf-32", "iconv -f UTF-32 -t"),
+    ("a.jsonl", '{"text": "some words"}\n', "utf-32-le", "not UTF-8 iconv -f UTF-32LE -t"),
     ("a.txt", "ab\0bc", "utf-8", "NUL bytes leave it out"),
     ("a.txt", "version https://git-lfs.github.com/spec/v1\n", "utf-8", "git lfs pull"),
     ("a.txt", "caf\u00e9\n", "latin-1", "byte 3 (0xe9) iconv -f WINDOWS-1252 leave it out")])
@@ -818,7 +820,7 @@ def test_text_endings_that_tell_nothing_are_refused(run_data, flags, words):
 
 
 @pytest.mark.parametrize("name", ["a.md", "a.py", "Makefile", "a.html", "a.csv", "a.ipynb", "a.log",
-                                  "a.md.gz", "a.gz", "notes.2024"])
+                                  "a.md.gz", "a.gz", "notes.2024", "a.bin", "a.doc", "a.bin.gz"])
 def test_a_file_of_text_is_read_whatever_its_name(tmp_path, run_data, name):
     text = "h\u00e9llo, \u6f22\u5b57\nworld\n" * 30
     raw = text.encode()
@@ -827,6 +829,19 @@ def test_a_file_of_text_is_read_whatever_its_name(tmp_path, run_data, name):
                                   tmp_path / "out")
     assert status == 0 and texts_of(tmp_path / "out", *SPLITS) == [text]
     assert ("as it stands" in error) == (name in ("a.html", "a.csv", "a.ipynb"))
+
+
+def test_a_bin_of_text_is_text_in_a_folder_where_one_of_tokens_is_not(tmp_path, run_data):
+    """A note offers its ending; the shard beside it is skipped all the same."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.bin").write_text("some text " * 30)
+    (tmp_path / "in/b.bin").write_bytes(shard([1, 2]))
+    (tmp_path / "in/c.txt").write_text("another text " * 30)
+    flags = "--input", tmp_path / "in", "--tokenizer", "bytes", "--out", tmp_path / "out"
+    assert "--text-endings bin --tokenizer" in run_data(*flags)[2]
+    status, out, error = run_data(*flags[:-1], tmp_path / "all", "--text-endings", "bin")
+    assert status == 0 and out.startswith("2 documents, ")
+    assert "skipped: 1 .bin that is not UTF-8 text (b.bin)" in error
 
 
 def write_table(file, texts, kind):
