@@ -47,10 +47,18 @@ def index_documents(files, seed: int, field: str | None = "text",
     changes = [change_of(path) for path in files]
     keys = None if near_duplicates == "ignore" else KeyTable(usable_cores())
     table, unreadable, counts_of_files = measure_documents(files, seed, field, keys)
+    digest = hashlib.sha256(table)
     validates = np.repeat([path in validation for path in files], counts_of_files)
+    if near_duplicates == "drop":
+        digest.update(b"without near-duplicates")
+    if validation:
+        digest.update(b"validates by file" + validates.tobytes())
+    # From here on, those that validate by their file come first, so they are kept.
+    order = np.argsort(~validates, kind="stable")
+    table, validates = table[order], validates[order]
     has_text = table["size"] > 0
-    kept = first_of_each(table["digest"], validates)
-    kept = kept[has_text[kept]]
+    _, kept = np.unique(table["digest"], return_index=True)     # of equal documents the first
+    kept = np.sort(kept[has_text[kept]])
     skipped = len(table) - int(has_text.sum())
     counts = dict(documents=0, skipped=skipped - len(unreadable),
                   duplicates=len(table) - skipped - len(kept))
@@ -59,8 +67,8 @@ def index_documents(files, seed: int, field: str | None = "text",
     if validation:
         kept = drop_seen(table, validates, kept, field, counts)
     if keys is not None:
-        keys = keys.finish()
-        repeated = is_repeated_behind(keys[kept], validates[kept])
+        keys = keys.finish()[order]
+        repeated = is_repeated(keys[kept])
         counts["near_duplicates"] = int(repeated.sum())
         if near_duplicates == "drop":
             kept = kept[~repeated]
@@ -73,29 +81,8 @@ def index_documents(files, seed: int, field: str | None = "text",
     if near_duplicates == "keep":
         note_near_duplicates(keys[kept], train_sizes, counts)
     cuts = np.full(len(table), -1)
-    cuts[kept] = train_sizes
-    digest = hashlib.sha256(table)
-    if near_duplicates == "drop":
-        digest.update(b"without near-duplicates")
-    if validation:
-        digest.update(b"validates by file" + validates.tobytes())
+    cuts[order[kept]] = train_sizes
     return Index(files, field, changes, digest.hexdigest(), cuts, int(sizes.sum()), counts)
-
-
-def first_of_each(digests, validates) -> np.ndarray:
-    """int64 (n,): of equal documents the first; one that validates by its file is before those that
-    train."""
-    order = np.argsort(~validates, kind="stable")
-    _, first = np.unique(digests[order], return_index=True)
-    return np.sort(order[first])
-
-
-def is_repeated_behind(keys, validates) -> np.ndarray:
-    """bool (n,): near_duplicates.is_repeated where those of files that validate come first."""
-    order = np.argsort(~validates, kind="stable")
-    repeated = np.empty(len(order), bool)
-    repeated[order] = is_repeated(keys[order])
-    return repeated
 
 
 def drop_seen(table, validates, kept, field: str | None, counts: dict) -> np.ndarray:
