@@ -19,8 +19,9 @@ from base.errors import named
 from corpus.compressed import BLOCK
 from corpus.contents import how_read, is_binary
 from corpus.file_kinds import how_to_convert
-from corpus.messages import messages_of, read_table
-from corpus.records import START, NotText, open_text, read_records, read_texts, text_of_record
+from corpus.messages import columns_of_messages, messages_of
+from corpus.records import (START, NotText, column_of_text, open_text, parse_records, read_json,
+                            read_rows, text_of_record)
 from corpus.unread_fields import UnreadFields
 
 EOT = "<|endoftext|>"
@@ -42,17 +43,14 @@ def read_documents(path: Path, field: str | None = "text", unread: UnreadFields 
         if field is None and kind == ".txt":
             raise ValueError(f"{path}: conversations are lines of JSON or rows of Parquet: prepare "
                              f"text by itself, in another --out")
-        if kind in (".parquet", ".arrow"):
-            if field is None:
-                yield from read_table(path, unread)
-            else:
-                yield from read_texts(path, field, unread)
-            return
-        if kind in (".jsonl", ".json"):
-            parse = partial(messages_of, unread=unread)
+        if kind != ".txt":
+            choose, parse = columns_of_messages, partial(messages_of, unread=unread)
             if field is not None:
+                choose = partial(column_of_text, field)
                 parse = partial(text_of_record, field=field, unread=unread)
-            yield from read_records(path, parse)
+            is_json = kind in (".jsonl", ".json")
+            records = read_json(path) if is_json else read_rows(path, choose)
+            yield from parse_records(path, records, parse)
             return
         with open_text(path) as file:
             numbered = cut_at_eot(read_blocks(path, file))

@@ -15,7 +15,7 @@ from typing import Iterator
 from corpus.message_fields import (ASSISTANT, Message, check_text, is_empty, is_unsaid,
                                    parse_message, pick, present, unread_of)
 from corpus.records import (ALPACA, FORMS, LISTS, PAIR, NotText, Refused, fields_of, filter_of,
-                            form_of, kind_of_value, mend_of, read_rows)
+                            form_of, kind_of_value, some_fields)
 from corpus.unread_fields import UnreadFields
 
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction")
@@ -37,41 +37,28 @@ class SystemText(str):
     """The content of a system message among the texts of a conversation."""
 
 
-def read_table(path: Path, unread: UnreadFields):
-    """Yield the conversations of a Parquet file, or a NotText for each row that holds none."""
-    others = []
-
-    def choose(kinds):
-        if form_of(kinds) is None:
-            mend = mend_of(path, kinds) or "prepare text by itself"
-            raise ValueError(f'{path} has neither a column "messages" nor "prompt" and '
-                             f'"completion": {mend}')
-        names = {*READ, *(name for form in FORMS for name in form)}
-        others.extend(name for name in kinds if name not in names)
-        return [name for name in kinds if name in names]
-
-    for number, row in read_rows(path, choose):
-        try:
-            record = {name: value.as_py() for name, value in row.items()}
-            messages = messages_of(record, unread, others)
-        except UnicodeDecodeError as error:
-            messages = [NotText(f"{path} row {number} is not UTF-8 ({error.reason})")]
-        except Refused as error:
-            messages = [NotText(f"{path} row {number}{error.with_command(path)}")]
-        yield messages
+def columns_of_messages(path: Path, kinds: dict[str, str]) -> list[str]:
+    """The columns that are read of a table of conversations. Raises ValueError."""
+    if form_of(kinds) is None:
+        raise ValueError(f"{path}{why_no_messages(dict.fromkeys(kinds)).with_command(path)}")
+    names = {*READ, *(name for form in FORMS for name in form)}
+    return [name for name in kinds if name in names]
 
 
-def messages_of(record, unread: UnreadFields, others=()) -> list[Message]:
-    """The messages of a record. `unread` counts its fields that are not read, with `others`. Raises
-    Refused."""
+def why_no_messages(record: dict) -> Refused:
+    return Refused(f' has neither "messages" nor "prompt" and "completion", but '
+                   f'{some_fields(record)}', filter_of(record))
+
+
+def messages_of(record, columns, unread: UnreadFields) -> list[Message]:
+    """The messages of a record. `unread` counts its fields that are not read, and these columns.
+    Raises Refused."""
     if not isinstance(record, dict) and not fields_of(record):
         raise Refused(f" is {kind_of_value(record)}, not an object")
     record = fields_of(record)
     form = form_of(name for name, value in record.items() if value is not None) or form_of(record)
     if form is None:
-        found = ", ".join(f'"{name}"' for name in list(record)[:5]) or "no field"
-        raise Refused(f' has neither "messages" nor "prompt" and "completion", but {found}',
-                      filter_of(record))
+        raise why_no_messages(record)
     check_others(record)
     if form == PAIR:
         given = messages_of_pair(record["prompt"], record["completion"])
@@ -89,7 +76,7 @@ def messages_of(record, unread: UnreadFields, others=()) -> list[Message]:
         raise Refused(f" has no answer: no message has the role {ASSISTANT}")
     if not any(answer.is_learnt for answer in answers):
         raise Refused(" has no answer that is learnt")
-    unread.add(sorted(unread_names(record, form, given).union(others)))
+    unread.add(sorted(unread_names(record, form, given).union(columns)))
     return messages
 
 

@@ -50,29 +50,34 @@ def open_text(path: Path):
     return file
 
 
-def read_records(path: Path, parse):
-    """Yield the documents of a file of JSON. parse(record) returns one; a Refused says what is
-    wrong with the record."""
+def parse_records(path: Path, records, parse):
+    """Yield the document of each (place, record, columns that are not read) of a file.
+    parse(record, columns) returns it, or raises Refused."""
+    for place, record, columns in records:
+        try:
+            if isinstance(record, Refused):
+                raise record
+            document = parse(record, columns)
+        except Refused as error:
+            document = [NotText(f"{path} {place}{error.with_command(path)}")]
+        yield document
+
+
+def read_json(path: Path):
+    """Yield (place, record, ()) of each record of a file of JSON. A Refused stands in place of one
+    that cannot be read."""
     with open_text(path) as file:
         start = file.peek(START)[:START]
         if b"\0" in start[:4]:             # UTF-16, with a byte-order mark or without
             raise ValueError(f"{path} is not UTF-8 text: {how_to_convert(path, start)}")
         if start_of(path).is_by_lines:
-            records = read_lines(path, file)
+            yield from read_lines(path, file)
         else:
-            records = read_values(path, file)
-        for place, record in records:
-            try:
-                if isinstance(record, Refused):
-                    raise record
-                document = parse(record)
-            except Refused as error:
-                document = [NotText(f"{path} {place}{error.with_command(path)}")]
-            yield document
+            yield from read_values(path, file)
 
 
 def read_lines(path: Path, file):
-    """Yield (place, record) of each line; a Refused in place of a record that is not JSON."""
+    """As `read_json`, of the lines of an open file."""
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
@@ -87,18 +92,18 @@ def read_lines(path: Path, file):
                                  f"that was not written to its end: "
                                  f"{pipe(path, 'tr -d ' + shlex.quote(chr(92) + '0'))} > NEW.jsonl "
                                  f"leaves them out")
-        yield f"line {number}", record
+        yield f"line {number}", record, ()
 
 
 def read_values(path: Path, file):
-    """Yield (place, record) of each JSON value, whatever stands between them."""
+    """As `read_json`, of JSON values with whatever stands between them."""
     with io.TextIOWrapper(file, "utf-8", newline="") as wrapped:
         values = Values(wrapped.read)
         number = 0
         try:
             for record in values.records():
                 number += 1
-                yield f"record {number}", record
+                yield f"record {number}", record, ()
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text ({error.reason}): "
                              f"{how_to_convert(path, error.object)}") from None
@@ -107,15 +112,15 @@ def read_values(path: Path, file):
                              f"or copy it again if it is cut off") from None
 
 
-def text_of_record(record, field: str, unread: UnreadFields) -> list[str]:
-    """The text in this field. `unread` counts the others. Raises Refused."""
+def text_of_record(record, columns, field: str, unread: UnreadFields) -> list[str]:
+    """The text in this field. `unread` counts the others, and these columns. Raises Refused."""
     try:
         text = record[field].removeprefix("\ufeff")
         text.encode()               # refuses half a surrogate pair
     except (ValueError, KeyError, TypeError, AttributeError):
         raise why_no_text(record, field) from None
-    if len(record) > 1:
-        unread.add([name for name, value in record.items() if name != field and value is not None])
+    others = [name for name, value in record.items() if name != field and value is not None]
+    unread.add([*others, *columns])
     return [text]
 
 
@@ -183,13 +188,12 @@ def kind_of_value(value) -> str:
     return names.get(type(value), type(value).__name__)         # Parquet has others, such as bytes
 
 
-def why_no_text(record, field: str) -> Refused:
+def why_no_text(record, field: str, noun="field") -> Refused:
     """What is wrong with a record that has no text in this field."""
     if not isinstance(record, dict):
         return Refused(f' is {kind_of_value(record)}, not an object with a string "{field}"')
     if field not in record:
-        texts = [name for name, one in record.items() if isinstance(one, str)]
-        return Refused(f" has no field {other_fields(field, record, texts)}", filter_of(record))
+        return Refused(f" has no {noun} {other_fields(field, record)}", filter_of(record))
     if not isinstance(record[field], str):
         return Refused(f': "{field}" is {kind_of_value(record[field])}, not a string')
     return Refused(f': "{field}" has half a surrogate pair, which is no character: correct the '
@@ -229,72 +233,56 @@ def command_of(path: Path, filter: str) -> str:
     return f"{pipe(path, f'jq -c {quoted}')} > NEW.jsonl"
 
 
-def mend_of(path: Path, names) -> str | None:
-    """The command that makes conversations of a Parquet file with columns of these names."""
-    filter = filter_of(dict.fromkeys(names))
-    return command_of(path, filter) if filter is not None else None
+def some_fields(record: dict) -> str:
+    return ", ".join(f'"{name}"' for name in list(record)[:5]) or "no field"
 
 
-def other_fields(field: str, names, texts) -> str:
-    """"text", but what there is instead, and what to do. `texts`: those that hold strings."""
-    found = ", ".join(f'"{name}"' for name in list(names)[:5]) or "no field"
-    if form_of(names) is not None or (filter_of(names) or "").startswith("{"):
+def other_fields(field: str, record: dict) -> str:
+    """"text", but what there is instead, and what to do."""
+    found = some_fields(record)
+    if form_of(record) is not None or (filter_of(record) or "").startswith("{"):
         return (f'"{field}", but {found}: for conversations name the fields "prompt" and '
                 f'"completion", or "messages" (docs/conversations.md)')
-    if not texts:
+    if not any(isinstance(value, str) for value in record.values()):
         return f'"{field}", but {found}, and none is a string, as the text must be'
     return f'"{field}", but {found}: give the name of the one with the text to --text-field'
 
 
 def read_rows(path: Path, choose):
-    """Yield (number, {column: value of Arrow}) for each row of a table. choose({column: its
-    type}) returns the columns that are read, or raises ValueError."""
+    """As `read_json`, of the rows of a table: yield (place, {column: value}, the other columns).
+    choose(path, {column: its type}) returns the columns that are read, or raises ValueError."""
     import pyarrow
     try:
         with open_table(path) as (schema, batches):
             names = schema.names
-            columns = choose(dict(zip(names, map(str, schema.types))))
+            columns = choose(path, dict(zip(names, map(str, schema.types))))
             for name in columns:
                 if names.count(name) > 1:
                     raise ValueError(f"{path} has several columns \"{name}\": rename all but one")
+            others = sorted(set(names) - set(columns))
             number = 0
             for batch in batches(columns=columns):
                 for values in zip(*batch.columns):
                     number += 1
-                    yield number, dict(zip(batch.schema.names, values))
+                    try:
+                        row = {name: value.as_py()
+                               for name, value in zip(batch.schema.names, values)}
+                    except UnicodeDecodeError as error:
+                        row = Refused(f" is not UTF-8 ({error.reason})")
+                    yield f"row {number}", row, others
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:       # of the system
             raise
         raise not_whole(path, error) from None
 
 
-def read_texts(path: Path, field: str, unread: UnreadFields):
-    """Yield the documents of a Parquet file, which are the texts of a column. `unread` counts the
-    others."""
-    others = []
-
-    def choose(kinds):
-        if field not in kinds:
-            texts = [name for name, kind in kinds.items() if kind.startswith(STRINGS)]
-            problem = Refused(f" has no column {other_fields(field, dict.fromkeys(kinds), texts)}",
-                              filter_of(dict.fromkeys(kinds)))
-            raise ValueError(f"{path}{problem.with_command(path)}")
-        others.extend(name for name in kinds if name != field)
-        if not kinds[field].startswith(STRINGS):
-            raise ValueError(f"{path}: the column \"{field}\" holds {kinds[field]}, not strings: "
-                             f"give another to --text-field")
-        return [field]
-
-    for number, row in read_rows(path, choose):
-        yield [text_of_row(row[field], path, number, field)]
-        unread.add(others)
-
-
-def text_of_row(row, path: Path, number: int, field: str) -> str | NotText:
-    try:
-        text = row.as_py()
-    except UnicodeDecodeError as error:
-        return NotText(f'{path} row {number}: "{field}" is not UTF-8 ({error.reason})')
-    if text is None:
-        return NotText(f'{path} row {number}: "{field}" is null, not a string')
-    return text.removeprefix("\ufeff")
+def column_of_text(field: str, path: Path, kinds: dict[str, str]) -> list[str]:
+    """The column with the texts of a table whose columns have these types. Raises ValueError."""
+    if field not in kinds:
+        texts = {name: name if kind.startswith(STRINGS) else None for name, kind in kinds.items()}
+        problem = why_no_text(texts, field, "column")
+        raise ValueError(f"{path}{problem.with_command(path)}")
+    if not kinds[field].startswith(STRINGS):
+        raise ValueError(f"{path}: the column \"{field}\" holds {kinds[field]}, not strings: "
+                         f"give another to --text-field")
+    return [field]
