@@ -12,7 +12,7 @@ from corpus.conversations import FORMS, Template, default_template, has_marks, t
 from corpus.jinja_templates import OWN, TURNS, ChatTemplate, hash_of
 from corpus.messages import ASSISTANT, Message
 from corpus.model_folders import content_of, read_object
-from corpus.tokenizers import document_start, read_kept
+from corpus.tokenizers import document_start
 
 # Ours as transformers writes them. START stands for what begins a document, EOT for what ends one.
 PLAIN = """{{ 'START' }}{% for message in messages %}\
@@ -166,19 +166,6 @@ def writes_alike(own, ours: Template, messages) -> bool:
                 and own.write(messages, True) == text_of(ours.parts(prompt), ours.encoding))
     except ValueError:
         return False
-
-
-def write_own(folder: Path, template) -> str:
-    """Keep the file of a model's template in a folder of shards. Returns its hash."""
-    name = hash_of(template.file)
-    (folder / f"{name}.json").write_text(template.file, encoding="utf-8")
-    return name
-
-
-def read_own(folder: Path, name: str) -> str:
-    """The content of the file of this hash. Raises ValueError if it is lost or damaged."""
-    return read_kept(folder / f"{name}.json", "the template of the conversations",
-                     name.removeprefix(OWN))
 
 
 def get_template(name: str, encoding, file: str | None = None):

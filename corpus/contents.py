@@ -5,7 +5,7 @@ from pathlib import Path
 
 from corpus import records
 from corpus.compressed import open_bytes
-from corpus.file_kinds import ALSO_TEXT, LINES, NOT_READ, READ, is_of, kind_of, table_kind
+from corpus.file_kinds import ALSO_TEXT, LINES, NOT_READ, READ, kind_of, table_kind
 from corpus.records import START, is_document
 
 
@@ -56,7 +56,7 @@ def is_refused(path: Path) -> bool:
     its bytes."""
     if kind_of(path.name) in ALSO_TEXT and is_text(path):
         return False
-    return is_of(NOT_READ, path.name)
+    return kind_of(path.name) in NOT_READ
 
 
 def is_binary(text: str) -> bool:

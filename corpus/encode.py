@@ -83,7 +83,7 @@ def tokenise(index: Index, encoding, template=None):
 
 def pieces_of(index: Index, place=CUT):
     """Yield (split, text) of the documents that are kept, as `split_document` does."""
-    for blocks, cut in zip(read_texts(index.files, index.field), index.cuts.tolist()):
+    for (_, blocks), cut in zip(read_texts(index.files, index.field), index.cuts.tolist()):
         if cut >= 0:
             yield from split_document(blocks, cut, place)
 

@@ -25,14 +25,21 @@ READ = (".txt", ".jsonl", ".json", ".parquet", ".arrow")
 LINES = (".ndjson", ".jsonlines")       # read as .jsonl
 READ_KINDS = ".txt, .jsonl, .json (also .gz and .zst), .parquet and .arrow"
 
-AS_IT_STANDS = {        # kinds of text that are read as .txt is, and how a better file is made
+
+
+def by_suffix(advice: dict[str, str]) -> dict[str, str]:
+    """{suffix: advice} of {suffixes: advice}."""
+    return {suffix: text for suffixes, text in advice.items() for suffix in suffixes.split()}
+
+
+AS_IT_STANDS = by_suffix({      # read as .txt is, and how a better file is made
     ".csv": PANDAS.format("csv"), ".tsv": PANDAS.format("table"),
     ".html .htm": "its tags are text, too; trafilatura < FILE > NEW.txt makes a .txt of its text "
                   "alone",
     ".ipynb": "it is JSON with outputs; jupyter nbconvert --to markdown FILE makes a .md of it",
     ".rtf": "its marks are text, too; pandoc -t plain FILE -o NEW.txt makes a .txt of its text "
-            "alone"}
-NOT_READ = {            # kinds that are refused, and what to do with them
+            "alone"})
+NOT_READ = by_suffix({          # kinds that are refused, and what to do with them
     ".xz": "unxz it first", ".bz2": "bunzip2 it first",
     ".xlsx": PANDAS.format("excel"),
     ".docx .odt .epub .pptx": "pandoc -t plain FILE -o NEW.txt makes a .txt of it",
@@ -48,7 +55,7 @@ NOT_READ = {            # kinds that are refused, and what to do with them
     ".png .jpg .jpeg .gif": "leave it out",
     ".bin": f"tokens of llm.c's format need no data.py: give their folder to train.py --data; "
             f"{SHARD}",
-    ".npy": "give the text from which it was made"}
+    ".npy": "give the text from which it was made"})
 ALSO_TEXT = (".bin", ".db", ".doc")     # of these, endings that files of text have, too
 
 
@@ -96,15 +103,10 @@ def has_ending(name: str, endings) -> bool:
 
 def advice_for(path: Path) -> str | None:
     """What to do with a file of this name; None if it is read."""
-    for suffixes, advice in (AS_IT_STANDS | NOT_READ).items():
-        if kind_of(path.name) in suffixes.split():
-            return advice.replace("FILE", shlex.quote(str(path))).replace("STEM", path.stem)
-    return None
-
-
-def is_of(kinds: dict[str, str], name: str) -> bool:
-    """Whether a file of this name is of one of these kinds."""
-    return kind_of(name) in " ".join(kinds).split()
+    advice = (AS_IT_STANDS | NOT_READ).get(kind_of(path.name))
+    if advice is None:
+        return None
+    return advice.replace("FILE", shlex.quote(str(path))).replace("STEM", path.stem)
 
 
 def pipe(path: Path, command: str) -> str:

@@ -80,6 +80,7 @@ def parse_flags(arguments) -> DataFlags:
     if flags.dataset == "fineweb" and given.keys() & {"tokenizer", "train_tokenizer"}:
         raise ValueError("--dataset fineweb has GPT-2's tokens: drop --tokenizer bytes")
     check_template(flags)
+    check_tokenizer(flags.tokenizer)
     if flags.text_endings is not None:
         flags = replace(flags, text_endings=parse_endings(flags.text_endings))
     return flags
@@ -111,9 +112,8 @@ def check_template(flags: DataFlags) -> None:
                          f"one's own has not: give --tokenizer FILE, or --template plain")
 
 
-def check_tokenizer(flags: DataFlags) -> None:
+def check_tokenizer(name: str | None) -> None:
     """Raise ValueError if there is no such tokenizer."""
-    name = flags.tokenizer
     if name is not None and not is_named(name) and not Path(name).exists():
         raise ValueError(f"--tokenizer {name}: give {', '.join(DOWNLOADED)}, bytes, a "
                          f"FILE.tiktoken, which --train-tokenizer makes, a tokenizer.json, which "

@@ -130,7 +130,7 @@ def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None
     marks = 0                               # <|endoftext|> as ordinary text
     counts_of_files = [0] * len(files)
     unread = UnreadFields()
-    for number, blocks in numbered_texts(files, field, unread):
+    for number, blocks in read_texts(files, field, unread):
         counts_of_files[number] += 1
         digest = hashlib.blake2b(digest_size=16, salt=salt)
         before_answer = b""
@@ -172,13 +172,7 @@ def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None
     return table, unreadable, counts_of_files
 
 
-def read_texts(files, field: str | None):
-    """Yield every document, as an iterable of strings."""
-    for _, texts in numbered_texts(files, field):
-        yield texts
-
-
-def numbered_texts(files, field: str | None, unread: UnreadFields | None = None):
+def read_texts(files, field: str | None, unread: UnreadFields | None = None):
     """Yield (number of the file, document as an iterable of strings). `unread` counts the fields
     that are not read."""
     for number, path in enumerate(files):

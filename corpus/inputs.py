@@ -12,7 +12,7 @@ from typing import NamedTuple
 from corpus.compressed import check_package
 from corpus.console import note
 from corpus.contents import how_read, is_read_by_content, is_refused, is_text
-from corpus.file_kinds import (AS_IT_STANDS, LINES, READ, READ_KINDS, advice_for, has_ending, is_of,
+from corpus.file_kinds import (AS_IT_STANDS, LINES, READ, READ_KINDS, advice_for, has_ending,
                                kind_of)
 from corpus.records import both_of, first_record, is_conversation, is_document
 
@@ -77,8 +77,9 @@ def note_as_it_stands(paths) -> None:
     """Tell of files of text that there is a better way to read, once for each kind."""
     found = {}
     for path in paths:
-        if is_of(AS_IT_STANDS, path.name):
-            found.setdefault(kind_of(path.name), []).append(path)
+        kind = kind_of(path.name)
+        if kind in AS_IT_STANDS:
+            found.setdefault(kind, []).append(path)
     for kind, files in found.items():
         note(f"{len(files):,} {kind} ({files[0]}) read as text, each a document as it stands: "
              f"{advice_for(files[0])}")

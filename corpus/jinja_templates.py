@@ -93,13 +93,6 @@ class Piece(NamedTuple):
     value: str | int
 
 
-class Span(NamedTuple):
-    """The characters of one answer."""
-    start: int
-    end: int
-    is_learnt: bool
-
-
 def marks_of(encoding) -> list[Mark]:
     """The added tokens of a tokenizer."""
     marks = []
@@ -164,18 +157,14 @@ class ChatTemplate:
 
     def write_blocks(self, messages, is_prompt=False) -> tuple[str, list[int]]:
         """`write`, and where in the text its blocks of generation begin and end, in turn."""
-        parts = re.split(f"[{GENERATION}{END_GENERATION}]", self.run(messages, is_prompt))
-        text = "".join(parts)
-        return text, list(itertools.accumulate(map(len, parts[:-1])))
-
-    def run(self, messages, is_prompt: bool) -> str:
-        """What the program writes, with blocks of generation surrounded by noncharacters."""
         try:
-            return self.program.render(messages=list(map(self.as_dict, messages)), tools=None,
+            text = self.program.render(messages=list(map(self.as_dict, messages)), tools=None,
                                        documents=None, add_generation_prompt=is_prompt,
                                        **self.variables)
         except Exception as error:          # a program may fail in any way
             raise ValueError(f"the model's own template refuses a conversation: {error}") from None
+        parts = re.split(f"[{GENERATION}{END_GENERATION}]", text)
+        return "".join(parts), list(itertools.accumulate(map(len, parts[:-1])))
 
     def as_dict(self, message: Message) -> dict:
         """A message as templates know it."""
@@ -242,15 +231,16 @@ class ChatTemplate:
                     raise ValueError("the prompt of an answer is not what stands before the answer")
                 yield len(prompt), message
 
-    def spans(self, messages, text: str, blocks: list[int], pieces) -> Iterator[Span]:
-        """The characters of each answer in the text of a conversation."""
+    def spans(self, messages, text: str, blocks: list[int], pieces) -> Iterator[tuple[int, int]]:
+        """(start, end) in the text of a conversation, of each answer that is learnt."""
         answers = list(self.starts(messages, text, blocks))
         limits = [start for start, _ in answers[1:]] + [len(text)]      # where the next one begins
         for (start, message), limit, block_end in zip(answers, limits, blocks[1::2] or limits):
             end = block_end
             if not blocks:
                 end = self.end_of_answer(message, text[:limit], start, pieces)
-            yield Span(start, end, message.is_learnt)
+            if message.is_learnt:
+                yield start, end
 
     def end_of_answer(self, message, text: str, start: int, pieces) -> int:
         """Where an answer that begins at `start` ends. The text ends where the next answer begins.
@@ -286,11 +276,10 @@ class ChatTemplate:
             spans = list(self.spans(messages, text, blocks, pieces))
         except ValueError as error:
             raise ValueError(f"the answers of a conversation cannot be told: {error}") from None
-        spans = [span for span in spans if span.is_learnt]
         tokens, learnt = [], []
         for token, start, end in self.encode(pieces):
             tokens.append(token)
-            learnt.append(any(start < span.end and end > span.start for span in spans))
+            learnt.append(any(start < last and end > first for first, last in spans))
         return tokens, learnt
 
     def encode(self, pieces) -> Iterator[tuple[int, int, int]]:

@@ -28,8 +28,10 @@ REASONING_FIELDS = {"reasoning_content", "reasoning", "thinking", "thoughts"}
 LEARNT_FIELDS = {"weight", "loss_weight", "train", "training", "trainable", "loss", "loss_mask",
                  "loss_scale"}
 NOT_LEARNT_FIELDS = {"mask", "masked"}
-UNWRITTEN = {"tool_calls", "function_call", "tools", "functions", "documents", "images", "image",
-             "videos", "video", "audios", "audio", "train_detail", "training_detail"}
+# Fields of a message, or of a record, that would change what is written.
+UNWRITTEN = {"tool_calls", "function_call", "tools", "functions", "available_tools",
+             "tool_schemas", "tool_definitions", "documents", "chat_template_kwargs", "images",
+             "image", "videos", "video", "audios", "audio", "train_detail", "training_detail"}
 READ = {*ROLE_FIELDS, *CONTENT_FIELDS, *REASONING_FIELDS, *LEARNT_FIELDS, *NOT_LEARNT_FIELDS,
         *UNWRITTEN}
 
@@ -51,9 +53,7 @@ def parse_message(message, is_learnt=True) -> Message:
     check_text(content, f'the "content" of a message of {role}')
     reasoning = None
     if not message.keys() <= ROLE_AND_CONTENT:          # which most messages have alone
-        for key in present(UNWRITTEN, message):
-            if not is_empty(message[key]):
-                raise Refused(f': a message has "{key}", which no template here writes')
+        check_unwritten(message, UNWRITTEN, ": a message")
         said = says_learnt(message, role)
         if said is not None:
             is_learnt = said
@@ -65,6 +65,13 @@ def unread_of(messages: list[dict], name: str) -> set[str]:
     """The fields of messages that are not read, as "messages.name"."""
     return {f"{name}.{key}" for message in messages for key, value in message.items()
             if key not in READ and not is_unsaid(value)}
+
+
+def check_unwritten(fields: dict, names: set[str], owner: str) -> None:
+    """Raise Refused if one of the fields with these names is not empty."""
+    for name in present(names, fields):
+        if not is_empty(fields[name]):
+            raise Refused(f'{owner} has "{name}", which no template here writes')
 
 
 def present(names: set[str], fields: dict) -> list[str]:

@@ -12,21 +12,19 @@ import json
 from pathlib import Path
 from typing import Iterator
 
-from corpus.message_fields import (ASSISTANT, Message, check_text, is_empty, is_unsaid,
-                                   parse_message, pick, present, unread_of)
+from corpus.message_fields import (ASSISTANT, UNWRITTEN, Message, check_text, check_unwritten,
+                                   is_empty, is_unsaid, parse_message, pick, present, unread_of)
 from corpus.records import (ALPACA, FORMS, LISTS, PAIR, NotText, Refused, fields_of, filter_of,
                             form_of, kind_of_value, some_fields)
 from corpus.unread_fields import UnreadFields
 
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction")
-UNWRITTEN = {"tools", "functions", "available_tools", "tool_schemas", "tool_definitions",
-             "documents", "chat_template_kwargs", "images", "image", "videos", "video", "audios",
-             "audio", "loss_mask"}
 WEIGHTS = {"train", "trainable", "weight", "loss_weight"}      # of a record as a whole
+MASK = "loss_mask"                              # of tokens
 KTO_FIELDS = ("label", "kto_tag")               # false: a completion that nobody wants
 INPUT, HISTORY, INSTRUCTION = "input", "history", "instruction"         # Alpaca's
-NEVER_TOLD = {*SYSTEM_FIELDS, *UNWRITTEN}       # read, or refused
-READ = {*SYSTEM_FIELDS, *UNWRITTEN, *KTO_FIELDS, INPUT, HISTORY}
+NEVER_TOLD = {*SYSTEM_FIELDS, *UNWRITTEN, MASK}         # read, or refused
+READ = {*NEVER_TOLD, *KTO_FIELDS, INPUT, HISTORY}
 
 
 class Answer(str):
@@ -82,9 +80,7 @@ def messages_of(record, columns, unread: UnreadFields) -> list[Message]:
 
 def check_others(record: dict) -> None:
     """Raise Refused if a field beside the messages changes what they say, or are for."""
-    for name in present(UNWRITTEN, record):
-        if not is_empty(record[name]):
-            raise Refused(f' has "{name}", which no template here writes')
+    check_unwritten(record, {*UNWRITTEN, MASK}, "")
     for name in present(WEIGHTS, record):
         if record[name] not in (None, 1):
             raise Refused(f': "{name}" of a record is {json.dumps(record[name], default=str)}, and '

@@ -119,12 +119,9 @@ def notes(path: Path) -> list[str]:
     if end is not None and end not in ids:
         lines.append(f"{path} has no token {end!r}, which the files beside it call the end: "
                      f"{encoding.end_of_text} separates documents")
-    elif end is not None and end != encoding.end_of_text:
-        lines.append(f"{path}: {encoding.end_of_text} separates documents, and not {end}, which "
-                     f"the files beside it call the end")
-    elif end is not None and any(token in ids and token != end for token in END_OF_TEXT):
-        lines.append(f"{path}: {encoding.end_of_text} separates documents, as the files beside it "
-                     f"say")
+    elif end is not None and len({end, encoding.end_of_text, *END_OF_TEXT} & ids.keys()) > 1:
+        lines.append(f"{path}: {encoding.end_of_text} separates documents; the files beside it "
+                     f"call {end} the end")
     for key, tokens, where in (("add_bos_token", encoding.prefix, "before"),
                                ("add_eos_token", encoding.suffix, "behind")):
         if key in config and bool(config[key]) != bool(tokens):

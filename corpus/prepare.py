@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from base.errors import NO_SPACE, named
-from corpus.chat_templates import choose_template, read_ends, write_own
+from corpus.chat_templates import choose_template, read_ends
 from corpus.console import note, progress
-from corpus.conversations import Template
 from corpus.encode import bytes_per_token, tokenise, train_tokenizer
 from corpus.file_changes import sha256_of
 from corpus.index import Index, index_documents
+from corpus.jinja_templates import hash_of
 from corpus.model_folders import notes
 from corpus.shards import FLAGS_SUFFIX, LEARNT, SPLITS, append_tokens, read_meta
 from corpus.temporary_folder import check_writable, new_folder
@@ -59,7 +59,8 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
         return meta
     check_held(out, source)
     if encoder is None:
-        encoder = train_encoder(index, train_tokens, is_text, template)
+        file = train_tokenizer(index, train_tokens)
+        encoder = make_encoder(name_of(file), file, is_text, template)
     out.mkdir(parents=True, exist_ok=True)
     with new_folder(out) as folder:
         meta = dict(tokenizer=encoder.name, vocab_size=encoder.encoding.n_vocab, seed=seed,
@@ -78,28 +79,22 @@ def open_encoder(tokenizer: str, is_text: bool, template: str | None) -> Encoder
     """The Encoder of a tokenizer's name or path. Of text, notes tell what the other files of a
     model's folder say. Raises ValueError, OSError."""
     if is_named(tokenizer):
-        name, file, model_folder = tokenizer, None, None
-    else:
-        path = find_file(tokenizer)
-        file = read_file(path)
-        name = name_of(file)
-        model_folder = path.parent if path.suffix == ".json" else None
-        if is_text:
-            for line in notes(path):
-                note(line)
+        return make_encoder(tokenizer, None, is_text, template)
+    path = find_file(tokenizer)
+    file = read_file(path)
+    if is_text:
+        for line in notes(path):
+            note(line)
+    model_folder = path.parent if path.suffix == ".json" else None
+    return make_encoder(name_of(file), file, is_text, template, model_folder)
+
+
+def make_encoder(name: str, file: str | None, is_text: bool, template: str | None,
+                 model_folder: Path | None = None) -> Encoder:
     encoding = get_tokenizer(name, file)
     chosen = None if is_text else choose_template(template, encoding, model_folder)
     ends = [] if model_folder is None else read_ends(model_folder)
     return Encoder(name, encoding, file, chosen, ends)
-
-
-def train_encoder(index: Index, n_tokens: int, is_text: bool, template: str | None) -> Encoder:
-    """The Encoder of a tokenizer that is trained on the documents that train."""
-    file = train_tokenizer(index, n_tokens)
-    name = name_of(file)
-    encoding = get_tokenizer(name, file)
-    chosen = None if is_text else Template(template or "plain", encoding)
-    return Encoder(name, encoding, file, chosen)
 
 
 def compare_with_gpt2(index: Index, encoding) -> list[float]:
@@ -158,7 +153,9 @@ def write_files_of(folder: Path, encoder: Encoder) -> dict:
     """Write the files of the tokenizer and of the template. Returns what meta.json says of them."""
     meta = {}
     if encoder.template is not None and encoder.template.file is not None:
-        meta["template_file"] = write_own(folder, encoder.template)
+        name = hash_of(encoder.template.file)
+        (folder / f"{name}.json").write_text(encoder.template.file, encoding="utf-8")
+        meta["template_file"] = name
     if encoder.ends:
         meta["ends"] = encoder.ends
     if encoder.file is not None:

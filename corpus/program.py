@@ -8,7 +8,7 @@ from pathlib import Path
 from base.errors import errors_in_one_line
 from corpus.chat_templates import is_own
 from corpus.downloads import download_fineweb, download_text
-from corpus.flags import DataFlags, check_tokenizer, command_with, parse_flags
+from corpus.flags import DataFlags, command_with, parse_flags
 from corpus.inputs import find_files, hold_conversations, standard_library
 from corpus.prepare import prepare
 from corpus.shards import DEFAULT_OUT, SPLITS, count_tokens
@@ -36,7 +36,6 @@ def main(arguments=None) -> None:
 
 def make(flags: DataFlags) -> dict:
     """Find or download the text and make the shards. Returns what meta.json says."""
-    check_tokenizer(flags)
     field = flags.text_field or "text"
     validation = set()
     if flags.input:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from base.errors import named
-from corpus import chat_templates
+from corpus.jinja_templates import OWN
 from corpus.tokenizers import (file_name, get_tokenizer, has_added, is_of_file, read_kept,
                                shown_token)
 
@@ -140,8 +140,10 @@ def read_meta(directory: Path) -> dict:
         needed["tokenizer_file"] = read_kept(
             directory / file_name(needed["tokenizer"]), "the tokenizer of the shards",
             meta.get("tokenizer_sha256", "lost"))
-    if meta.get("template_file") is not None:
-        needed["template_file"] = chat_templates.read_own(directory, meta["template_file"])
+    name = meta.get("template_file")
+    if name is not None:
+        needed["template_file"] = read_kept(directory / f"{name}.json", "the template of the "
+                                            "conversations", name.removeprefix(OWN))
     return needed
 
 
