@@ -5,7 +5,7 @@
     inputs      which files are read           formats     the documents of a file
     file_kinds  what a file is                 records     those of lines and tables
     compressed  .gz and .zst                   messages    those of a conversation
-    json_values         JSON without lines     message_fields      what one message says
+    json_stream         JSON without lines     message_fields      what one message says
     unread_fields       told to the user
     conversations       their tokens, and what is learnt
     chat_templates      which template a model has      jinja_templates     runs it

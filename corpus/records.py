@@ -1,4 +1,4 @@
-"""The documents that are fields of records: lines of JSON, rows of Parquet. json_values.py reads
+"""The documents that are fields of records: lines of JSON, rows of Parquet. json_stream.py reads
 JSON that is not by lines."""
 import codecs
 import io
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from corpus.compressed import not_whole, open_bytes
 from corpus.file_kinds import how_to_convert, pipe, table_kind
-from corpus.json_values import Start, Values
+from corpus.json_stream import Start, Values
 from corpus.tables import open_table
 from corpus.unread_fields import UnreadFields
 

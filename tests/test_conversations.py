@@ -23,7 +23,7 @@ import data
 import model
 import sample
 import train
-from corpus import conversations, formats, inputs, json_values, windows
+from corpus import conversations, formats, inputs, json_stream, windows
 from corpus.conversations import Template
 from corpus.messages import Message
 from corpus.prepare import prepare
@@ -497,7 +497,7 @@ def test_json_that_is_not_by_lines_gives_the_same_conversations(tmp_path, monkey
                                                                block):
     """An array, several lines a record, none, CR alone, commas, marks of byte order; wherever
     blocks end."""
-    monkeypatch.setattr(json_values, "BLOCK", block)
+    monkeypatch.setattr(json_stream, "BLOCK", block)
     (tmp_path / "a.json").write_text(content, "utf-8", newline="")
     assert inputs.hold_conversations([tmp_path / "a.json"])
     assert list(formats.read_documents(tmp_path / "a.json", None)) == [
