@@ -9,7 +9,8 @@
     unread_fields       told to the user
     conversations       their tokens, and what is learnt
     chat_templates      which template a model has      jinja_templates     runs it
-    index       pass 1: hashes and sizes       split       which documents validate
+    dedup_and_split     pass 1: which documents are kept, and which of them validate
+    split       those that validate by their hash
     encode      pass 2: tokens                 split_names         splits by the names of files
     near_duplicates     MinHash of the documents        contents    how a file is read
     tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json

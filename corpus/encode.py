@@ -16,7 +16,7 @@ from corpus.compressed import BLOCK
 from corpus.console import note, progress
 from corpus.file_changes import change_of
 from corpus.formats import read_documents
-from corpus.index import Index, check_unreadable, read_texts, usable_cores
+from corpus.dedup_and_split import Index, check_unreadable, read_texts, usable_cores
 from corpus.messages import texts_of
 from corpus.records import NotText
 from corpus.shards import BEGINS, LEARNT, SPLITS

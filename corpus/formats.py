@@ -1,4 +1,4 @@
-"""The documents of a file. Two passes read them: index.py, encode.py.
+"""The documents of a file. Two passes read them: dedup_and_split.py, encode.py.
 
     .txt      a document; several, if lines that are exactly <|endoftext|> stand between them. So
               is any other file of text

@@ -1,6 +1,6 @@
 """Text to shards, from files of any size, in two passes over the documents.
 
-    files --index.py--> hash, size and split of each document --encode.py--> tokens --> shards
+    files --dedup_and_split.py--> hash, size, split of each document --encode.py--> tokens --> shards
 
 The shards appear in their folder when all are complete.
 """
@@ -15,7 +15,7 @@ from corpus.chat_templates import choose_template, read_ends
 from corpus.console import note, progress
 from corpus.encode import bytes_per_token, tokenise, train_tokenizer
 from corpus.file_changes import sha256_of
-from corpus.index import Index, index_documents
+from corpus.dedup_and_split import Index, index_documents
 from corpus.jinja_templates import hash_of
 from corpus.model_folders import notes
 from corpus.shards import FLAGS_SUFFIX, LEARNT, SPLITS, append_tokens, read_meta

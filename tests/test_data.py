@@ -42,8 +42,8 @@ import corpus.prepare
 import corpus.shards
 import data
 from base import errors
-from corpus import (bpe, compressed, console, downloads, encode, formats, index, inputs, mixtures,
-                    near_duplicates, tiktoken_tokenizers)
+from corpus import (bpe, compressed, console, dedup_and_split, downloads, encode, formats, inputs,
+                    mixtures, near_duplicates, tiktoken_tokenizers)
 from corpus.prepare import prepare
 from corpus.shards import SPLITS, open_shard
 from corpus.tiktoken_tokenizers import TiktokenTokenizer
@@ -1378,7 +1378,7 @@ def test_seed_and_text_alone_decide_the_split_of_a_document(tmp_path, monkeypatc
     """Each of 400 documents is in one split, in the order of the input, with its text unchanged,
     <|endoftext|> within it too. Another order, or fewer documents, does not move one to the other
     split; another seed does. Of 20 documents at least one validates and one trains."""
-    monkeypatch.setattr(index.os, "cpu_count", lambda: 1)        # 4 jobs, 3 of them under way
+    monkeypatch.setattr(dedup_and_split.os, "cpu_count", lambda: 1)     # 4 jobs, 3 of them under way
     monkeypatch.chdir(tmp_path)
     Path("in/sub").mkdir(parents=True)
     Path("in/other.md").write_text("neither .txt nor .jsonl: not read")
@@ -1460,7 +1460,7 @@ def test_the_pieces_of_a_text_encode_to_the_tokens_of_the_whole(monkeypatch):
 def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch):
     """Mechanism of the bounded memory: ten times the text takes at most 100 kB more."""
     set_block(monkeypatch, 4096)
-    monkeypatch.setattr(index.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(dedup_and_split.os, "cpu_count", lambda: 2)
     peaks = []
     for size in (100_000, 1_000_000):
         (tmp_path / "a.txt").write_text("All work and no play. " * (size // 22))
@@ -1525,7 +1525,7 @@ def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, run_da
     def then_changes(*arguments):
         yield from read(*arguments)
         file.write_text('{"text": "some text"}\n')
-    with mock.patch.object(index, "read_documents", then_changes):
+    with mock.patch.object(dedup_and_split, "read_documents", then_changes):
         status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out",
                                       tmp_path / "out")
     assert (status, out, error.count("\n")) == (2, "", 1) and "changed while" in error, error
