@@ -10,8 +10,8 @@
     conversations       their tokens, and what is learnt
     chat_templates      which template a model has      jinja_templates     runs it
     dedup_and_split     pass 1: which documents are kept, and which of them validate
-    split       those that validate by their hash
-    encode      pass 2: tokens                 split_names         splits by the names of files
+    split_by_hash       5% of them validate    split_by_filename       or the files named so
+    encode      pass 2: tokens
     near_duplicates     MinHash of the documents        contents    how a file is read
     tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json
     tiktoken_tokenizers         GPT-2's and others, bytes, one's own

@@ -2,7 +2,7 @@
 
 - Memory is bounded: 24 bytes are kept for each document, 112 more to find near-duplicates. A line
   of .jsonl is read as a whole.
-- split.py chooses which validate, unless files are given that do.
+- split_by_hash.py chooses which validate, unless files are given that do.
 - Of equal documents the first is kept, or one that validates by its file.
 - A document that cannot be read is left out, if it is one in a thousand.
 """
@@ -20,7 +20,7 @@ from corpus.formats import EOT, read_documents
 from corpus.messages import Answer, SystemText, texts_of
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
 from corpus.records import NotText
-from corpus.split import choose_split
+from corpus.split_by_hash import choose_split
 from corpus.unread_fields import UnreadFields
 
 MOST_NOT_TEXT = 1000        # one document in so many may be left out

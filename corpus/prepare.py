@@ -1,6 +1,6 @@
 """Text to shards, from files of any size, in two passes over the documents.
 
-    files --dedup_and_split.py--> hash, size, split of each document --encode.py--> tokens --> shards
+    files --dedup_and_split.py--> hash, size, split of documents --encode.py--> tokens --> shards
 
 The shards appear in their folder when all are complete.
 """

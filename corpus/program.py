@@ -12,8 +12,8 @@ from corpus.flags import DataFlags, command_with, parse_flags
 from corpus.inputs import find_files, hold_conversations, standard_library
 from corpus.prepare import prepare
 from corpus.shards import DEFAULT_OUT, SPLITS, count_tokens
-from corpus.split import VAL_ONE_IN
-from corpus.split_names import follow_names
+from corpus.split_by_filename import follow_names
+from corpus.split_by_hash import VAL_ONE_IN
 from corpus.temporary_folder import signals_stop
 
 SEQ_LEN = 128               # train.py's default, for a warning

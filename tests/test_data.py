@@ -1378,7 +1378,7 @@ def test_seed_and_text_alone_decide_the_split_of_a_document(tmp_path, monkeypatc
     """Each of 400 documents is in one split, in the order of the input, with its text unchanged,
     <|endoftext|> within it too. Another order, or fewer documents, does not move one to the other
     split; another seed does. Of 20 documents at least one validates and one trains."""
-    monkeypatch.setattr(dedup_and_split.os, "cpu_count", lambda: 1)     # 4 jobs, 3 of them under way
+    monkeypatch.setattr(dedup_and_split.os, "cpu_count", lambda: 1)     # 4 jobs, 3 under way
     monkeypatch.chdir(tmp_path)
     Path("in/sub").mkdir(parents=True)
     Path("in/other.md").write_text("neither .txt nor .jsonl: not read")
