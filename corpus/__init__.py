@@ -15,7 +15,7 @@
     near_duplicates     MinHash of the documents        contents    how a file is read
     tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json
     tiktoken_tokenizers         GPT-2's and others, bytes, one's own
-    model_folders       what a model's files say of its tokenizer
+    tokenizer_config    what the files beside a tokenizer.json say of it
     bpe         trains a tokenizer             shards      the files of a data set
     windows     of tokens, of conversations    mixtures    several sources in one run
     downloads   files from the network

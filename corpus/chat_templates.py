@@ -11,7 +11,7 @@ from pathlib import Path
 from corpus.conversations import FORMS, Template, default_template, has_marks, text_of
 from corpus.jinja_templates import OWN, TURNS, ChatTemplate, hash_of
 from corpus.messages import ASSISTANT, Message
-from corpus.model_folders import content_of, read_object
+from corpus.tokenizer_config import content_of, read_object
 from corpus.tokenizers import document_start
 
 # Ours as transformers writes them. START stands for what begins a document, EOT for what ends one.

@@ -14,9 +14,9 @@ import numpy as np
 from corpus.bpe import train_bpe
 from corpus.compressed import BLOCK
 from corpus.console import note, progress
+from corpus.dedup_and_split import Index, check_unreadable, read_texts, usable_cores
 from corpus.file_changes import change_of
 from corpus.formats import read_documents
-from corpus.dedup_and_split import Index, check_unreadable, read_texts, usable_cores
 from corpus.messages import texts_of
 from corpus.records import NotText
 from corpus.shards import BEGINS, LEARNT, SPLITS

@@ -13,13 +13,13 @@ from typing import NamedTuple
 from base.errors import NO_SPACE, named
 from corpus.chat_templates import choose_template, read_ends
 from corpus.console import note, progress
+from corpus.dedup_and_split import Index, index_documents
 from corpus.encode import bytes_per_token, tokenise, train_tokenizer
 from corpus.file_changes import sha256_of
-from corpus.dedup_and_split import Index, index_documents
 from corpus.jinja_templates import hash_of
-from corpus.model_folders import notes
 from corpus.shards import FLAGS_SUFFIX, LEARNT, SPLITS, append_tokens, read_meta
 from corpus.temporary_folder import check_writable, new_folder
+from corpus.tokenizer_config import notes
 from corpus.tokenizers import (file_name, find_file, get_tokenizer, is_named, name_of, read_file,
                                text_sha256)
 

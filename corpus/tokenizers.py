@@ -29,9 +29,9 @@ import json
 from pathlib import Path
 
 from corpus.json_tokenizers import open_json
-from corpus.model_folders import with_end_of_text
 from corpus.tiktoken_tokenizers import (DOWNLOADED, bytes_tokenizer, downloaded_tokenizer,
                                         own_tokenizer)
+from corpus.tokenizer_config import with_end_of_text
 
 OWN = {"bpe-": ".tiktoken", "json-": ".json"}       # how the name of a file's begins: its suffix
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from base.checkpoint_files import reading, verify
-from corpus.model_folders import read_object
+from corpus.tokenizer_config import read_object
 from parallelism.collectives import first_line
 from tools.huggingface_names import tensors_of
 

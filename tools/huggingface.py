@@ -32,7 +32,7 @@ from corpus.chat_templates import (entries_of, find_template, get_template, is_o
                                    read_ends)
 from corpus.formats import EOT
 from corpus.json_tokenizers import characters_of_bytes
-from corpus.model_folders import notes, read_object
+from corpus.tokenizer_config import notes, read_object
 from corpus.tokenizers import file_name, get_tokenizer, is_of_file, name_of, read_file
 from model import GPTConfig
 from models import make_config
