@@ -12,7 +12,7 @@
     dedup_and_split     pass 1: which documents are kept, and which of them validate
     split_by_hash       5% of them validate    split_by_filename       or the files named so
     encode      pass 2: tokens
-    near_duplicates     MinHash of the documents        contents    how a file is read
+    near_duplicates     MinHash of the documents        content_type        how a file is read
     tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json
     tiktoken_tokenizers         GPT-2's and others, bytes, one's own
     tokenizer_config    what the files beside a tokenizer.json say of it

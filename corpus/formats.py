@@ -17,7 +17,7 @@ from pathlib import Path
 
 from base.errors import named
 from corpus.compressed import BLOCK
-from corpus.contents import how_read, is_binary
+from corpus.content_type import how_read, is_binary
 from corpus.file_kinds import how_to_convert
 from corpus.messages import columns_of_messages, messages_of
 from corpus.records import (START, NotText, column_of_text, open_text, parse_records, read_json,
