@@ -8,9 +8,9 @@ Otherwise it is kept in a file, whose hash is its name, beside the shards and in
 import json
 from pathlib import Path
 
+from corpus.chat_message import ASSISTANT, Message
 from corpus.conversations import FORMS, Template, default_template, has_marks, text_of
 from corpus.jinja_templates import OWN, TURNS, ChatTemplate, hash_of
-from corpus.messages import ASSISTANT, Message
 from corpus.tokenizer_config import content_of, read_object
 from corpus.tokenizers import document_start
 

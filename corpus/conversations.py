@@ -23,8 +23,8 @@ answer.
 """
 from itertools import groupby
 
+from corpus.chat_message import ASSISTANT, Message
 from corpus.json_tokenizers import MARKS
-from corpus.messages import ASSISTANT, Message
 from corpus.tokenizers import document_start
 
 

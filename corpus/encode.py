@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from corpus.bpe import train_bpe
+from corpus.chat_formats import texts_of
 from corpus.compressed import BLOCK
 from corpus.console import note, progress
 from corpus.dedup_and_split import Index, check_unreadable, read_texts, usable_cores
 from corpus.file_changes import change_of
 from corpus.formats import read_documents
-from corpus.messages import texts_of
 from corpus.records import NotText
 from corpus.shards import BEGINS, LEARNT, SPLITS
 from corpus.tiktoken_tokenizers import CUT, MOST_TOKENS, write_tokens

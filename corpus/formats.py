@@ -5,7 +5,7 @@
     .jsonl    a document on each line, in the field "text" of an object; so does .json
     .parquet  a document in each row, in the column "text"; so does .arrow
 
-Lines and rows may also hold conversations (messages.py). Text and lines are UTF-8, and may be
+Lines and rows may also hold conversations (chat_formats.py). Text and lines are UTF-8, and may be
 compressed by gzip or zstd. A NotText stands for a document that cannot be read, so that one in a
 thousand can be left out.
 """
@@ -16,10 +16,10 @@ from itertools import chain, groupby
 from pathlib import Path
 
 from base.errors import named
+from corpus.chat_formats import columns_of_messages, messages_of
 from corpus.compressed import BLOCK
 from corpus.content_type import how_read, is_binary
 from corpus.file_kinds import how_to_convert
-from corpus.messages import columns_of_messages, messages_of
 from corpus.records import (START, NotText, column_of_text, open_text, parse_records, read_json,
                             read_rows, text_of_record)
 from corpus.unread_fields import UnreadFields
@@ -34,8 +34,8 @@ EOT_LINE = re.compile(r"\n[^\S\n]*<\|endoftext\|>[^\S\n]*(?=\n)")
 def read_documents(path: Path, field: str | None = "text", unread: UnreadFields | None = None):
     """Yield every document of a file, as an iterable of strings: joined, they are its text. A
     NotText among them says why the rest cannot be read. Raises ValueError if no document can.
-    Without a field: every conversation, as a list of messages.Message. `unread` counts the fields
-    that are not read."""
+    Without a field: every conversation, as a list of chat_message.Message. `unread` counts the
+    fields that are not read."""
     if unread is None:
         unread = UnreadFields()
     with named(path):

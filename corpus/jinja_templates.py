@@ -20,7 +20,7 @@ import re
 from datetime import datetime
 from typing import Iterator, NamedTuple
 
-from corpus.messages import ASSISTANT, Message
+from corpus.chat_message import ASSISTANT, Message
 
 OWN = "jinja-"              # how the name of a model's own template begins
 # Noncharacters of Unicode, which `protect` refuses in a content: around a mark that is the user's

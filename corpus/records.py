@@ -154,7 +154,7 @@ def form_of(names) -> tuple | None:
 
 
 def is_conversation(record: dict) -> bool:
-    """Whether records with such fields are conversations (messages.py)."""
+    """Whether records with such fields are conversations (chat_formats.py)."""
     return form_of(record) is not None and "text" not in record
 
 

@@ -24,8 +24,8 @@ import model
 import sample
 import train
 from corpus import conversations, formats, inputs, json_stream, windows
+from corpus.chat_message import Message
 from corpus.conversations import Template
-from corpus.messages import Message
 from corpus.prepare import prepare
 from corpus.shards import BEGINS, LEARNT, open_shard, read_meta
 from corpus.tokenizers import get_tokenizer, name_of

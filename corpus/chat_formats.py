@@ -1,5 +1,5 @@
-"""The messages of a conversation: what a record of a file holds. conversations.py makes tokens of
-them.
+"""The formats of chat data: a record of a file holds the messages of a conversation, of which
+conversations.py makes tokens.
 
     {"prompt": "2 + 2?", "completion": "4"}     is short for
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
