@@ -24,7 +24,7 @@ MASK = "loss_mask"                              # of tokens
 KTO_FIELDS = ("label", "kto_tag")               # false: a completion that nobody wants
 INPUT, HISTORY, INSTRUCTION = "input", "history", "instruction"         # Alpaca's
 NEVER_TOLD = {*SYSTEM_FIELDS, *UNWRITTEN, MASK}         # read, or refused
-READ = {*NEVER_TOLD, *KTO_FIELDS, INPUT, HISTORY}
+READ = {*NEVER_TOLD, *WEIGHTS, *KTO_FIELDS, INPUT, HISTORY}
 
 
 class Answer(str):
@@ -48,9 +48,8 @@ def why_no_messages(record: dict) -> Refused:
                    f'{some_fields(record)}', filter_of(record))
 
 
-def messages_of(record, columns, unread: UnreadFields) -> list[Message]:
-    """The messages of a record. `unread` counts its fields that are not read, and these columns.
-    Raises Refused."""
+def messages_of(record, unread: UnreadFields) -> list[Message]:
+    """The messages of a record. `unread` counts its fields that are not read. Raises Refused."""
     if not isinstance(record, dict) and not fields_of(record):
         raise Refused(f" is {kind_of_value(record)}, not an object")
     record = fields_of(record)
@@ -74,7 +73,7 @@ def messages_of(record, columns, unread: UnreadFields) -> list[Message]:
         raise Refused(f" has no answer: no message has the role {ASSISTANT}")
     if not any(answer.is_learnt for answer in answers):
         raise Refused(" has no answer that is learnt")
-    unread.add(sorted(unread_names(record, form, given).union(columns)))
+    unread.add(sorted(unread_names(record, form, given)))
     return messages
 
 

@@ -18,7 +18,6 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "human": "us
          "prompter": "user", ASSISTANT: ASSISTANT, "gpt": ASSISTANT, "chatgpt": ASSISTANT,
          "bing": ASSISTANT, "bard": ASSISTANT, "bot": ASSISTANT, "ai": ASSISTANT,
          "model": ASSISTANT}
-ORDINARY = ("system", "user", ASSISTANT)
 TOOL_ROLES = ("tool", "function", "ipython", "observation", "function_call", "tool_call",
               "tool_response", "function_response")
 ROLE_FIELDS = ("role", "from")
@@ -80,23 +79,18 @@ def present(names: set[str], fields: dict) -> list[str]:
 
 
 def role_of(message: dict) -> str:
-    if message.get("role") in ORDINARY and "from" not in message:       # as most have it
-        return message["role"]
-    given = {name: message[name] for name in ROLE_FIELDS if message.get(name) is not None}
-    roles = []
-    for name, role in given.items():
-        lower = role.lower() if isinstance(role, str) else ""
-        if lower in TOOL_ROLES:
-            raise Refused(f': the role "{role}" is of tools, which no template here writes: leave '
-                          f'such records out', f'select(any(.. | objects; .{name} == '
-                          f'{json.dumps(role)}) | not)')
-        roles.append(ROLES.get(lower))
-    if not roles or None in roles:
-        shown = json.dumps(next(iter(given.values()), None), default=str)
+    role = message.get("role")
+    if "from" in message:
+        role = pick(message, ROLE_FIELDS)
+    lower = role.lower() if isinstance(role, str) else ""
+    if lower in TOOL_ROLES:
+        raise Refused(f': the role "{role}" is of tools, which no template here writes: leave '
+                      f'such records out', f'select(any(.. | objects; (.role // .from) == '
+                      f'{json.dumps(role)}) | not)')
+    if lower not in ROLES:
+        shown = json.dumps(role, default=str)
         raise Refused(f": the role {shown} is none of system, user, {ASSISTANT}")
-    if len(set(roles)) > 1:
-        raise Refused(': a message has "role" and "from", which differ: leave one out')
-    return roles[0]
+    return ROLES[lower]
 
 
 def pick(fields: dict, names):

@@ -14,6 +14,7 @@ from corpus.unread_fields import UnreadFields
 
 START = 512             # bytes that tell what a file is
 STRINGS = ("string", "large_string", "dictionary<values=string")        # Arrow's names
+UNREAD = object()       # a value of a column that is not read
 LISTS = ("messages", "conversations", "conversation")     # fields of a conversation
 PAIR, ALPACA = ("prompt", "completion"), ("instruction", "output")
 FORMS = (*((name,) for name in LISTS), PAIR, ALPACA)
@@ -51,21 +52,21 @@ def open_text(path: Path):
 
 
 def parse_records(path: Path, records, parse):
-    """Yield the document of each (place, record, columns that are not read) of a file.
-    parse(record, columns) returns it, or raises Refused."""
-    for place, record, columns in records:
+    """Yield the document of each (place, record) of a file. parse(record) returns it, or raises
+    Refused."""
+    for place, record in records:
         try:
             if isinstance(record, Refused):
                 raise record
-            document = parse(record, columns)
+            document = parse(record)
         except Refused as error:
             document = [NotText(f"{path} {place}{error.with_command(path)}")]
         yield document
 
 
 def read_json(path: Path):
-    """Yield (place, record, ()) of each record of a file of JSON. A Refused stands in place of one
-    that cannot be read."""
+    """Yield (place, record) of each record of a file of JSON. A Refused stands in place of one that
+    cannot be read."""
     with open_text(path) as file:
         start = file.peek(START)[:START]
         if b"\0" in start[:4]:             # UTF-16, with a byte-order mark or without
@@ -92,7 +93,7 @@ def read_lines(path: Path, file):
                                  f"that was not written to its end: "
                                  f"{pipe(path, 'tr -d ' + shlex.quote(chr(92) + '0'))} > NEW.jsonl "
                                  f"leaves them out")
-        yield f"line {number}", record, ()
+        yield f"line {number}", record
 
 
 def read_values(path: Path, file):
@@ -103,7 +104,7 @@ def read_values(path: Path, file):
         try:
             for record in values.records():
                 number += 1
-                yield f"record {number}", record, ()
+                yield f"record {number}", record
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text ({error.reason}): "
                              f"{how_to_convert(path, error.object)}") from None
@@ -112,15 +113,15 @@ def read_values(path: Path, file):
                              f"or copy it again if it is cut off") from None
 
 
-def text_of_record(record, columns, field: str, unread: UnreadFields) -> list[str]:
-    """The text in this field. `unread` counts the others, and these columns. Raises Refused."""
+def text_of_record(record, field: str, unread: UnreadFields) -> list[str]:
+    """The text in this field. `unread` counts the others. Raises Refused."""
     try:
         text = record[field].removeprefix("\ufeff")
         text.encode()               # refuses half a surrogate pair
     except (ValueError, KeyError, TypeError, AttributeError):
         raise why_no_text(record, field) from None
-    others = [name for name, value in record.items() if name != field and value is not None]
-    unread.add([*others, *columns])
+    if len(record) > 1:
+        unread.add([name for name, value in record.items() if name != field and value is not None])
     return [text]
 
 
@@ -249,8 +250,8 @@ def other_fields(field: str, record: dict) -> str:
 
 
 def read_rows(path: Path, choose):
-    """As `read_json`, of the rows of a table: yield (place, {column: value}, the other columns).
-    choose(path, {column: its type}) returns the columns that are read, or raises ValueError."""
+    """As `read_json`, of the rows of a table. choose(path, {column: its type}) returns the columns
+    that are read, or raises ValueError. UNREAD stands for the values of the others."""
     import pyarrow
     try:
         with open_table(path) as (schema, batches):
@@ -259,17 +260,18 @@ def read_rows(path: Path, choose):
             for name in columns:
                 if names.count(name) > 1:
                     raise ValueError(f"{path} has several columns \"{name}\": rename all but one")
-            others = sorted(set(names) - set(columns))
+            others = dict.fromkeys((name for name in names if name not in columns), UNREAD)
             number = 0
             for batch in batches(columns=columns):
                 for values in zip(*batch.columns):
                     number += 1
                     try:
-                        row = {name: value.as_py()
-                               for name, value in zip(batch.schema.names, values)}
+                        read = {name: value.as_py()
+                                for name, value in zip(batch.schema.names, values)}
+                        row = others | read
                     except UnicodeDecodeError as error:
                         row = Refused(f" is not UTF-8 ({error.reason})")
-                    yield f"row {number}", row, others
+                    yield f"row {number}", row
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:       # of the system
             raise

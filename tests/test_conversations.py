@@ -451,6 +451,7 @@ def test_other_forms_of_a_conversation_are_the_same_conversation(tmp_path, recor
 @pytest.mark.parametrize("rows, words", [
     ([pair(b"a", b"b")], 'row 1: the "content" of a message of user is bytes, not a string'),
     ([dict(messages=date(2024, 1, 1))], 'row 1: "messages" is date, not an array'),
+    ([pair("a", "b") | dict(weight=0.5)], 'row 1: "weight" of a record is 0.5, and only an answer'),
     ([messages((date(2024, 1, 1), "a"))], 'row 1: the role "2024-01-01" is none of system')])
 def test_what_parquet_alone_has_is_refused_with_its_place(tmp_path, run_data, rows, words):
     parquet(tmp_path / "c.parquet", rows)
