@@ -9,7 +9,6 @@
     records     objects of JSON, rows          json_stream         JSON that is not by lines
     chat_formats        records of chats: messages, prompt and completion, ShareGPT, Alpaca
     chat_message        one of their messages: role, content, reasoning, weight
-    unread_fields       told to the user
 
     dedup_and_split     pass 1: which documents are kept, and which of them validate
     near_duplicates     MinHash of the documents

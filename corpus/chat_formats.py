@@ -14,9 +14,8 @@ from typing import Iterator
 
 from corpus.chat_message import (ASSISTANT, UNWRITTEN, Message, check_text, check_unwritten,
                                    is_empty, is_unsaid, parse_message, pick, present, unread_of)
-from corpus.records import (ALPACA, FORMS, LISTS, PAIR, NotText, Refused, fields_of, filter_of,
-                            form_of, kind_of_value, some_fields)
-from corpus.unread_fields import UnreadFields
+from corpus.records import (ALPACA, FORMS, LISTS, PAIR, NotText, Refused, UnreadFields, fields_of,
+                            filter_of, form_of, kind_of_value, some_fields)
 
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction")
 WEIGHTS = {"train", "trainable", "weight", "loss_weight"}      # of a record as a whole

@@ -6,7 +6,7 @@
     weight, train, loss             OpenAI and Mistral, Axolotl, ms-swift: whether it is learnt
 
 A field that would change what is learnt and cannot be honoured is refused. Other fields are named
-to the user (unread_fields.py).
+to the user (records.UnreadFields).
 """
 import json
 from typing import NamedTuple

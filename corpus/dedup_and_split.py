@@ -19,9 +19,8 @@ from corpus.console import note, progress
 from corpus.file_changes import change_of
 from corpus.formats import EOT, read_documents
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
-from corpus.records import NotText
+from corpus.records import NotText, UnreadFields
 from corpus.split_by_hash import choose_split
-from corpus.unread_fields import UnreadFields
 
 MOST_NOT_TEXT = 1000        # one document in so many may be left out
 

@@ -4,16 +4,19 @@ import codecs
 import io
 import json
 import shlex
+from collections import Counter
 from pathlib import Path
 
 from corpus.compressed import not_whole, open_bytes
+from corpus.console import note
 from corpus.file_kinds import how_to_convert, pipe, table_kind
 from corpus.json_stream import Start, Values
 from corpus.tables import open_table
-from corpus.unread_fields import UnreadFields
 
 START = 512             # bytes that tell what a file is
 STRINGS = ("string", "large_string", "dictionary<values=string")        # Arrow's names
+MOST_NAMES = 1000       # of fields that are not read: a record may have a name of its own
+MOST_SHOWN = 5          # of them
 UNREAD = object()       # a value of a column that is not read
 LISTS = ("messages", "conversations", "conversation")     # fields of a conversation
 PAIR, ALPACA = ("prompt", "completion"), ("instruction", "output")
@@ -41,6 +44,31 @@ class Refused(ValueError):
         if self.filter is None:
             return str(self)
         return f"{self}: {command_of(path, self.filter)}"
+
+
+class UnreadFields:
+    """Counts the records that have fields which are not read, and these fields by their names. They
+    are told once, so that nothing is ignored in silence."""
+
+    def __init__(self):
+        self.records = 0
+        self.names = Counter()
+
+    def add(self, names) -> None:
+        """A record has these fields, which may be none."""
+        if not names:
+            return
+        self.records += 1
+        for name in names:
+            if name in self.names or len(self.names) < MOST_NAMES:
+                self.names[name] += 1
+
+    def tell(self) -> None:
+        if self.records > 0:
+            names = [name for name, _ in self.names.most_common(MOST_SHOWN)]
+            if len(self.names) > MOST_SHOWN:
+                names.append("...")
+            note(f"{self.records:,} records have fields that are not read: {', '.join(names)}")
 
 
 def open_text(path: Path):
@@ -208,6 +236,8 @@ def filter_of(record: dict) -> str | None:
     completion = next((name for name in COMPLETIONS if name in record), None)
     lists = [name for name, value in record.items()
              if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if form_of(record) is not None:
+        return None                             # it is a conversation as it is
     if completion == "chosen" and isinstance(record["chosen"], list):
         return "{messages: .chosen}"            # of preference data
     if prompt is not None and completion is not None:
