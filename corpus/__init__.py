@@ -23,7 +23,7 @@
     chat_templates      which template a model has      jinja_templates     runs it
 
     shards      the files of a data set        mixtures    several sources in one run
-    windows     of tokens, of conversations
+    windows     of tokens, of conversations    permutation         their order in an epoch
     downloads   files from the network         console     notes, progress
     file_changes        whether a file has changed
     temporary_folder    files that are not complete yet

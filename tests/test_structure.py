@@ -46,7 +46,8 @@ MAY_IMPORT = {
     "models.*": ("model models.*", ""),
     "amp": ("", ""),
     # corpus.program: where data.py is the program
-    "data": ("corpus.mixtures corpus.program corpus.shards base base.batch_ramp", ""),
+    "data": ("corpus.mixtures corpus.permutation corpus.program corpus.shards base base.batch_ramp",
+             ""),
     "corpus.*": ("corpus.* base.commandline base.errors base.other_names", ""),
     "parallel": ("model data", ""),               # data: in `main` alone
     "checkpoint": ("model models* parallelism.* base.processes base.checkpoint_files", ""),
