@@ -43,7 +43,8 @@ def read_documents(path: Path, field: str | None = "text", unread: UnreadFields 
             raise ValueError(f"{path}: conversations are lines of JSON or rows of Parquet: prepare "
                              f"text by itself, in another --out")
         if kind != ".txt":
-            choose, parse = columns_of_messages, partial(messages_of, unread=unread)
+            choose = columns_of_messages
+            parse = partial(messages_of, unread=unread)
             if field is not None:
                 choose = partial(column_of_text, field)
                 parse = partial(text_of_record, field=field, unread=unread)
