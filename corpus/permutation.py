@@ -1,5 +1,6 @@
-"""The order of the windows in an epoch: a permutation that takes no memory. data.epoch_windows calls
-it."""
+"""The order of the windows in an epoch: a permutation that takes no memory.
+
+data.epoch_windows calls it."""
 import numpy as np
 
 

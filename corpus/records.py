@@ -232,12 +232,12 @@ def why_no_text(record, field: str, noun="field") -> Refused:
 def filter_of(record: dict) -> str | None:
     """The filter of jq that makes conversations of records with such fields, or takes the records
     out of an object that holds all of them; None if these do not tell."""
+    if form_of(record) is not None:             # it is a conversation as it is
+        return None
     prompt = next((name for name in PROMPTS if name in record), None)
     completion = next((name for name in COMPLETIONS if name in record), None)
     lists = [name for name, value in record.items()
              if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if form_of(record) is not None:
-        return None                             # it is a conversation as it is
     if completion == "chosen" and isinstance(record["chosen"], list):
         return "{messages: .chosen}"            # of preference data
     if prompt is not None and completion is not None:
