@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Iterator
 
 from corpus.chat_message import (ASSISTANT, UNWRITTEN, Message, check_text, check_unwritten,
-                                   is_empty, is_unsaid, parse_message, pick, present, unread_of)
+                                 is_empty, is_unsaid, parse_message, pick, present, unread_of)
 from corpus.records import (ALPACA, FORMS, LISTS, PAIR, NotText, Refused, UnreadFields, fields_of,
                             filter_of, form_of, kind_of_value, some_fields)
 

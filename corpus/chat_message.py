@@ -170,4 +170,3 @@ def is_unsaid(value) -> bool:
 def is_empty(value) -> bool:
     """Whether a field says nothing. LLaMA-Factory writes no tools as "[]"."""
     return value is None or value is False or value in ("", "[]", "{}") or value in ([], {})
-

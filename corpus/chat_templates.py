@@ -99,6 +99,8 @@ def read_template_file(path: Path) -> str:
                              f"tokenizer_config.json: give another --template")
         return content
     if path.suffix == ".json":
+        if path.name == "tokenizer_config.json":
+            return read_template_file(path.parent)
         content = read_object(path)
         if not isinstance(content.get("chat_template"), str):
             raise ValueError(f"{path} has no chat_template: give another --template")
