@@ -7,6 +7,7 @@
     file_kinds  kinds by name, and advice      content_type        how a file is read, by its bytes
     compressed  .gz and .zst                   tables      Parquet and Arrow
     records     objects of JSON, rows          json_stream         JSON that is not by lines
+    refused_records     what is told of one that is refused, and the command that mends it
     chat_formats        records of chats: messages, prompt and completion, ShareGPT, Alpaca
     chat_message        one of their messages: role, content, reasoning, weight
 

@@ -14,8 +14,9 @@ from typing import Iterator
 
 from corpus.chat_message import (ASSISTANT, UNWRITTEN, Message, check_text, check_unwritten,
                                  is_empty, is_unsaid, parse_message, pick, present, unread_of)
-from corpus.records import (ALPACA, FORMS, LISTS, PAIR, NotText, Refused, UnreadFields, fields_of,
-                            filter_of, form_of, kind_of_value, some_fields)
+from corpus.records import NotText, UnreadFields, fields_of
+from corpus.refused_records import (ALPACA, FORMS, LISTS, PAIR, Refused, filter_of, form_of,
+                                    kind_of_value, some_fields)
 
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction")
 WEIGHTS = {"train", "trainable", "weight", "loss_weight"}      # of a record as a whole

@@ -11,7 +11,7 @@ to the user (records.UnreadFields).
 import json
 from typing import NamedTuple
 
-from corpus.records import Refused, kind_of_value
+from corpus.refused_records import Refused, kind_of_value
 
 ASSISTANT = "assistant"
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",

@@ -20,8 +20,9 @@ from corpus.chat_formats import columns_of_messages, messages_of
 from corpus.compressed import BLOCK
 from corpus.content_type import how_read, is_binary
 from corpus.file_kinds import how_to_convert
-from corpus.records import (START, NotText, UnreadFields, column_of_text, open_text, parse_records,
-                            read_json, read_rows, text_of_record)
+from corpus.json_stream import open_text
+from corpus.records import (START, NotText, UnreadFields, column_of_text, parse_records, read_json,
+                            read_rows, text_of_record)
 
 EOT = "<|endoftext|>"
 LFS_POINTER = b"version https://git-lfs"

@@ -3,9 +3,14 @@ over several lines, objects without a line end between them, lines that end in C
 
 Memory is bounded: a block of the text and the longest value are held.
 """
+import codecs
+import io
 import json
 import re
+from pathlib import Path
 from typing import NamedTuple
+
+from corpus.compressed import open_bytes
 
 BLOCK = 1 << 18             # characters read at once
 SPACE = re.compile("[ \\t\\n\\r\\ufeff]*")        # also the byte-order mark of a file among others
@@ -119,3 +124,18 @@ class BadValue(ValueError):
     def __init__(self, text: str, line: int):
         super().__init__(text)
         self.line = line
+
+
+def open_text(path: Path):
+    """The bytes of a file behind its byte-order mark."""
+    file = open_bytes(path)
+    if file.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
+        file.read(len(codecs.BOM_UTF8))
+    return file
+
+
+def start_of(path: Path) -> Start:
+    """How a file of JSON begins."""
+    file = open_text(path)
+    with io.TextIOWrapper(file, "utf-8", errors="replace", newline="") as wrapped:
+        return Values(wrapped.read).start()
