@@ -27,8 +27,9 @@ from runtime import checks
 from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, different_bits, differences,
                            plain_gradient, random_gpt, relative, tokens_of, trained, weights_only,
                            whole_gradient, without_saves)
-from tools import huggingface, huggingface_formats, huggingface_keys
-from tools.huggingface_names import find_names
+from tools import huggingface, huggingface_formats
+from tools.huggingface_tensor_names import find_names
+from tools.huggingface_unread_keys import known_keys
 from tools.plan.__main__ import answer
 from tools.plan.flags import VOCABULARIES
 
@@ -418,7 +419,7 @@ def test_every_key_of_transformers_is_read_refused_or_known_to_change_nothing(th
     folder, theirs, _ = theirs_and_ours(name)
     fields = {field.name for field in dataclasses.fields(theirs.config)}
     written = json.loads((folder / "config.json").read_text()).keys()
-    assert (fields | written) - huggingface_keys.known_keys(theirs.config.model_type) == set()
+    assert (fields | written) - known_keys(theirs.config.model_type) == set()
 
 
 @pytest.mark.parametrize("changes, drawing, words", [

@@ -16,7 +16,7 @@ import torch
 from base.checkpoint_files import reading, verify
 from corpus.tokenizer_config import read_object
 from parallelism.collectives import first_line
-from tools.huggingface_names import tensors_of
+from tools.huggingface_tensor_names import tensors_of
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json")

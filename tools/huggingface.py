@@ -40,8 +40,8 @@ from runtime.directory import new_run
 from tools.hub import IS_ADAPTER, check_source, fetch, note, tensor_readers, weight_files
 from tools.huggingface_formats import (BUFFERS, FAMILIES, Family, config_json, model_config,
                                        their_names, to_ours, to_theirs)
-from tools.huggingface_keys import notes_of_keys
-from tools.huggingface_names import HEADS, find_names
+from tools.huggingface_tensor_names import HEADS, find_names
+from tools.huggingface_unread_keys import notes_of_keys
 
 SOME_OF_GPT2S = {"\u0120the": 262, "\u0120and": 290, "\u0120informants": 50254,
                  "\u0120gazed": 50255}

@@ -1,7 +1,7 @@
 """What the parts of gpu.py have found, as a page of Markdown."""
 import re
 
-from tools import markdown
+from tools.markdown_tables import table
 
 
 def format_page(found: dict) -> str:
@@ -12,7 +12,7 @@ def format_page(found: dict) -> str:
         for title, rows in part["tables"].items():
             columns = list(dict.fromkeys(column for row in rows for column in row))
             cells = [[format_cell(column, row.get(column)) for column in columns] for row in rows]
-            lines += ["", f"**{title}**", "", *markdown.table(columns, cells)]
+            lines += ["", f"**{title}**", "", *table(columns, cells)]
         if part["error"] is not None:
             lines += ["", f"**Failed:** {cause(part['error'])}"]
     return "\n".join(lines) + "\n"

@@ -8,11 +8,11 @@ import torch
 import model
 from base.flops import parameter_count
 from model import GPTConfig
-from tools import markdown
 from tools.bench import launch
 from tools.bench.peak_memory import (BIG, CONTEXT, CONTEXTS, MICROBATCHES, NARROW, PIPELINES,
                                      peak_of)
 from tools.bench.peer import SHAPE
+from tools.markdown_tables import heading, row
 
 PAIRS = 5                       # each side's runs, in turn
 
@@ -42,7 +42,7 @@ def speed_of_train_py(folder, processes, *flags, vocab=257, shape=SHAPE, steps=3
 
 def parallel_stack(folder):
     """Both sides in turn, PAIRS times: medians and their ratio."""
-    print("", *markdown.heading("tokens a second", "ours", "PyTorch's", "ratio"), sep="\n")
+    print("", *heading("tokens a second", "ours", "PyTorch's", "ratio"), sep="\n")
     for name, processes, flags, work in RACES:
         flags = ["--dtype", work.get("dtype", "fp32"), *flags.split()]
         vocab = work.get("vocab", 257)
@@ -51,7 +51,7 @@ def parallel_stack(folder):
             ours.append(speed_of_train_py(folder, processes, *flags, vocab=vocab))
             theirs.append(launch.peer(processes, **work)["tokens_per_second"])
         us, them = np.median(ours), np.median(theirs)
-        print(markdown.row(name, f"{us:,.4g}", f"{them:,.4g}", f"{us / them:.2f}"), flush=True)
+        print(row(name, f"{us:,.4g}", f"{them:,.4g}", f"{us / them:.2f}"), flush=True)
 
 
 def scaling_of_layouts(folder):
@@ -59,7 +59,7 @@ def scaling_of_layouts(folder):
     processes with one each, relative to it."""
     layouts = {"one process": (1, ""), "dp 2": (2, ""), "dp 2, zero 3": (2, "--zero 3"),
                "tp 2": (2, "--tp 2")}
-    print("", *markdown.heading("parameters", *layouts), sep="\n")
+    print("", *heading("parameters", *layouts), sep="\n")
     for n_layer, n_embd in [(4, 128), (6, 384), (10, 512), (14, 768)]:
         shape = dict(n_layer=n_layer, n_head=n_embd // 64, n_embd=n_embd, seq_len=256)
         seen = {name: [] for name in layouts}
@@ -69,7 +69,7 @@ def scaling_of_layouts(folder):
                                                     steps=1, warmup=1))
         count = parameter_count(GPTConfig(vocab_size=257, **shape))
         alone, *others = map(np.median, seen.values())
-        print(markdown.row(f"{count / 1e6:.1f}M", f"{alone:,.0f}",
+        print(row(f"{count / 1e6:.1f}M", f"{alone:,.0f}",
                            *(f"{speed / alone:.2f}" for speed in others)), flush=True)
 
 
@@ -80,12 +80,12 @@ def memory(folder):
     runs += [(name, replace(CONTEXT, seq_len=seq_len),
               dict(cp=cp, batch_size=4 // cp, micro_batch=1))
              for name, (seq_len, cp) in CONTEXTS.items()]
-    print("", *markdown.heading("", "state", "buffers", "activations", "sum", "measured peak",
+    print("", *heading("", "state", "buffers", "activations", "sum", "measured peak",
                                 "measured / sum"), sep="\n")
     for name, cfg, flags in runs:
         peak, sizes = peak_of(cfg, folder, **flags)[0]
         cells = [f"{x / 1e6:,.0f} MB" for x in (*sizes, sum(sizes), peak)]
-        print(markdown.row(name, *cells, f"{peak / sum(sizes):.2f}"), flush=True)
+        print(row(name, *cells, f"{peak / sum(sizes):.2f}"), flush=True)
 
 
 def dropout_seeds(folder):
