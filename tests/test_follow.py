@@ -214,7 +214,9 @@ def test_a_run_ended_by_a_signal_and_resumed_is_whole_in_tensorboard(shards, tmp
 def test_follow_refuses_mistakes_in_one_line(tmp_path, wandb, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cases = [(["o", "--to", "wandb"], "o has no metrics.jsonl: give the --out of a run"),
-             (["o", "--to", "comet"], "'comet'"), (["o"], "--to"), (["--to", "wandb"], "OUT"),
+             (["o", "--to", "comet"], "--to comet: give tensorboard or wandb"),
+             (["o", "--to", "tensorboard,wandb"], "--to tensorboard,wandb: give tensorboard or "
+              "wandb, one at a time"), (["o"], "--to"), (["--to", "wandb"], "OUT"),
              (["p", "--to", "tensorboard"], "--to tensorboard needs a package that is missing: pip "
               "install tensorboard")]
     (tmp_path / "p").mkdir()

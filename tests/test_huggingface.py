@@ -24,8 +24,8 @@ from corpus import formats
 from corpus.tokenizers import get_tokenizer
 from model import GPTConfig
 from models.llama import LlamaConfig
-from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, readme_commands,
-                           relative, saved, tokens_of, weights_only)
+from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, no_file_above,
+                           readme_commands, relative, saved, tokens_of, weights_only)
 from tools import huggingface
 
 
@@ -470,6 +470,17 @@ def test_a_model_that_the_hub_does_not_give_is_named(hub, capsys, monkeypatch, n
     expected = 1 if name == "away" else 2           # no mistake of the user
     assert (status, out, error.count("\n")) == (expected, "", 1) and message in error, error
     assert not list(Path("cache").rglob("*.safetensors"))
+
+
+def test_a_full_disk_is_told_from_a_missing_network(hub, capsys):
+    """It is no mistake of the user, and the line names the folder of the cache."""
+    Path("hub/me/model").mkdir(parents=True)
+    Path("hub/me/model/config.json").write_text(" " * 10_000)
+    with no_file_above(5000):
+        status, _, error = convert(capsys, "import", "me/model", "b.pt")
+    assert status == 1
+    assert error == (f"tools.huggingface: {Path.cwd()}/cache: File too large: raise the limit of a "
+                     f"file's size (ulimit -f), or give another path\n")
 
 
 def test_a_model_of_pickles_is_downloaded(hub, capsys):

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from base.commandline import Parser
+from base.errors import errors_in_one_line
 from tools import comparable_losses, loss_picture
 from tools.comparable_losses import evaluated
 from tools.metrics import Run, finite, last_valid_step, part_means, read_metrics
@@ -238,6 +239,7 @@ def compare(runs: list[Run]) -> str:
     return "\n".join(lines + table(sections, letters))
 
 
+@errors_in_one_line("tools.compare")
 def main() -> None:
     usage = "python -m tools.compare [--svg FILE] OUT ..."
     parser = Parser("tools.compare", usage, __doc__)
@@ -249,13 +251,10 @@ def main() -> None:
         parser.error("an OUT is empty: is a variable of the shell not set?")
     if args.svg is not None and Path(args.svg).suffix != ".svg":
         parser.error(f"--svg {args.svg}: the picture is an SVG: give a name that ends in .svg")
-    try:
-        runs = read_runs(args.outs)
-        print(compare(runs))
-        if args.svg:
-            draw(runs, Path(args.svg))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    runs = read_runs(args.outs)
+    print(compare(runs))
+    if args.svg:
+        draw(runs, Path(args.svg))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import Iterator, NamedTuple
 
 from base import sample_flags
 from base.commandline import Parser
+from base.errors import errors_in_one_line
 from base.options import LOCAL, SHAPE, Config
 from base.other_names import IN_PROJECTS, PROJECTS
 from corpus import flags as data_flags
@@ -347,15 +348,13 @@ def outdated() -> dict[str, str]:
             if not (ROOT / path).exists() or (ROOT / path).read_text() != content}
 
 
+@errors_in_one_line("tools.docs")
 def main() -> None:
     parser = Parser("tools.docs", "python -m tools.docs [--check]",
                     "Write the generated pages and blocks of docs/.")
     parser.add_argument("--check", action="store_true", help="write nothing; say which differ")
     args = parser.parse_args()
-    try:
-        pages = outdated()
-    except ValueError as error:
-        parser.error(str(error))
+    pages = outdated()
     for path, content in pages.items():
         if args.check:
             print(f"{path} is out of date: run python -m tools.docs")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from base.commandline import Parser
+from base.errors import errors_in_one_line
 from runtime import dashboards
 from tools.metrics import last_valid_step, lines_backwards, parse_line
 
@@ -36,7 +37,7 @@ def valid_lines(path: Path) -> Iterator[dict]:
 def check(out: Path, name: str) -> None:
     """Raise a ValueError if the run cannot be sent."""
     if name not in DESTINATIONS:
-        raise ValueError(f"argument --to: {name!r} is not one of {', '.join(DESTINATIONS)}")
+        raise ValueError(f"--to {name}: give {' or '.join(DESTINATIONS)}, one at a time")
     if not (out / "metrics.jsonl").is_file():
         raise ValueError(f"{out} has no metrics.jsonl: give the --out of a run")
     dashboards.check("--to", name)
@@ -52,15 +53,13 @@ def send(out: Path, name: str) -> None:
     destination.close()
 
 
+@errors_in_one_line("tools.follow")
 def main() -> None:
     parser = Parser("tools.follow", "python -m tools.follow OUT --to NAME", __doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="the --out of a run of train.py")
     parser.add_argument("--to", required=True, metavar="NAME", help="tensorboard or wandb")
     args = parser.parse_args()
-    try:
-        check(args.out, args.to)
-    except ValueError as error:
-        parser.error(str(error))
+    check(args.out, args.to)
     try:
         send(args.out, args.to)
     except Exception as error:          # of the network, the disk or the package

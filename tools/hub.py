@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from base.checkpoint_files import reading, verify
+from base.errors import FAILURES, named
 from corpus.tokenizer_config import read_object
 from parallelism.collectives import first_line
-from tools.huggingface_tensor_names import tensors_of
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json")
@@ -79,7 +79,7 @@ def fetch(name: str, check: Callable[[Path], object]) -> Path:
 
 def download(name: str, patterns: Iterable[str]) -> Path:
     try:
-        from huggingface_hub import errors, snapshot_download
+        from huggingface_hub import constants, errors, snapshot_download
     except ImportError:
         raise ValueError(f"there is no folder {name}, and a model of the hub needs the package "
                          f"huggingface_hub: pip install huggingface_hub") from None
@@ -92,8 +92,10 @@ def download(name: str, patterns: Iterable[str]) -> Path:
         raise ValueError(f"{name} is neither a folder nor a model on the hub that you may read: if "
                          f"it is private, log in by `hf auth login`") from None
     except Exception as error:          # of its HTTP package too, which is another in each version
-        if getattr(error, "filename", None) is not None:
-            raise                       # of the disk
+        has_path = getattr(error, "filename", None) is not None
+        if has_path or getattr(error, "errno", None) in FAILURES:       # of the disk
+            with named(constants.HF_HUB_CACHE):
+                raise
         raise ConnectionError(f"there is no folder {name}, and the model cannot be downloaded "
                               f"({first_line(error)}): give the folder of a copy, or try again "
                               f"with a network") from error
@@ -141,3 +143,24 @@ def tensor_readers(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
         if place:
             note(f"{file}: the tensors in {place} are taken")
     return readers
+
+
+def tensors_of(content: object) -> tuple[dict, str]:
+    """(the tensors by their names, their place) in what a pickle holds: itself, or the largest
+    collection in it, such as that of `state_dict` or `model`. Raises ValueError."""
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds no names of tensors, but {type(content).__name__}")
+    places, counts = {"": content}, {"": 0}
+
+    def search(one: dict, place: str):
+        names = [name for name, x in one.items() if isinstance(x, torch.Tensor)]
+        if all(isinstance(name, str) for name in names):        # an optimizer's are numbers
+            places[place], counts[place] = one, len(names)
+        for name, inner in one.items():
+            if isinstance(inner, dict):
+                search(inner, f"{place}.{name}".lstrip("."))
+    search(content, "")
+    most = [place for place, count in counts.items() if count == max(counts.values())]
+    if len(most) > 1 and counts[most[0]] > 0:
+        raise ValueError(f"it holds several models, {' and '.join(most)}: save one of them alone")
+    return places[most[0]], most[0]

@@ -24,7 +24,7 @@ import torch
 
 from base.checkpoint_files import reading, verify, write_file
 from base.commandline import Parser
-from base.errors import is_failure
+from base.errors import errors_in_one_line, named
 from base.flops import parameter_count
 from checkpoint import FORMAT, KEYS, load, parameter_shapes
 from corpus.bpe import find_merges
@@ -362,7 +362,7 @@ def export_model(file: Path, folder: Path) -> None:
         their_names(name, family)
     parent = folder.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=parent) as temporary:
+    with named(folder), tempfile.TemporaryDirectory(prefix=".new-", dir=parent) as temporary:
         aside = Path(temporary, "folder")           # its mode is the usual one, temporary's is 700
         aside.mkdir()
         (aside / "config.json").write_text(json.dumps(config, indent=1))
@@ -384,6 +384,7 @@ def export_model(file: Path, folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+@errors_in_one_line("tools.huggingface")
 def main() -> None:
     name, usage = "tools.huggingface", "python -m tools.huggingface"
     parser = Parser(name, f"{usage} import NAME_OR_DIR FILE.pt\n       {usage} export FILE.pt DIR",
@@ -410,8 +411,6 @@ def main() -> None:
         parser.error("this needs safetensors: pip install safetensors")
     except KeyboardInterrupt:
         sys.exit(1)
-    except (ValueError, OSError) as error:
-        parser.error(str(error), 1 if is_failure(error) else 2)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ Modules that wrap others put their names between. What stands before the blocks,
 """
 from collections.abc import Iterable
 
-import torch
-
 from tools.huggingface_formats import Family
 
 # torch.compile, DistributedDataParallel and DeepSpeed, FSDP 1, its checkpointing, Lightning
@@ -60,24 +58,3 @@ def add(names: dict[str, str], name: str, original: str) -> None:
     if name in names:
         raise ValueError(f"{names[name]} and {original} are both {name}: save the model once")
     names[name] = original
-
-
-def tensors_of(content: object) -> tuple[dict, str]:
-    """(the tensors by their names, their place) in what a pickle holds: itself, or the largest
-    collection in it, such as that of `state_dict` or `model`. Raises ValueError."""
-    if not isinstance(content, dict):
-        raise ValueError(f"it holds no names of tensors, but {type(content).__name__}")
-    places, counts = {"": content}, {"": 0}
-
-    def search(one: dict, place: str):
-        names = [name for name, x in one.items() if isinstance(x, torch.Tensor)]
-        if all(isinstance(name, str) for name in names):        # an optimizer's are numbers
-            places[place], counts[place] = one, len(names)
-        for name, inner in one.items():
-            if isinstance(inner, dict):
-                search(inner, f"{place}.{name}".lstrip("."))
-    search(content, "")
-    most = [place for place, count in counts.items() if count == max(counts.values())]
-    if len(most) > 1 and counts[most[0]] > 0:
-        raise ValueError(f"it holds several models, {' and '.join(most)}: save one of them alone")
-    return places[most[0]], most[0]

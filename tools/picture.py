@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from base.errors import named
+
 WIDTH = 8                   # inches; GitHub shows a page in about 9
 GRAY = "#8c959f"            # is seen on a white and on a dark page
 # Black text gets the color of the reader's scheme, light or dark.
@@ -29,15 +31,17 @@ def picture(file: Path, title: str, height: float) -> Iterator:
                      "axes.titlesize": "medium"}):
         figure = Figure((WIDTH, height), layout="constrained")
         yield figure
-        figure.savefig(file, format="svg", transparent=True, bbox_inches="tight",
-                       metadata=dict(Date=None))
+        with named(file):
+            figure.savefig(file, format="svg", transparent=True, bbox_inches="tight",
+                           metadata=dict(Date=None))
     svg, styles = with_classes(file.read_text())
     # A text has a comment, and a rotation by 0 degrees.
     svg = re.sub(r' *<!--.*?-->\n| transform="rotate\(-0 [-.\d ]*\)"', "", svg)
     # Coordinates in hundredths of a point. They are in tags: a text may have numbers of its own.
     svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), svg)
     head = f"<title>{title}</title><style>{SCHEME}{styles}</style>"
-    file.write_text(svg.replace("<metadata>", f"{head}<metadata>", 1))
+    with named(file):
+        file.write_text(svg.replace("<metadata>", f"{head}<metadata>", 1))
 
 
 def with_classes(svg: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from base.commandline import Parser
+from base.errors import errors_in_one_line
 from model import GPTConfig
 from parallelism.build import Grid
 from parallelism.schedules import SCHEDULES, make_schedule
@@ -162,6 +163,7 @@ def draw_ops(panel, times: list[dict], span: float) -> None:
                    linewidth=BAR, solid_capstyle="butt")
 
 
+@errors_in_one_line("tools.schedule")
 def main() -> None:
     parser = Parser("tools.schedule", "python -m tools.schedule [FLAG ...]",
                     "Draw a pipeline schedule; count its bubble and activations.")
@@ -182,21 +184,18 @@ def main() -> None:
     layouts = [(args.pp_schedule or "gpipe", args.pp_chunks)]
     if args.svg and args.pp_schedule is None:
         layouts = [("gpipe", 1), ("1f1b", 1), ("interleaved", max(2, args.pp_chunks)), ("zb-h1", 1)]
-    try:
-        for args.pp_schedule, args.pp_chunks in layouts:
-            v = args.pp_chunks
-            if min(p, m, v) < 1:
-                raise ValueError("--pp, --microbatches and --pp-chunks must be at least 1")
-            if v > 1 and m % p:
-                raise ValueError(f"interleaved requires --microbatches in multiples of --pp {p}")
-            check_layout(GPTConfig(n_layer=p * v), p, m, args)
-        if args.svg:
-            draw_panels(panels(layouts, p, m), Path(args.svg))
-            print(f"wrote {args.svg}")
-        else:
-            print(describe(args.pp_schedule, p, m, args.pp_chunks))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    for args.pp_schedule, args.pp_chunks in layouts:
+        v = args.pp_chunks
+        if min(p, m, v) < 1:
+            raise ValueError("--pp, --microbatches and --pp-chunks must be at least 1")
+        if v > 1 and m % p:
+            raise ValueError(f"interleaved requires --microbatches in multiples of --pp {p}")
+        check_layout(GPTConfig(n_layer=p * v), p, m, args)
+    if args.svg:
+        draw_panels(panels(layouts, p, m), Path(args.svg))
+        print(f"wrote {args.svg}")
+    else:
+        print(describe(args.pp_schedule, p, m, args.pp_chunks))
 
 
 if __name__ == "__main__":

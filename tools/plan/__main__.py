@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from base import options
 from base.commandline import Parser, add_flags, parse_given
+from base.errors import errors_in_one_line
 from base.other_names import PLAN_ADVICE
 from base.processes import print_rank0
 from models import make_config
@@ -86,12 +87,9 @@ def answer(arguments: list[str]) -> str:
     return "\n".join(lines + notes_of(config, plans[0]))
 
 
+@errors_in_one_line("tools.plan")
 def main() -> None:
-    try:
-        print_rank0(answer(sys.argv[1:]))
-    except ValueError as error:
-        print(f"tools.plan: {error}", file=sys.stderr)
-        sys.exit(2)
+    print_rank0(answer(sys.argv[1:]))
 
 
 if __name__ == "__main__":
