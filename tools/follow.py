@@ -7,7 +7,6 @@ This is for a run that trained without `train.py --log`, or whose dashboard fail
 nothing: each call sends all events, and all rows but those that a resume or a rollback made void.
 """
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,22 +14,14 @@ from pathlib import Path
 from base.commandline import Parser
 from base.errors import errors_in_one_line
 from runtime import dashboards
-from tools.metrics import last_valid_step, lines_backwards, parse_line
+from tools.metrics import judged_lines
 
 DESTINATIONS = {"tensorboard": dashboards.TensorBoard, "wandb": dashboards.WandB}
 
 
 def valid_lines(path: Path) -> Iterator[dict]:
     """The events and the valid rows, in the order of the file."""
-    kept, last_valid = [], math.inf
-    for text in lines_backwards(path):
-        line = parse_line(text)
-        if line is None:
-            continue
-        if "event" in line or line["step"] <= last_valid:
-            kept.append(text)
-        if last_valid_step(line) is not None:
-            last_valid = min(last_valid, last_valid_step(line))
+    kept = [text for text, _, is_valid in judged_lines(path) if is_valid]
     return map(json.loads, reversed(kept))
 
 

@@ -22,15 +22,17 @@ BLOCK = 2 ** 20             # bytes read at a time
 # Seconds before these events were spent between two processes, not in one.
 BETWEEN_PROCESSES = ("start", "resume", "damaged")
 ROW = {"tokens", "loss", "lr", "tokens_per_second"}     # fields that each row of a step has
+# Columns that a row has in its fields.
+FIELDS = [name for name in COLUMNS if name != "data"]
 
 
 def parse_line(text: bytes) -> dict | None:
     """The row of a step, or an event; None if the line is damaged."""
     try:
-        line = json.loads(text)
+        line = json.loads(text.decode())        # of bytes it would guess the encoding
     except ValueError:
         return None
-    if isinstance(line, dict) and {"step", "time"} <= line.keys():
+    if isinstance(line, dict) and "step" in line and "time" in line:
         return line
     return None
 
@@ -95,6 +97,20 @@ def lines_backwards(path: Path) -> Iterator[bytes]:
         yield first
 
 
+def judged_lines(path: Path) -> Iterator[tuple[bytes, dict, bool]]:
+    """Of each line that is not damaged, the last one first: its text, the row or event, and whether
+    it is valid, as each event is."""
+    last_valid = math.inf
+    for text in lines_backwards(path):
+        line = parse_line(text)
+        if line is None:
+            continue
+        yield text, line, "event" in line or line["step"] <= last_valid
+        step = last_valid_step(line)
+        if step is not None:
+            last_valid = min(last_valid, step)
+
+
 def read_metrics(out: Path) -> Run:
     """The run in the directory `out`; without a metrics.jsonl it has no steps. A line that is still
     being written is left out."""
@@ -102,20 +118,18 @@ def read_metrics(out: Path) -> Run:
     path = out / "metrics.jsonl"
     columns = {name: array(kind) for name, kind in COLUMNS.items()}     # the last step first
     best, last = {}, {}             # {place in run.data: row with a validation loss}
-    last_valid, after = math.inf, None
-    for line in map(parse_line, lines_backwards(path) if path.exists() else []):
-        if line is None:
-            continue
+    after = None
+    for _, line, is_valid in judged_lines(path) if path.exists() else []:
         place = len(run.data)
         if "event" in line:
             run.events.append(line)
             if line["event"] in ("start", "resume"):
                 run.data.append(line.get("data"))
-        elif ROW <= line.keys() and line["step"] <= last_valid:
-            row = dict(line, data=place)
-            for name, column in columns.items():
-                value = finite(row, name)
-                column.append(math.nan if value is None else value)
+        elif is_valid and ROW <= line.keys():
+            columns["data"].append(place)
+            for name in FIELDS:
+                value = line.get(name)
+                columns[name].append(math.nan if value is None else value)
             if run.last is None:
                 run.last = line
             run.max_lr = max(run.max_lr, line["lr"])
@@ -124,12 +138,12 @@ def read_metrics(out: Path) -> Run:
                 # Of equal ones the first of the run, which is met last.
                 if place not in best or line["val_loss"] <= best[place]["val_loss"]:
                     best[place] = line
-        if last_valid_step(line) is not None:
-            last_valid = min(last_valid, last_valid_step(line))
         if after is not None and after.get("event") not in BETWEEN_PROCESSES:
             run.hours += max(0, after["time"] - line["time"]) / 3600
         after = line
     run.steps = {name: np.array(column)[::-1] for name, column in columns.items()}
+    for losses in (run.steps["loss"], run.steps["val_loss"]):
+        losses[np.isinf(losses)] = math.nan
     run.data.append(None)           # of steps without a start before them
     run.events.reverse()
     run.evaluations = [Evaluations(run.data[place], best[place], last[place])
