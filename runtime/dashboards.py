@@ -77,6 +77,9 @@ class WandB:
 
     def __init__(self, out: Path, run_id: str | None = None, finish_timeout: float = 0):
         import wandb
+        if not can_start(wandb):
+            raise PermissionError("W&B has no API key: run `wandb login` before this program, or "
+                                  "set WANDB_MODE=offline")
         self.run = wandb.init(id=run_id, resume="allow", name=out.resolve().name, dir=out,
                               settings=dict(console="off", finish_timeout=finish_timeout))
         self.run.define_metric("*", step_metric="step")
@@ -89,6 +92,17 @@ class WandB:
 
     def close(self) -> None:
         self.run.finish()
+
+
+def can_start(wandb) -> bool:
+    """Whether W&B has a key, or needs none. Without a key it would ask at the terminal, among the
+    lines of the steps."""
+    if wandb.setup().settings.mode != "online":         # WANDB_MODE
+        return True
+    try:
+        return wandb.login(prompt=False)
+    except TypeError:                   # an older version, which cannot be told not to ask
+        return True
 
 
 class Dashboard:

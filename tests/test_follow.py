@@ -27,6 +27,8 @@ class FakeWandB:
         self.log = self.lines.append
         self.config = mock.Mock(update=lambda values, **_: self.configs.append(values))
         self.define_metric = mock.Mock()
+        self.setup = mock.Mock(return_value=mock.Mock(settings=mock.Mock(mode="online")))
+        self.login = mock.Mock(return_value=True)
 
     def init(self, id, resume, **_):
         assert resume == "allow"
@@ -125,6 +127,19 @@ def test_follow_sends_the_valid_rows_and_all_events_of_a_run_again(tmp_path, wan
     with mock.patch.object(wandb, "log", side_effect=OSError("lost\nfor now")):
         status, _, _ = run_main(capsys, follow, tmp_path, "--to", "wandb")
     assert status == "tools.follow: wandb failed: OSError: lost for now"    # printed; 1
+
+
+def test_without_a_key_weights_and_biases_is_off_and_asks_nothing(tmp_path, wandb, capsys):
+    """Its own prompt would stand among the lines of the steps. Offline no key is needed."""
+    wandb.login.return_value = False
+    log_words(tmp_path, "start:0 1 2", names="wandb")
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "wandb is off from here on" in error, error
+    assert "run `wandb login`" in error and wandb.ids == []
+    wandb.login.assert_called_with(prompt=False)
+    wandb.setup.return_value.settings.mode = "offline"
+    log_words(tmp_path, "3", names="wandb")
+    assert capsys.readouterr().err == "" and len(wandb.ids) == 1
 
 
 SERVED = """
