@@ -15,13 +15,51 @@ def format_bytes(size: float) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
+def parts(plan: dict, prefix: str, render) -> str:
+    """The numbers whose names begin so, without the prefix."""
+    return ", ".join(f"{name.removeprefix(prefix).replace('_', ' ')} {render(x)}"
+                     for name, x in plan.items()
+                     if name.startswith(prefix) and name != "memory_bytes" and x > 0)
+
+
 def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: str) -> list[str]:
     """The numbers of `make_plan` in lines, the most important first. `batch_source` says where the
     batch size is from, if it was not given."""
-    def parts(prefix, render):
-        return ", ".join(f"{name.removeprefix(prefix).replace('_', ' ')} {render(x)}"
-                         for name, x in plan.items()
-                         if name.startswith(prefix) and name != "memory_bytes" and x > 0)
+    gpu = config.spec
+    return [
+        f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
+        f"{gpu.memory / 1e9:.0f} GB on rank {plan['fullest_rank']}, the fullest; "
+        f"{HEADROOM:.0%} should stay free",
+        format_run(config, plan),
+        *format_shape(cfg, config, plan, batch_source),
+        f"memory   {parts(plan, 'memory_', format_bytes)} (buffers, logits, activations: "
+        f"estimates)",
+        *format_compute(plan),
+        f"sends    per step: {parts(plan, 'bytes_', format_bytes) or 'nothing'}",
+        f"step     {plan['step_seconds']:.4g} s: {parts(plan, 'seconds_', '{:,.4g} s'.format)}; "
+        f"bubble {plan['bubble']:.1%}; {plan['tokens_per_second']:,.0f} tokens per second",
+        f"failures every {plan['failure_hours']:,.4g} hours; a checkpoint every "
+        f"{plan['interval_seconds']:,.0f} s pauses {plan['pause_seconds']:,.4g} s and is written "
+        f"in {plan['write_seconds']:,.4g} s and read in {plan['read_seconds']:,.4g} s "
+        f"({format_bytes(plan['checkpoint_bytes'])}); goodput {plan['goodput']:.1%}, which the "
+        f"days above do not count",
+        f"assumes  backward hides data parallelism; counts as if nothing hid tp, cp and pp; no "
+        f"rank is slow; {gpu.link / 1e9:g} GB/s to a GPU of the same machine, "
+        f"{gpu.network / 1e9:g} to another's"]
+
+
+def format_run(config: PlanConfig, plan: dict) -> str:
+    """How long the run takes, with the time's spread, and how fast it is."""
+    unit, of_a_day = next(one for one in UNITS if one[0] == "minutes" or plan["days"] * one[1] >= 1)
+    time, low, high = (plan["days"] * of_a_day * (1 + sign * SPREAD) for sign in (0, -1, 1))
+    hours = f"{plan['gpu_hours']:,.0f}" if plan["gpu_hours"] >= 100 else f"{plan['gpu_hours']:.3g}"
+    return (f"run      {config.steps:,} steps in {time:.3g} {unit} ({low:.3g} to {high:.3g}), "
+            f"{hours} GPU hours; MFU {plan['mfu']:.1%}, "
+            f"{plan['hardware_tflops_per_gpu']:.0f} TFLOP/s")
+
+
+def format_shape(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: str) -> list[str]:
+    """The model, the layout, and the batch that it divides."""
     options = [f"zero {config.zero}"]
     if config.pp > 1:
         options.append(config.pp_schedule)
@@ -34,28 +72,22 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: st
     if config.vocab_size is None:
         owner = config.model if config.model in VOCABULARIES else "GPT-2"
         assumed = f" ({owner}'s; --vocab-size changes it)"
-    gpu = config.spec
     cp = f" x cp {config.cp}" if config.cp > 1 else ""
-    best = {name: plan[f"compute_optimal_parameters_{name}"]
-            for name in ("chinchilla", "chinchilla_law", "kaplan")}
-    unit, of_a_day = next(one for one in UNITS if one[0] == "minutes" or plan["days"] * one[1] >= 1)
-    time, low, high = (plan["days"] * of_a_day * (1 + sign * SPREAD) for sign in (0, -1, 1))
-    hours = f"{plan['gpu_hours']:,.0f}" if plan["gpu_hours"] >= 100 else f"{plan['gpu_hours']:.3g}"
-    lines = [
-        f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
-        f"{gpu.memory / 1e9:.0f} GB on rank {plan['fullest_rank']}, the fullest; "
-        f"{HEADROOM:.0%} should stay free",
-        f"run      {config.steps:,} steps in {time:.3g} {unit} ({low:.3g} to {high:.3g}), "
-        f"{hours} GPU hours; MFU {plan['mfu']:.1%}, "
-        f"{plan['hardware_tflops_per_gpu']:.0f} TFLOP/s",
+    return [
         f"model    {plan['parameters']:,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
         f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}{assumed}",
         f"layout   dp {plan['dp']} x pp {config.pp}{cp} x tp {config.tp}, {config.gpu}, "
         f"{config.dtype}, {', '.join(options)}",
         f"batch    {config.batch_size} sequences = dp {plan['dp']} x {num_microbatches} "
         f"microbatches x {config.micro_batch} sequences; {plan['tokens_per_step']:,} tokens per "
-        f"step{batch_source}",
-        f"memory   {parts('memory_', format_bytes)} (buffers, logits, activations: estimates)",
+        f"step{batch_source}"]
+
+
+def format_compute(plan: dict) -> list[str]:
+    """The run's FLOPs, and what scaling laws say of them."""
+    best = {name: plan[f"compute_optimal_parameters_{name}"]
+            for name in ("chinchilla", "chinchilla_law", "kaplan")}
+    return [
         f"compute  {plan['tokens']:.4g} tokens x {plan['flops_per_token']:.4g} FLOPs = "
         f"{plan['flops_with_attention']:.4g}, {plan['pf_days']:,.4g} PF-days; with recomputation "
         f"{plan['flops_with_recomputation']:.4g}",
@@ -65,19 +97,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: st
         f"{plan['predicted_loss']:.2f}",
         f"         the compute of this run would be best spent on a model of "
         f"{best['chinchilla']:.4g} parameters by that rule, {best['chinchilla_law']:.4g} by the "
-        f"loss that Hoffmann et al. fitted, {best['kaplan']:.4g} by Kaplan et al. 2020",
-        f"sends    per step: {parts('bytes_', format_bytes) or 'nothing'}",
-        f"step     {plan['step_seconds']:.4g} s: {parts('seconds_', '{:,.4g} s'.format)}; bubble "
-        f"{plan['bubble']:.1%}; {plan['tokens_per_second']:,.0f} tokens per second",
-        f"failures every {plan['failure_hours']:,.4g} hours; a checkpoint every "
-        f"{plan['interval_seconds']:,.0f} s pauses {plan['pause_seconds']:,.4g} s and is written "
-        f"in {plan['write_seconds']:,.4g} s and read in {plan['read_seconds']:,.4g} s "
-        f"({format_bytes(plan['checkpoint_bytes'])}); goodput {plan['goodput']:.1%}, which the "
-        f"days above do not count",
-        f"assumes  backward hides data parallelism; counts as if nothing hid tp, cp and pp; no "
-        f"rank is slow; {gpu.link / 1e9:g} GB/s to a GPU of the same machine, "
-        f"{gpu.network / 1e9:g} to another's"]
-    return lines
+        f"loss that Hoffmann et al. fitted, {best['kaplan']:.4g} by Kaplan et al. 2020"]
 
 
 def notes_of(config: PlanConfig, plan: dict) -> list[str]:
