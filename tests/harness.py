@@ -925,27 +925,21 @@ def torchrun(count, *arguments, cwd=None, gpus="", **options):
         start_new_session=True, **options)
 
 
-def wait_for_step(out, step, process):
-    """Until metrics.jsonl has this step; `process` is a Command or a Popen."""
-    end = time.monotonic() + 90
+def wait_for(out, find, process, seconds=120):
+    """What find(rows, events) says of metrics.jsonl, once that is true; `process` is a Command or a
+    Popen."""
+    end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
-        with suppress(FileNotFoundError, IndexError, ValueError):
-            if read_metrics(out)[0][-1]["step"] >= step:
-                return
+        with suppress(FileNotFoundError, ValueError):
+            if found := find(*read_metrics(out)):
+                return found
         time.sleep(0.02)
     raise AssertionError((process.finish if isinstance(process, Command) else
                           process.communicate)())
 
 
-def wait_for_event(out, kind, process, seconds=120):
-    """The first such event in metrics.jsonl, once it is there."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and process.poll() is None:
-        for event in read_metrics(out)[1]:
-            if event["event"] == kind:
-                return event
-        time.sleep(0.1)
-    raise AssertionError(process.communicate())
+def wait_for_step(out, step, process):
+    wait_for(out, lambda rows, _: rows and rows[-1]["step"] >= step, process)
 
 
 def run_main(capsys, module, *flags):

@@ -1,7 +1,7 @@
 """Replicas that must be equal: flipped bits are found and named, healthy runs are left alone.
 
     python -m pytest tests/test_flipped_bits.py
-    python -m pytest tests/test_flipped_bits.py -m slow -s      48 flips, 22 healthy runs; a table
+    python -m pytest tests/test_flipped_bits.py -m slow -s      24 flips, 11 healthy runs; a table
     FLIPS=18 python -m pytest [the same]                        216 flips, 100 healthy runs
 
 A flip is one bit of one rank's parameter, master, moment or gradient. The final weights of a run
@@ -126,7 +126,7 @@ def test_each_flipped_bit_changes_the_hash(dtype):
     x = torch.randn(2 * flipped_bits.PIECE, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = flipped_bits.hash_bits(x)
     words, rng = x.view(torch.int64), random.Random(0)
-    for count in [1] * 200 + [2] * 200:
+    for count in [1] * 100 + [2] * 100:
         picks = {(rng.randrange(len(words)), rng.randrange(64)) for _ in range(count)}
         for is_changed in (True, False):            # there and back
             for i, bit in picks:
@@ -149,9 +149,8 @@ def test_tp_copies_on_a_gpu_are_compared_where_their_gradients_are_summed(device
 
 @pytest.mark.claim("A flipped bit is found, named and undone.")
 @pytest.mark.parametrize("layout, flags, flip, ranks", [
-    ((2, 1, 1), {}, Flip(1, 3, "update", "exp_avg", 0.3, 12), [0, 1]),
     ((4, 1, 1), {}, Flip(2, 5, "forward", "data", 0.7, 29), [2]),
-    ((4, 1, 1), dict(dtype="bf16"), Flip(0, 4, "update", "master", 0.4, 2), [0]),
+    ((2, 1, 1), dict(dtype="bf16"), Flip(0, 4, "update", "master", 0.4, 2), [0, 1]),
     ((1, 2, 1), dict(zero=0), Flip(1, 6, "update", "exp_avg_sq", 0.08, 25), [0, 1]),
     ((1, 1, 2), {}, Flip(1, 4, "update", "data", "embed.token.weight", 22), [0, 1]),
     ((4, 1, 1), dict(zero=1), Flip(3, 4, "update", "data", 0.02, 20), [3]),
@@ -219,7 +218,7 @@ CAMPAIGN = [((2, 1, 1), {}), ((4, 1, 1), {}), ((2, 1, 1), dict(dtype="bf16")), (
             ((2, 2, 1), dict(zero=1, dtype="bf16")), ((2, 1, 2), dict(zero=2)),
             ((4, 1, 1), dict(zero=2)), ((2, 2, 1), dict(zero=3))]
 # Of each row. FLIPS=18 is the campaign of docs/faults.md: 216 flips, and a hundred healthy runs.
-FLIPS = int(os.environ.get("FLIPS", 4))
+FLIPS = int(os.environ.get("FLIPS", 2))
 SHARD = "a shard of ZeRO, or a part of tensor parallelism: no other rank has it"
 BEFORE_SUM = "a gradient before the sum: all replicas have the same wrong sum"
 REWRITTEN = "a copy that the next update rewrites, before the check"

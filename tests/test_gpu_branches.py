@@ -167,7 +167,7 @@ def reach_their_end(started):
 
 
 @pytest.mark.claim("No schedule can hang on NCCL, where single messages would.")
-@pytest.mark.parametrize("most", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_no_schedule_can_hang_on_nccl_where_single_messages_do(most):
     """Mechanism (of pipelines on GPUs): in a model of NCCL the messages of all schedules arrive,
     with up to `most` stages, 2 most microbatches and 4 chunks; also of the forwards alone, of any
@@ -228,15 +228,16 @@ def communication_of(rank, world, layout, config, cfg):
 @pytest.mark.parametrize("layout, flags", [
     ((1, 2, 2), dict(cp=2, pp_schedule="1f1b", sequence_parallel=True, zero=1)),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
-        ((2, 1, 2), dict(cp=2, zero=2, recompute=True)), ((2, 1, 1), dict(cp=4, zero=3)),
-        ((1, 1, 2), dict(cp=4, pp_schedule="zb-h1"))])])
+        ((2, 1, 1), dict(cp=2, zero=3, recompute=True)),
+        ((1, 1, 2), dict(cp=2, pp_schedule="zb-h1"))])])
 def test_context_parallel_ranks_communicate_in_one_order(pool, tmp_path, layout, flags):
     """Mechanism (that a run does not hang where NCCL makes each rank wait for what it starts): in
     that model all messages and collectives of two steps meet. They would not if one rank started
     two of them the other way round."""
     dp, tp, pp = layout
     config = settings(tmp_path, steps=2, check_every=0, tp=tp, pp=pp, **flags)
-    started = pool.run(8, communication_of, layout, config, replace(CFG, n_layer=pp))
+    world = dp * tp * pp * config.cp
+    started = pool.run(world, communication_of, layout, config, replace(CFG, n_layer=pp))
     assert all(len(groups) > 20 for groups in started) and reach_their_end(started)
     first, *others = started
     swapped = [[*first[:i], first[i + 1], first[i], *first[i + 2:]] for i in range(20)]
@@ -373,9 +374,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
     ((2, 1, 1), dict(zero=3, offload=True, recompute=True, dropout=0.1)),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
         ((1, 1, 1), {}), ((1, 1, 1), dict(dtype="bf16", offload=True)),
-        ((1, 1, 1), dict(dtype="fp16")), ((2, 1, 1), dict(zero=2)),
-        ((2, 1, 1), dict(zero=3, dtype="bf16")), ((1, 2, 1), dict(tp=2, dropout=0.1)),
-        ((1, 1, 1), dict(cp=2, zero=1, dtype="bf16", dropout=0.1)),
+        ((1, 1, 1), dict(dtype="fp16")), ((1, 1, 1), dict(cp=2, zero=2, dropout=0.1)),
         ((1, 2, 2), dict(tp=2, pp=2, sequence_parallel=True, dtype="bf16"))])])
 def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(pool, tmp_path, layout,
                                                                          flags):

@@ -13,7 +13,7 @@ import pytest
 
 import checkpoint
 from corpus.prepare import prepare
-from tests.harness import TINY, Command, read_metrics, wait_for_step
+from tests.harness import TINY, Command, expect_mistake, kinds, read_metrics, wait_for_step
 
 PLAIN = [*TINY, "--plain", "--device", "cpu"]
 
@@ -29,29 +29,23 @@ PLAIN = [*TINY, "--plain", "--device", "cpu"]
 ])
 def test_flags_of_other_programs_are_refused(shards, run_train, tmp_path, flags, words):
     out = tmp_path / "o"
-    status, printed, error = run_train("--data", shards, "--out", out, *PLAIN, *flags)
-    assert (status, printed) == (2, "") and words in error and error.count("\n") == 1
+    expect_mistake(run_train("--data", shards, "--out", out, *PLAIN, *flags), words)
     assert not out.exists()
 
 
-def test_several_processes_are_refused(shards, run_train, tmp_path):
-    status, _, error = run_train("--data", shards, "--out", tmp_path / "o", *PLAIN, WORLD_SIZE=2,
-                                 RANK=0)
-    assert status == 2 and "--plain is for one process, not 2" in error
-
-
-def test_conversations_and_tokens_beyond_the_vocabulary_are_refused(shards, run_train, tmp_path):
+def test_several_processes_conversations_and_tokens_beyond_the_vocabulary_are_refused(
+        shards, run_train, tmp_path):
+    flags = ["--out", tmp_path / "o", *PLAIN, "--seq-len", 32]
+    expect_mistake(run_train("--data", shards, *flags, WORLD_SIZE=2),
+                   "--plain is for one process, not 2")
     pairs = [dict(prompt=f"{i}", completion=f"{2 * i}") for i in range(200)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     prepare([tmp_path / "chat.jsonl"], tmp_path / "chat", "bytes", field=None)
-    status, _, error = run_train("--data", tmp_path / "chat", "--out", tmp_path / "o", *PLAIN,
-                                 "--seq-len", 32)
-    assert status == 2 and "--plain reads text" in error and error.count("\n") == 1
+    expect_mistake(run_train("--data", tmp_path / "chat", *flags), "--plain reads text")
     broken = shutil.copytree(shards, tmp_path / "broken")
     file = next(broken.glob("train*.bin"))
     file.write_bytes(file.read_bytes()[:-2] + b"\xff\xff")
-    status, _, error = run_train("--data", broken, "--out", tmp_path / "o", *PLAIN)
-    assert status == 2 and "holds token 65535, beyond" in error and error.count("\n") == 1
+    expect_mistake(run_train("--data", broken, *flags), "holds token 65535, beyond")
 
 
 @pytest.mark.parametrize("first, then, words", [
@@ -69,8 +63,7 @@ def test_what_another_program_must_continue_is_refused(shards, two_sources, run_
     assert run_train(*flags, *first)[0] == 0
     before = (out / "latest.pt").read_bytes(), (out / "metrics.jsonl").read_bytes()
     then = [two_sources / "b" if flag == "OTHER" else flag for flag in then]
-    status, _, error = run_train(*flags, "--plain", "--steps", 6, *then)
-    assert status == 2 and words in error and error.count("\n") == 1
+    expect_mistake(run_train(*flags, "--plain", "--steps", 6, *then), words)
     assert ((out / "latest.pt").read_bytes(), (out / "metrics.jsonl").read_bytes()) == before
 
 
@@ -78,21 +71,20 @@ def test_a_run_that_has_changed_its_batch_size_is_refused(shards, run_train, tmp
     flags = ["--data", shards, "--out", tmp_path, *TINY]
     for steps, size in ((2, 2), (4, 4)):
         assert run_train(*flags, "--steps", steps, "--batch-size", size)[0] == 0
-    status, _, error = run_train(*flags, "--batch-size", 4, "--steps", 6, "--plain")
-    assert status == 2 and "had another --batch-size" in error and error.count("\n") == 1
+    expect_mistake(run_train(*flags, "--batch-size", 4, "--steps", 6, "--plain"),
+                   "had another --batch-size")
 
 
-def test_a_checkpoint_has_the_entries_of_a_run(shards, run_train, tmp_path):
+def test_checkpoints_and_metrics_have_the_entries_of_a_run(shards, run_train, tmp_path):
     """Beside the tensors a plain run and a Run write the same, but for what the Run has observed.
     The scaler of an earlier fp16 run is not kept."""
     flags = ["--data", shards, *TINY]
+    assert run_train(*flags, "--out", tmp_path / "after_fp16", "--dtype", "fp16", "--steps",
+                     2)[0] == 0
     states = {}
-    for name, first in (("run", []), ("plain", ["--plain"]), ("plain_after_fp16", ["--plain"])):
-        out = tmp_path / name
-        if name == "plain_after_fp16":
-            assert run_train(*flags, "--out", out, "--dtype", "fp16", "--steps", 2)[0] == 0
-        assert run_train(*flags, "--out", out, *first)[0] == 0
-        states[name] = checkpoint.load(out / "latest.pt")
+    for name, first in (("run", []), ("plain", ["--plain"]), ("after_fp16", ["--plain"])):
+        assert run_train(*flags, "--out", tmp_path / name, *first)[0] == 0
+        states[name] = checkpoint.load(tmp_path / name / "latest.pt")
     for name, state in states.items():
         for key in ("format", "step", "consumed_samples", "tokens", "optimizer_steps", "model",
                     "tokenizer", "data"):
@@ -102,6 +94,15 @@ def test_a_checkpoint_has_the_entries_of_a_run(shards, run_train, tmp_path):
         assert state.keys() == states["run"].keys()
         assert state["config"] | dict(plain=False, out="") == states["run"]["config"] | dict(out="")
         assert [step for step, _, _ in state["monitor"]["checkpoints"]][-1] == 4
+    (rows, events), (plain_rows, plain_events) = (
+        read_metrics(tmp_path / name) for name in ("run", "plain"))
+    for row, plain_row in zip(rows, plain_rows, strict=True):
+        assert row.keys() - plain_row.keys() == {"activation_norm", "skipped"}
+        for key in ("step", "tokens", "lr", "batch_size", "loss_scale"):
+            assert row[key] == plain_row[key]
+    assert kinds(plain_events) == ["start", "end"]
+    for key in ("data", "environment"):
+        assert events[0][key] == plain_events[0][key]
 
 
 def test_a_run_that_continues_can_go_back_to_a_plain_checkpoint(shards, run_train, tmp_path):
@@ -115,23 +116,14 @@ def test_a_run_that_continues_can_go_back_to_a_plain_checkpoint(shards, run_trai
     assert (tmp_path / "step_00000004.pt").exists()     # healthy: no step after it has been judged
 
 
-def test_metrics_have_the_rows_of_a_run(shards, run_train, tmp_path):
-    for name, first in (("run", []), ("plain", ["--plain"])):
-        assert run_train("--data", shards, *TINY, "--out", tmp_path / name, *first)[0] == 0
-    (rows, events), (plain_rows, plain_events) = (
-        read_metrics(tmp_path / name) for name in ("run", "plain"))
-    for row, plain_row in zip(rows, plain_rows, strict=True):
-        assert row.keys() - plain_row.keys() == {"activation_norm", "skipped"}
-        for key in ("step", "tokens", "lr", "batch_size", "loss_scale"):
-            assert row[key] == plain_row[key]
-    assert [event["event"] for event in plain_events] == ["start", "end"]
-    for key in ("data", "environment"):
-        assert events[0][key] == plain_events[0][key]
-
-
-def test_a_resume_tells_which_flags_have_changed(shards, run_train, tmp_path):
+def test_a_finished_run_says_so_and_a_resume_tells_which_flags_have_changed(shards, run_train,
+                                                                            tmp_path):
     flags = ["--data", shards, "--out", tmp_path, *PLAIN]
     run_train(*flags)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    status, printed, error = run_train(*flags)
+    assert (status, error) == (0, "") and "is step 4 of 4: nothing left to do" in printed
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
     _, printed, _ = run_train(*flags, "--steps", 6, "--lr", 0.001)
     assert (f"resume   {tmp_path}/step_00000004.pt, after step 4, steps 6 instead of 4, "
             f"lr 0.001 instead of 0.004\n") in printed
@@ -140,26 +132,16 @@ def test_a_resume_tells_which_flags_have_changed(shards, run_train, tmp_path):
     assert event["changed"] == dict(steps=[4, 6], lr=[0.004, 0.001])
 
 
-def test_a_finished_run_says_so(shards, run_train, tmp_path):
-    flags = ["--data", shards, "--out", tmp_path, *PLAIN]
-    run_train(*flags)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    status, printed, error = run_train(*flags)
-    assert (status, error) == (0, "") and "is step 4 of 4: nothing left to do" in printed
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_after_a_save(shards, tmp_path, number):
+def test_a_signal_ends_a_run_after_a_save(shards, tmp_path):
     """As one process of a Run: it saves the step in progress and ends by the signal. The same
     command continues it."""
     flags = ["--data", shards, "--out", tmp_path, *PLAIN, "--steps", 100000, "--save-every", 0,
              "--eval-every", 0]
     run = Command("train.py", *flags)
     wait_for_step(tmp_path, 3, run)
-    run.send_signal(number)
+    run.send_signal(signal.SIGINT)
     status, text, error = run.finish()
-    assert (status, error) == (-number, "")
+    assert (status, error) == (-signal.SIGINT, "")
     rows, events = read_metrics(tmp_path)
     last = rows[-1]["step"]
     assert events[-1].items() >= dict(event="stop", step=last).items()
@@ -216,5 +198,4 @@ train.main()
 
 def test_metrics_that_cannot_be_written_end_in_one_line(shards, run_train, tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
-    status, _, error = run_train("--data", shards, "--out", tmp_path, *PLAIN)
-    assert status == 2 and error.count("\n") == 1 and "Is a directory" in error
+    expect_mistake(run_train("--data", shards, "--out", tmp_path, *PLAIN), "Is a directory")

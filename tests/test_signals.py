@@ -31,8 +31,8 @@ from tests.harness import (ROOT, TINY, assert_same_state, column, expect_mistake
 
 
 def test_tasks_of_srun_without_torchrun_are_refused(run_train, shards, tmp_path):
-    """The first of several tells it. Not refused: torchrun's ranks, runs of their own (RANK=0), one
-    task of srun, and a batch script, where SLURM_NTASKS counts what srun would start."""
+    """The first of several tells it. Not refused: runs of their own (RANK=0), one task of srun, a
+    batch script, where SLURM_NTASKS counts what srun would start, and variables that are empty."""
     def start(name, task=0, **environment):
         return run_train("--data", shards, "--out", tmp_path / name, *TINY, "--steps", 1,
                          SLURM_NTASKS=2, SLURM_PROCID=task, **environment)
@@ -40,10 +40,10 @@ def test_tasks_of_srun_without_torchrun_are_refused(run_train, shards, tmp_path)
     expect_mistake(start("a", **step), "SLURM_STEP_NUM_TASKS is 2 but RANK is not set, so each ")
     assert start("a", task=1, **step) == (2, "", "")
     for name, environment in [("batch", {}), ("one", dict(step, SLURM_STEP_NUM_TASKS=1)),
-                              ("own", dict(step, RANK=0, task=1))]:
+                              ("own", dict(step, RANK=0, task=1)),
+                              ("empty", dict(RANK="", LOCAL_RANK=""))]:
         status, text, _ = start(name, **environment)
         assert status == 0 and "step 1/1" in text
-
 
 
 @pytest.mark.parametrize("environment, message", [
@@ -71,15 +71,9 @@ def test_a_console_that_lacks_a_letter_of_a_path_does_not_end_a_run(monkeypatch,
     assert console.buffer.getvalue().endswith(b" \\udcff\n")
 
 
-def test_empty_variables_of_torchrun_are_as_none(run_train, shards, tmp_path):
-    flags = ["--data", shards, "--out", tmp_path, *TINY, "--steps", 1]
-    assert run_train(*flags, RANK="", LOCAL_RANK="")[0] == 0
-
-
 @pytest.mark.claim("After a signal the run saves, and the same command continues it.")
 @pytest.mark.parametrize("ranks, number, to", [
-    (1, signal.SIGINT, "all"), (1, signal.SIGTERM, "all"), (2, signal.SIGTERM, "all"),
-    (2, signal.SIGTERM, "the last"),
+    (1, signal.SIGINT, "all"), (2, signal.SIGTERM, "the last"),
     pytest.param(2, signal.SIGTERM, "torchrun", marks=pytest.mark.slow)])
 def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, number, to):
     """A rank that gets a signal tells the others; torchrun passes its own on to all. One process
@@ -130,6 +124,25 @@ def test_a_signal_promises_no_save_that_a_dead_peer_prevents(shards, tmp_path):
     assert not list(tmp_path.glob("*.pt"))
 
 
+def start_and_wait_for(ranks, folder, statements, *flags):
+    """`ranks` of train.py after these statements, once they have called `there()`."""
+    (folder / "wrapper.py").write_text(f"""
+import os, pathlib, signal, time
+signal.signal(signal.SIGINT, signal.SIG_DFL)        # as train.py's first lines
+import checkpoint, train
+from runtime import evaluation, flipped_bits
+def there():
+    pathlib.Path("{folder}/there").touch()
+{statements}
+train.main()
+""")
+    run = launch(ranks, *flags, "--out", folder / "out", file=folder / "wrapper.py")
+    while not (folder / "there").exists():
+        assert run[-1].poll() is None, run[-1].finish()
+        time.sleep(0.01)
+    return run
+
+
 # Where a run of TINY's four steps spends a minute, in the main thread: (statement of a wrapper, the
 # last finished step, the step whose evaluation is left). A save does not keep it from steps.
 PHASES = {
@@ -144,29 +157,9 @@ PHASES = {
     "save": ("os.fsync = slow_fsync", None, None)}
 
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-
-
-@pytest.mark.parametrize("phase, number, ranks", [
-    *[(phase, number, 1) for phase in ("loading", "start", "step") for number in SIGNALS],
-    *[pytest.param(phase, number, 1, marks=() if number is usual else pytest.mark.slow)
-      for phase, usual in [("evaluation", signal.SIGINT), ("last evaluation", signal.SIGTERM),
-                           ("comparison", signal.SIGHUP), ("save", signal.SIGINT)]
-      for number in SIGNALS],
-    *[(phase, signal.SIGTERM, 2) for phase in PHASES if phase != "loading"]])
-def test_a_signal_ends_a_run_from_any_phase_within_seconds(shards, things, tmp_path, phase, number,
-                                                           ranks):
-    """The last finished step is on the disk, an evaluation that was under way counts as not made.
-    The same command makes it, and ends with the bits of a run that was not stopped. Two ranks get
-    the signal from their launcher."""
-    statement, done, unevaluated = PHASES[phase]
-    (tmp_path / "wrapper.py").write_text(f"""
-import os, pathlib, signal, time
-signal.signal(signal.SIGINT, signal.SIG_DFL)        # as train.py's first lines
-import train
-from runtime import evaluation, flipped_bits
+LINGER = """
 def linger(*_):
-    pathlib.Path("{tmp_path}/there").touch()
+    there()
     time.sleep(60)
 def in_step(step, method):
     def slowed(run, *more, by_signal=False):
@@ -175,18 +168,29 @@ def in_step(step, method):
         return method(run, *more)
     return slowed
 def slow_fsync(file, fsync=os.fsync):
-    pathlib.Path("{tmp_path}/there").touch()
+    there()
     time.sleep(0.5)
     fsync(file)
-if not os.path.exists("{tmp_path}/there"):
-    {statement}
-train.main()
-""")
-    command = ["--data", shards, *TINY, "--pp", ranks, "--out", tmp_path / "out"]
-    run = launch(ranks, *command, file=tmp_path / "wrapper.py")
-    while not (tmp_path / "there").exists():
-        assert run[-1].poll() is None, run[-1].finish()
-        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("phase, number, ranks", [
+    ("loading", signal.SIGINT, 1), ("loading", signal.SIGHUP, 1), ("start", signal.SIGTERM, 1),
+    ("step", signal.SIGINT, 1), ("step", signal.SIGTERM, 1), ("step", signal.SIGHUP, 1),
+    ("evaluation", signal.SIGINT, 1), ("last evaluation", signal.SIGTERM, 1),
+    ("comparison", signal.SIGHUP, 1), ("save", signal.SIGINT, 1),
+    ("step", signal.SIGTERM, 2), ("last evaluation", signal.SIGTERM, 2),
+    ("save", signal.SIGTERM, 2),
+    *(pytest.param(phase, signal.SIGTERM, 2, marks=pytest.mark.slow)
+      for phase in ("start", "evaluation", "comparison"))])
+def test_a_signal_ends_a_run_from_any_phase_within_seconds(shards, things, tmp_path, phase, number,
+                                                           ranks):
+    """The last finished step is on the disk, an evaluation that was under way counts as not made.
+    The same command makes it, and ends with the bits of a run that was not stopped. Two ranks get
+    the signal from their launcher."""
+    statement, done, unevaluated = PHASES[phase]
+    command = ["--data", shards, *TINY, "--pp", ranks]
+    run = start_and_wait_for(ranks, tmp_path, LINGER + statement, *command)
     if phase == "save":
         wait_for_step(tmp_path / "out", 2, run[-1])
     time.sleep(0.1)
@@ -206,7 +210,7 @@ train.main()
     if done > 0:
         assert kinds(events) == ["start", "stop"]
         assert checkpoint.load(tmp_path / "out" / "latest.pt")["step"] == done
-    for process in launch(ranks, *command, file=tmp_path / "wrapper.py"):
+    for process in launch(ranks, *command, "--out", tmp_path / "out"):
         status, text, error = process.finish()
         assert (status, error) == (0, "")
     rows, events = read_metrics(tmp_path / "out")
@@ -317,22 +321,6 @@ def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monk
         "ended without saving"]
 
 
-def start_and_wait_for(wrapper, statements, ranks, out, *flags):
-    """`ranks` of train.py after these statements, once they have called `there()`."""
-    (out / wrapper).write_text(f"""
-import os, pathlib, time, checkpoint, train
-def there():
-    pathlib.Path("{out}/there").touch()
-{statements}
-train.main()
-""")
-    run = launch(ranks, *flags, "--out", out / "out", file=out / wrapper)
-    while not (out / "there").exists():
-        assert run[0].poll() is None, run[0].finish()
-        time.sleep(0.01)
-    return run
-
-
 SLOW_SAVE = """
 def slow_save(state, *where, save=checkpoint.save):
     if state["step"] == {step}:
@@ -345,8 +333,8 @@ checkpoint.save = slow_save
 
 def test_a_signal_that_one_rank_gets_later_than_another_is_no_second_one(shards, tmp_path):
     """As from the launchers of two machines, while the first is saving."""
-    run = start_and_wait_for("wrapper.py", SLOW_SAVE.format(step=2), 2, tmp_path, "--data", shards,
-                             *TINY, "--steps", 100000, "--pp", 2, "--eval-every", 0)
+    run = start_and_wait_for(2, tmp_path, SLOW_SAVE.format(step=2), "--data", shards, *TINY,
+                             "--steps", 100000, "--pp", 2, "--eval-every", 0)
     run[1].send_signal(signal.SIGTERM)
     time.sleep(1.2)
     run[0].send_signal(signal.SIGTERM)
@@ -357,8 +345,8 @@ def test_a_signal_that_one_rank_gets_later_than_another_is_no_second_one(shards,
 
 def test_a_signal_to_one_rank_in_the_last_save_comes_too_late(shards, tmp_path):
     """All steps are made: the run ends as always, on both ranks."""
-    run = start_and_wait_for("wrapper.py", SLOW_SAVE.format(step=4), 2, tmp_path, "--data", shards,
-                             *TINY, "--pp", 2)
+    run = start_and_wait_for(2, tmp_path, SLOW_SAVE.format(step=4), "--data", shards, *TINY, "--pp",
+                             2)
     run[1].send_signal(signal.SIGTERM)
     ends = [process.finish() for process in run]
     assert [(status, error) for status, _, error in ends] == [(0, ""), (0, "")], ends

@@ -53,15 +53,12 @@ from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Comman
                            after_backward, assert_same_state, column, expect_mistake, failing,
                            gridded, kinds, launch, names_in, no_file_above, no_signal, nothing,
                            on_ranks, poison, read_metrics, saved, saved_file, settings,
-                           small_state, torchrun, trained, wait_for_event, wait_for_step, watched)
+                           small_state, torchrun, trained, wait_for, wait_for_step, watched)
 
 
 # ---------------------------------------------------------------------------------------------
 # Saves and files: kills, memory, full disks, damage
 # ---------------------------------------------------------------------------------------------
-
-WIDE = replace(CFG, vocab_size=25_000, n_layer=9, n_embd=384)
-
 
 def lose_the_file_of_step_2(run):
     """Rank 0 cannot write it, but later ones."""
@@ -78,29 +75,27 @@ def lose_the_file_of_step_2(run):
 def test_ranks_that_outlive_a_failed_save_write_the_next_one_whole(pool, tmp_path):
     """The state that rank 0 could not write is not mistaken for that of the next save."""
     for prepare in (nothing, lose_the_file_of_step_2):
-        trained(pool, (2, 1, 2), tmp_path / prepare.__name__, prepare=prepare, zero=1, steps=4,
+        trained(pool, (2, 1, 1), tmp_path / prepare.__name__, prepare=prepare, zero=1, steps=4,
                 save_every=2)
     lost = tmp_path / "lose_the_file_of_step_2"
     assert names_in(lost) == ["latest.pt", "step_00000004.pt"]
     assert_same_state(saved(lost, 4), saved(tmp_path / "nothing", 4))
 
 
-@pytest.mark.fault("a save is killed before one of its file operations, or at any byte", tried=200,
-                   survived=200, note="a file does not exist or is complete")
-@pytest.mark.parametrize("links, seed, sizes", [
-    (True, 0, 35), pytest.param(True, 1, 35, marks=pytest.mark.slow),
-    pytest.param(False, 0, 85, marks=pytest.mark.slow)])
+@pytest.mark.fault("a save is killed before one of its file operations, or at any byte", tried=100,
+                   survived=100, note="a file does not exist or is complete")
+@pytest.mark.parametrize("links", [True, pytest.param(False, marks=pytest.mark.slow)])
 @on_ranks
 def test_a_kill_at_any_moment_of_a_save_costs_nothing_but_the_save(rank, world=1, *, tmp_path,
-                                                                   links, seed, sizes):
+                                                                   links):
     """The kernel kills processes that save: before each of a save's calls that open, name or remove
     a file, and where the file would exceed a random size. After each kill every file that has a
     name is whole, of this save or the one before, and the next save removes the rest. (In a
     process of the pool: a large one forks slowly.)"""
-    state, rng = streamed(small_state(0)), random.Random(seed)
+    state, rng = streamed(small_state(0)), random.Random(0)
     size = checkpoint.save(state, tmp_path, keep=1).stat().st_size
     moments = [(call, 9 * size) for call in range(15)]
-    moments += [(None, rng.randrange(size)) for _ in range(sizes)]
+    moments += [(None, rng.randrange(size)) for _ in range(35)]
     killed = []
 
     def die_at_the_call(event, _):
@@ -130,37 +125,34 @@ def test_a_kill_at_any_moment_of_a_save_costs_nothing_but_the_save(rank, world=1
 @pytest.mark.fault("the disk is full at the last save", tried=1, survived=0,
                    note="exit status 1; the file before is whole")
 def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, monkeypatch, capsys):
-    """A full disk costs the save, and one line. It ends the run with exit status 1 at the last save
-    or at a rollback's, which every restart would do again, without a bound."""
-    config = settings(tmp_path, steps=6, save_every=2, keep=9)
+    """A full disk costs the save, and one line, which says what is left. It ends the run with exit
+    status 1 at the last save or at a rollback's, which every restart would do again, without a
+    bound."""
+    config = settings(tmp_path / "first", steps=4, save_every=2)
 
     def save_on_a_full_disk(state, *where, save=checkpoint.save):
-        with no_file_above(10_000) if state["step"] in (0, 4, 8) else nullcontext():
+        with no_file_above(10_000) if state["step"] in full else nullcontext():
             save(state, *where)
     monkeypatch.setattr(checkpoint, "save", save_on_a_full_disk)
+    full = [2]
+    watched(config)
+    error = capsys.readouterr().err
+    assert error.endswith(f"; {config.out} has no checkpoint yet\n") and error.count("\n") == 1
+    assert names_in(tmp_path / "first") == ["latest.pt", "step_00000004.pt"]
+    full = [0, 4, 8]
+    config = replace(config, out=str(tmp_path / "o"), steps=6, keep=9)
     watched(config)
     error = capsys.readouterr().err
     assert "step_00000004.pt" in error and "File too large" in error and error.count("\n") == 1
     assert error.endswith("; earlier checkpoints are untouched\n")
-    assert names_in(tmp_path) == ["latest.pt", "step_00000002.pt", "step_00000006.pt"]
+    assert names_in(tmp_path / "o") == ["latest.pt", "step_00000002.pt", "step_00000006.pt"]
     lost = "is lost.*_00000008.pt.*: see that .* has space .* same"
     with pytest.raises(RunError, match=lost) as stop:
-        watched(replace(config, steps=8), state=tmp_path / "latest.pt")
-    assert stop.value.status == 1 and checkpoint.load(tmp_path / "latest.pt")["step"] == 6
+        watched(replace(config, steps=8), state=tmp_path / "o" / "latest.pt")
+    assert stop.value.status == 1 and checkpoint.load(tmp_path / "o" / "latest.pt")["step"] == 6
     with pytest.raises(RunError, match="the last checkpoint is lost.*step_00000000.pt"):
         watched(settings(tmp_path / "rollback", steps=44), poison)
     assert "step 24/24" not in capsys.readouterr().out
-
-
-def test_a_first_save_that_fails_says_that_there_is_no_checkpoint(tmp_path, monkeypatch, capsys):
-    def save_on_a_full_disk(state, *where, save=checkpoint.save):
-        with no_file_above(10_000) if state["step"] == 2 else nullcontext():
-            save(state, *where)
-    monkeypatch.setattr(checkpoint, "save", save_on_a_full_disk)
-    watched(settings(tmp_path, steps=4, save_every=2))
-    error = capsys.readouterr().err
-    assert error.endswith(f"; {tmp_path} has no checkpoint yet\n") and error.count("\n") == 1
-    assert names_in(tmp_path) == ["latest.pt", "step_00000004.pt"]
 
 
 def test_a_run_whose_out_is_removed_makes_it_again(tmp_path):
@@ -226,18 +218,17 @@ def bytes_held(name):
 
 
 @pytest.mark.claim("A save adds a rank's own shards to its memory, and two tensors on rank 0.")
-@pytest.mark.parametrize("layout, zero, cfg", [
-    ((2, 2, 2), 1, replace(CFG, n_layer=6, n_embd=384, vocab_size=8200)),
-    pytest.param((2, 2, 2), 0, WIDE, marks=pytest.mark.slow),
-    pytest.param((4, 2, 1), 3, WIDE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp, pp, zero", [
+    (1, 2, 1), pytest.param(2, 1, 3, marks=pytest.mark.slow)])
 @on_ranks
-def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=8, *, tmp_path,
-                                                                  layout, zero, cfg):
+def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4, *, tmp_path, tp,
+                                                                  pp, zero):
     """Under a limit far below the state, each rank's memory grows by what it sends, within 10% and
     10 MB (code, the threads' own), and rank 0's by its own part, the parts of the largest tensor
     and their union. All parts together are the state, once. Each rank reads its slices: of rows
     that tensor parallelism cuts, all pages."""
-    config = settings(tmp_path, tp=layout[1], pp=layout[2], micro_batch=1, zero=zero)
+    cfg = replace(CFG, n_layer=6, n_embd=384, vocab_size=8200)
+    config = settings(tmp_path, tp=tp, pp=pp, micro_batch=1, zero=zero)
     with gridded(rank, world, config.tp, config.pp) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
         own = sum(x.nbytes for x in copy_pieces(run.flat, checkpoint.STATE.values(), 60))
@@ -346,11 +337,11 @@ def damages(content, part, count):
 
 
 @pytest.mark.fault("the newest checkpoint is damaged: a bit flipped, a block lost, cut off",
-                   tried=1900, survived=1900,
+                   tried=950, survived=950,
                    note="the one before is taken, or nothing has changed")
 @pytest.mark.parametrize("part, count, fewest", [
-    ("pickle", 400, 0.98), ("directory", 400, 0.4), ("anywhere", 800, 0.9), ("block", 200, 0.9),
-    ("end", 100, 1.0)])
+    ("pickle", 200, 0.98), ("directory", 200, 0.4), ("anywhere", 400, 0.9), ("block", 100, 0.9),
+    ("end", 50, 1.0)])
 def test_a_damaged_newest_file_is_passed_over_or_nothing_has_changed(tmp_path, part, count, fewest):
     """A resume passes over the file and names it, or the state in it is equal bit for bit. At least
     this share is recognised: some bytes of a zip mean nothing, such as padding and dates."""
@@ -599,20 +590,14 @@ def drawn_layout(rng, config, cfg, most):
             return dp * tp * pp, drawn
 
 
-FATES = ["signal", "kill", "damage"]
-
-
 @pytest.mark.parametrize("seed, dtype, most, same_layout, steps, fates, dropout, bound", [
-    (0, "fp16", 2, True, 12, FATES, 0.1, 0),
-    pytest.param(4, "fp32", 8, True, 12, FATES, 0.1, 0, marks=pytest.mark.slow),
-    pytest.param(5, "fp32", 2, True, 33, FATES[:2], 0.1, 0, marks=pytest.mark.slow),
-    pytest.param(6, "fp32", 4, False, 12, FATES, 0.0, 1e-5, marks=pytest.mark.slow),
-    pytest.param(7, "fp64", 4, False, 33, FATES[:2], 0.0, 1e-10, marks=pytest.mark.slow)])
+    (0, "fp16", 2, True, 12, ["signal", "kill", "damage"], 0.1, 0),
+    pytest.param(7, "fp64", 4, False, 33, ["signal", "kill"], 0.0, 1e-10, marks=pytest.mark.slow)])
 def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
         pool, tmp_path, seed, dtype, most, same_layout, steps, fates, dropout, bound):
     """A run of up to `most` ranks that is stopped at random steps by these fates ends as one
     without stops: bit for bit if each part has the same layout, to `bound` in its losses, norms and
-    learning rates if each draws its own. The runs of 33 steps diverge once and roll back (without
+    learning rates if each draws its own. The run of 33 steps diverges once and rolls back (without
     damaged files, which would make the rollback go elsewhere)."""
     rng = random.Random(seed)
     diverges = steps > 28
@@ -692,8 +677,6 @@ def healthy_run(library, tmp_path_factory):
                    note="validation loss +0.9%; without rollback +4.9%")
 @pytest.mark.fault("the learning rate is 30 times too high", tried=1, survived=1,
                    note="validation loss -1.6%; without rollback +21%")
-@pytest.mark.fault("the learning rate is 300 times too high", tried=1, survived=1,
-                   note="validation loss +0.2%; without rollback +38%")
 @pytest.mark.fault("the learning rate is 3000 times too high", tried=1, survived=1,
                    note="validation loss +0.5%; without rollback the run fails")
 @pytest.mark.fault("activations overflow in fp16", tried=1, survived=1,
@@ -702,12 +685,11 @@ def healthy_run(library, tmp_path_factory):
 @pytest.mark.parametrize("fault, run_flags, fault_flags, most, hopeless", [
     ("bad data", ["--steps", 400], [], 1.02, False),
     ("branch", ["--steps", 400], ["--lr", 0.12, "--keep", 1], 1.03, False),
-    ("same command", ["--steps", 400], ["--lr", 1.2, "--keep", 1], 1.06, False),
     ("same command", ["--steps", 400], ["--lr", 12.0, "--keep", 1], 1.06, True),
     ("overflow", ["--steps", 300, "--dtype", "fp16"], [], 1.05, True)])    # slow on a CPU
 def test_a_run_made_to_diverge_ends_near_the_healthy_one(
         library, healthy_run, tmp_path, fault, run_flags, fault_flags, most, hopeless):
-    """By 41 batches of noise; by a learning rate 30, 300 or 3000 times too high from step 200 on,
+    """By 41 batches of noise; by a learning rate 30 or 3000 times too high from step 200 on,
     given to a branch or to the same command, where one file is kept; by activations that overflow
     in fp16. Its last validation loss is at most `most` times that of the healthy run, and no
     rollback goes to step 0. Without rollback it is 2% worse at least; if hopeless, nothing but
@@ -746,15 +728,15 @@ def test_a_run_made_to_diverge_ends_near_the_healthy_one(
 
 @pytest.mark.claim("Healthy runs never roll back.")
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["--lr 1.2e-2 --batch-size 8", "--seq-len 32 --dropout 0.1",
-                                   "--data NOISY", "--init-from BASE/latest.pt"])
+@pytest.mark.parametrize("flags", ["--data NOISY --lr 1.2e-2 --batch-size 8",
+                                   "--init-from BASE/latest.pt --dropout 0.1"])
 def test_healthy_runs_never_roll_back(run_train, shards, library, tmp_path, flags):
     """Also with noise in one sequence of twenty, which no rollback can help, and on data other than
     those of the weights that it begins with. (Two more: the healthy runs of the test before.)"""
     base = tmp_path / "base"
     noisy = tmp_path / "noisy"
     if "NOISY" in flags:
-        with_noise(library, noisy, range(1, 301), 16, 64, every=20)
+        with_noise(library, noisy, range(1, 301), 8, 64, every=20)
     if "BASE" in flags:
         run_train("--data", shards, "--out", base, *SMALL, "--steps", 100)
     flags = flags.replace("NOISY", str(noisy)).replace("BASE", str(base)).split()
@@ -763,18 +745,18 @@ def test_healthy_runs_never_roll_back(run_train, shards, library, tmp_path, flag
     assert kinds(read_metrics(tmp_path / "o")[1]) == ["start", "end"]
 
 
-@pytest.mark.fault("a rank is killed at a random moment", tried=20, survived=20,
+@pytest.mark.fault("a rank is killed at a random moment", tried=7, survived=7,
                    note="bit-equal at the end")
 @pytest.mark.slow
-def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path):
-    """The straight run's state after step 300, of two replicas under ZeRO 1. Rank 0 is killed twice
-    under torchrun, which starts both again once; then one of the two 18 times, at some moment
-    between its start and a later step."""
+def test_a_run_killed_seven_times_ends_bit_equal(shards, tmp_path):
+    """The straight run's state after step 200, of two replicas under ZeRO 1. Rank 0 is killed twice
+    under torchrun, which starts both again once; then one of the two five times, at some
+    moment between its start and a later step."""
     noisy = with_noise(shards, tmp_path / "noisy", range(100, 110), 4, 16)
     rng = random.Random(0)
     straight = tmp_path / "straight"
     out = tmp_path / "out"
-    flags = ["--data", noisy, *TINY, "--steps", 300, "--save-every", 10, "--eval-every", 20,
+    flags = ["--data", noisy, *TINY, "--steps", 200, "--save-every", 10, "--eval-every", 20,
              "--zero", 1, "--timeout", 60, "--out"]
     assert [rank.finish(300)[0] for rank in launch(2, *flags, straight)] == [0, 0]
     group = torchrun(2, "--max-restarts=1", ROOT / "train.py", *flags, out)
@@ -782,7 +764,7 @@ def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path):
         wait_for_step(out, step, group)
         os.kill(int((out / "lock").read_text().split()[-1]), signal.SIGKILL)
     group.communicate(timeout=60)
-    for step in sorted(rng.choices(range(90, 220), k=18)):
+    for step in sorted(rng.choices(range(90, 180), k=5)):
         victim, other = rng.sample(launch(2, *flags, out), 2)
         wait_for_step(out, step, victim)
         time.sleep(rng.uniform(0, 0.2))
@@ -794,10 +776,10 @@ def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path):
             rank.process.join()
     assert [rank.finish(300)[0] for rank in launch(2, *flags, out)] == [0, 0]
     healthy, events = (kinds(read_metrics(folder)[1]) for folder in (straight, out))
-    print(f"\n20 kills, {events.count('resume')} resumes, {events.count('rollback')} rollbacks")
-    assert healthy[:3] == ["start", "spike", "rollback"] and events.count("resume") >= 10
-    assert saved(out, 300)["monitor"]["rollbacks"]
-    assert_same_state(saved(straight, 300), saved(out, 300))
+    print(f"\n7 kills, {events.count('resume')} resumes, {events.count('rollback')} rollbacks")
+    assert healthy[:3] == ["start", "spike", "rollback"] and events.count("resume") >= 5
+    assert saved(out, 200)["monitor"]["rollbacks"]
+    assert_same_state(saved(straight, 200), saved(out, 200))
 
 
 @pytest.mark.fault("the link between two machines is down for 15 s", tried=1, survived=1,
@@ -902,7 +884,8 @@ def test_a_run_goes_on_with_the_machines_that_are_left_and_has_the_same_bits(sha
         first, second = start(), start()
         wait_for_step(out, 50, first)
         lose(second)
-        resumed = wait_for_event(out, "resume", first)
+        [resumed] = wait_for(out, lambda _, events: [
+            event for event in events if event["event"] == "resume"], first)
         assert resumed["environment"]["hosts"] == [socket.gethostname()] * 2
         wait_for_step(out, resumed["step"] + 5, first)
         third = start()
@@ -913,18 +896,3 @@ def test_a_run_goes_on_with_the_machines_that_are_left_and_has_the_same_bits(sha
     assert worlds == [4, 2, 4]
     assert Command("train.py", *flags, "--out", tmp_path / "one").finish(300)[0] == 0
     assert_same_state(saved(tmp_path / "one", 400), saved(out, 400), ("config", "run"))
-
-
-@pytest.mark.slow
-def test_machines_that_cannot_go_on_alone_end_in_one_line(shards, tmp_path):
-    """Where the layout does not fit what is left, the run ends with one line, and torchrun does not
-    try again."""
-    flags = ["--data", shards, *TINY, "--steps", 400, "--save-every", 50, "--eval-every", 10,
-             "--timeout", 20, "--tp", 2, "--pp", 2]
-    with machines(tmp_path / "out", *flags) as (start, lose):
-        first, second = start(), start()
-        wait_for_step(tmp_path / "out", 100, first)
-        lose(second)
-        text, _ = first.communicate(timeout=200)
-    message = "2 processes are not divisible by tp 2 x pp 2 = 4"
-    assert first.returncode != 0 and text.count(message) == 1, text
