@@ -550,11 +550,11 @@ def overflow_in(run, steps):
     after_backward(run, spoil)
 
 
-def poison(run, times=1, at=40):
-    """After step `at` the parameters are wrong, in the first `times` attempts: the next three
-    losses are high, and the last of them rolls back."""
+def poison(run, times=1):
+    """After step 40 the parameters are wrong, in the first `times` attempts: the next three losses
+    are high, and the last of them rolls back."""
     def spoil(step):
-        if step == at and run.divergence.rollbacks < times:
+        if step == 40 and run.divergence.rollbacks < times:
             for bucket in run.flat.buckets:
                 bucket.shard["data"] *= 30
     after_backward(run, spoil)

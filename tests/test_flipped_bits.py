@@ -1,7 +1,7 @@
 """Replicas that must be equal: flipped bits are found and named, healthy runs are left alone.
 
     python -m pytest tests/test_flipped_bits.py
-    python -m pytest tests/test_flipped_bits.py -m slow -s      24 flips, 11 healthy runs; a table
+    python -m pytest tests/test_flipped_bits.py -m slow -s      12 flips, 5 healthy runs; a table
     FLIPS=18 python -m pytest [the same]                        216 flips, 100 healthy runs
 
 A flip is one bit of one rank's parameter, master, moment or gradient. The final weights of a run
@@ -149,11 +149,11 @@ def test_tp_copies_on_a_gpu_are_compared_where_their_gradients_are_summed(device
 
 @pytest.mark.claim("A flipped bit is found, named and undone.")
 @pytest.mark.parametrize("layout, flags, flip, ranks", [
-    ((4, 1, 1), {}, Flip(2, 5, "forward", "data", 0.7, 29), [2]),
+    ((3, 1, 1), dict(batch_size=6), Flip(2, 5, "forward", "data", 0.7, 29), [2]),
     ((2, 1, 1), dict(dtype="bf16"), Flip(0, 4, "update", "master", 0.4, 2), [0, 1]),
     ((1, 2, 1), dict(zero=0), Flip(1, 6, "update", "exp_avg_sq", 0.08, 25), [0, 1]),
     ((1, 1, 2), {}, Flip(1, 4, "update", "data", "embed.token.weight", 22), [0, 1]),
-    ((4, 1, 1), dict(zero=1), Flip(3, 4, "update", "data", 0.02, 20), [3]),
+    ((3, 1, 1), dict(zero=1, batch_size=6), Flip(1, 4, "update", "data", 0.02, 20), [1]),
     ((2, 2, 1), dict(zero=3), Flip(1, 6, "update", "exp_avg", "blocks.0.norm1.weight", 9),
      [0, 1])])
 def test_a_flipped_bit_is_found_named_and_undone(pool, tmp_path, layout, flags, flip, ranks):
@@ -218,7 +218,7 @@ CAMPAIGN = [((2, 1, 1), {}), ((4, 1, 1), {}), ((2, 1, 1), dict(dtype="bf16")), (
             ((2, 2, 1), dict(zero=1, dtype="bf16")), ((2, 1, 2), dict(zero=2)),
             ((4, 1, 1), dict(zero=2)), ((2, 2, 1), dict(zero=3))]
 # Of each row. FLIPS=18 is the campaign of docs/faults.md: 216 flips, and a hundred healthy runs.
-FLIPS = int(os.environ.get("FLIPS", 2))
+FLIPS = int(os.environ.get("FLIPS", 1))
 SHARD = "a shard of ZeRO, or a part of tensor parallelism: no other rank has it"
 BEFORE_SUM = "a gradient before the sum: all replicas have the same wrong sum"
 REWRITTEN = "a copy that the next update rewrites, before the check"

@@ -539,10 +539,9 @@ train.main()
 # Chains of stops, layouts and faults, drawn at random
 # ---------------------------------------------------------------------------------------------
 
-def train_until(rank, world, config, cfg, file, diverges, at, fate):
+def train_until(rank, world, config, cfg, file, at, fate):
     """Train on from a file, or from the seed. After step `at` a signal saves and ends the run, or
-    in it all ranks are killed. In steps 3 and 9 a rank finds infinite gradients; a run that
-    diverges does so after step 28, and rolls back."""
+    in it all ranks are killed. In steps 3 and 9 a rank finds infinite gradients."""
     @contextmanager
     def held():
         yield
@@ -561,8 +560,6 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
                  config.pp_chunks) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
                         Memory(cfg, 13, seed=1), directory.load_state(file))
-        if diverges:
-            poison(run, at=28)
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
             run.log = run_log.RunLog(directory.Metrics(Path(config.out), rank))
@@ -590,23 +587,22 @@ def drawn_layout(rng, config, cfg, most):
             return dp * tp * pp, drawn
 
 
-@pytest.mark.parametrize("seed, dtype, most, same_layout, steps, fates, dropout, bound", [
-    (0, "fp16", 2, True, 12, ["signal", "kill", "damage"], 0.1, 0),
-    pytest.param(7, "fp64", 4, False, 33, ["signal", "kill"], 0.0, 1e-10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed, dtype, most, same_layout, dropout, bound", [
+    (0, "fp16", 2, True, 0.1, 0),
+    pytest.param(6, "fp64", 4, False, 0.0, 1e-10, marks=pytest.mark.slow)])
 def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
-        pool, tmp_path, seed, dtype, most, same_layout, steps, fates, dropout, bound):
-    """A run of up to `most` ranks that is stopped at random steps by these fates ends as one
-    without stops: bit for bit if each part has the same layout, to `bound` in its losses, norms and
-    learning rates if each draws its own. The run of 33 steps diverges once and rolls back (without
-    damaged files, which would make the rollback go elsewhere)."""
+        pool, tmp_path, seed, dtype, most, same_layout, dropout, bound):
+    """A run of up to `most` ranks that is stopped at random steps, by a signal, a kill or damaged
+    files, ends as one without stops: bit for bit if each part has the same layout, to `bound` in
+    its losses, norms and learning rates if each draws its own."""
     rng = random.Random(seed)
-    diverges = steps > 28
+    steps = 12
     cfg = replace(CFG, n_layer=4, dropout=dropout)
     straight = tmp_path / "straight"
     chained = tmp_path / "chained"
     world, config = drawn_layout(rng, settings(straight, steps=steps, save_every=1, keep=99,
                                                dtype=dtype), cfg, most)
-    pool.run(world, train_until, config, cfg, None, diverges, 0, None)
+    pool.run(world, train_until, config, cfg, None, 0, None)
     chain = []
     file = None
     step = 0
@@ -614,11 +610,10 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
         if not same_layout:
             world, config = drawn_layout(rng, config, cfg, most)
         at = step + rng.randint(1, 8)
-        fate = rng.choice(fates)
+        fate = rng.choice(["signal", "kill", "damage"])
         chain.append((world, config, at, fate))
         assert len(chain) < 60, chain
-        pool.run(world, train_until, replace(config, out=str(chained)), cfg, file, diverges, at,
-                 fate)
+        pool.run(world, train_until, replace(config, out=str(chained)), cfg, file, at, fate)
         files = checkpoint_files.list_checkpoints(chained)
         if fate == "damage" and len(files) > 3:
             for path in files[:rng.randint(1, 3)]:
@@ -633,10 +628,8 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
         if not row["skipped"]:
             for name in ("loss", "grad_norm", "lr"):
                 assert abs(row[name] - two[step][name]) <= bound * row[name], (step, name, chain)
-    states = [saved(folder, steps) for folder in (straight, chained)]
-    assert [state["monitor"]["rollbacks"] for state in states] == [diverges, diverges]
     if same_layout:
-        assert_same_state(*states)
+        assert_same_state(saved(straight, steps), saved(chained, steps))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -729,7 +722,7 @@ def test_a_run_made_to_diverge_ends_near_the_healthy_one(
 @pytest.mark.claim("Healthy runs never roll back.")
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["--data NOISY --lr 1.2e-2 --batch-size 8",
-                                   "--init-from BASE/latest.pt --dropout 0.1"])
+                                   "--init-from BASE/latest.pt --seq-len 32 --dropout 0.1"])
 def test_healthy_runs_never_roll_back(run_train, shards, library, tmp_path, flags):
     """Also with noise in one sequence of twenty, which no rollback can help, and on data other than
     those of the weights that it begins with. (Two more: the healthy runs of the test before.)"""
