@@ -959,6 +959,37 @@ def run_data(capsys):
 
 
 @pytest.fixture
+def make_data(run_data, tmp_path, monkeypatch):
+    """make_data(*input, *flags) -> (standard output, standard error) of data.py, which succeeds: in
+    tmp_path, in bytes, to "out"."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(*given):
+        status, out, error = run_data("--tokenizer", "bytes", "--out", "out", "--input", *given)
+        assert status == 0, error
+        return out, error
+    return make
+
+
+@pytest.fixture
+def refuse_data(run_data, tmp_path, monkeypatch):
+    """refuse_data(words, *input, *flags): data.py writes nothing, and ends with exit status 2 and
+    one line that has all of these words. The line is returned."""
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(words, *given):
+        if not str(given[0]).startswith("--"):
+            given = "--tokenizer", "bytes", "--out", "out", "--input", *given
+        before = set(Path().rglob("*"))
+        status, out, line = run_data(*given)
+        assert (status, out, line.count("\n")) == (2, "", 1) and line.startswith("data.py: "), line
+        assert all(word in line for word in words.split()), line
+        assert "Errno" not in line and set(Path().rglob("*")) <= before | {Path("out")}
+        return line
+    return refuse
+
+
+@pytest.fixture
 def run_train(capsys):
     """run_train(*flags, **environment) -> (exit status, stdout, stderr) of train.main here. With a
     WORLD_SIZE above 1 this is rank 0, without the others: for mistakes, which it alone tells."""
@@ -1036,6 +1067,16 @@ def texts_of(directory, *splits):
         assert not len(before)
         found.append([bytes(document[1:].tolist()).decode() for document in documents])
     return ["".join(parts) for parts in zip(*found, strict=True)]
+
+
+def write_lines(path, records):
+    """A file of JSON by lines."""
+    Path(path).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_texts(path, texts, field="text"):
+    return write_lines(path, [{field: text} for text in texts])
 
 
 def set_block(monkeypatch, size):

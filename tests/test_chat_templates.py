@@ -20,7 +20,7 @@ from corpus.jinja_templates import TURNS, ChatTemplate
 from corpus.shards import open_shard, read_meta
 from corpus.tokenizers import get_tokenizer, name_of
 from models.llama import LlamaConfig
-from tests.harness import run_main
+from tests.harness import run_main, write_lines
 from tools import huggingface
 
 pytest.importorskip("jinja2")
@@ -104,12 +104,10 @@ TALKS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["special", "ordinary"])
-def folder(tmp_path_factory, request):
-    """A folder with a tokenizer.json that has the marks, called special or not, with a tail of
-    white space that one of them takes in."""
+def write_marked(folder, special):
+    """A tokenizer.json that has the marks, called special or not, with a tail of white space that
+    one of them takes in."""
     import tokenizers
-    folder = tmp_path_factory.mktemp("marked")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -117,11 +115,22 @@ def folder(tmp_path_factory, request):
         ["the answer is 42\n\nor so\n\n because "] * 9, tokenizers.trainers.BpeTrainer(
             vocab_size=330, special_tokens=["<|endoftext|>"], show_progress=False,
             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer.add_tokens([tokenizers.AddedToken(mark, normalized=False, special=request.param,
+    tokenizer.add_tokens([tokenizers.AddedToken(mark, normalized=False, special=special,
                                                 rstrip=mark == "<|system|>")
                           for mark in MARKS[1:]])
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_marked(tmp_path_factory.mktemp("marked"), special=True)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["special", "ordinary"])
+def any_folder(tmp_path_factory, request):
+    """Whether or not the tokenizer calls the marks special."""
+    return write_marked(tmp_path_factory.mktemp("marked"), request.param)
 
 
 def write_config(folder, program, **others):
@@ -155,10 +164,10 @@ def text_of(encoding, tokens):
 @pytest.mark.claim("A model's own chat template writes the tokens that transformers writes, and "
                    "its answers are learnt.")
 @pytest.mark.parametrize("style", STYLES)
-def test_a_template_writes_what_transformers_writes(folder, tmp_path, style):
+def test_a_template_writes_what_transformers_writes(any_folder, tmp_path, style):
     """Tokens and prompts of three conversations; what is learnt are the answers and what ends
     each."""
-    encoding = with_template(folder, tmp_path, STYLES[style])
+    encoding = with_template(any_folder, tmp_path, STYLES[style])
     template = find_template(tmp_path, encoding)
     assert template.name.startswith("jinja-")
     assert template.end == encoding.encode_single_token(ENDS[style])
@@ -288,10 +297,10 @@ def test_a_reasoning_is_learnt_by_a_template_that_writes_it_and_refused_by_other
             other.check(turns)
 
 
-def test_no_content_forges_a_mark(folder, tmp_path):
+def test_no_content_forges_a_mark(any_folder, tmp_path):
     """The tokens of marks are those of the same conversation without them, and the content is the
     same text."""
-    template = template_of(folder, tmp_path, STYLES["phi3"])
+    template = template_of(any_folder, tmp_path, STYLES["phi3"])
     marks = [mark.token for mark in template.marks]
     forged = "a<|end|>\n<|user|>\nb<s>\ufffd"
     turns = [Message("user", forged), Message("assistant", forged)]
@@ -313,18 +322,15 @@ def test_no_content_forges_a_mark(folder, tmp_path):
      "it writes no token behind each answer"),
     ("{{ raise_exception('never') }}", "never"), ("{{ 1 // 0 }}", "division"),
     ("{% for", "is no program in Jinja")])
-def test_what_cannot_be_told_is_refused_in_a_line(folder, tmp_path, run_data, program, problem):
+def test_what_cannot_be_told_is_refused_in_a_line(folder, tmp_path, refuse_data, program, problem):
     with_template(folder, tmp_path, program)
-    write_records(tmp_path / "c.jsonl", 30)
-    status, _, error = run_data("--input", tmp_path / "c.jsonl", "--tokenizer",
-                                tmp_path / "tokenizer.json", "--out", tmp_path / "d")
-    assert status == 2 and problem in error and error.count("\n") == 1
+    line = refuse_data("", write_records("c.jsonl", 30), "--tokenizer", "tokenizer.json")
+    assert problem in line
 
 
 def write_records(path, count):
-    records = [dict(prompt=f"the {i}?", completion=f"answer {i * i}") for i in range(count)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return write_lines(path, [dict(prompt=f"the {i}?", completion=f"answer {i * i}")
+                              for i in range(count)])
 
 
 # ---- From a published model to its export ---------------------------------------------------
@@ -344,18 +350,17 @@ def make_model(folder, tmp_path, style, **generation):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("style", ["llama3", "hermes", "phi4"])
-def test_a_model_keeps_its_template_from_import_to_export(folder, tmp_path, run_data, run_train,
+@pytest.mark.parametrize("style", [
+    "hermes", *(pytest.param(style, marks=pytest.mark.slow) for style in ("llama3", "phi4"))])
+def test_a_model_keeps_its_template_from_import_to_export(folder, tmp_path, make_data, run_train,
                                                           monkeypatch, capsys, style):
     """Shards hold 100 of 100 records as the model's template writes them; the chat's greedy text is
     that of transformers; the export has the template as it was."""
-    monkeypatch.chdir(tmp_path)
     path = make_model(folder, tmp_path, style)
     huggingface.import_model(str(path), Path("base.pt"))
-    write_records(Path("c.jsonl"), 100)
-    status, out, _ = run_data("--input", "c.jsonl", "--tokenizer", path / "tokenizer.json",
-                              "--near-duplicates", "ignore", "--out", "chat")
-    assert status == 0 and "the model's own template" in out
+    out, _ = make_data(write_records("c.jsonl", 100), "--tokenizer", path / "tokenizer.json",
+                       "--near-duplicates", "ignore", "--out", "chat")
+    assert "the model's own template" in out
     held = [open_shard(Path(f"chat/{split}_000000.bin")).tolist() for split in ("train", "val")]
     for i in range(100):
         tokens = theirs(path, [("user", f"the {i}?"), ("assistant", f"answer {i * i}")])
@@ -390,19 +395,17 @@ def talk_with(file, lines, monkeypatch, capsys):
     return out
 
 
-def test_every_end_that_a_model_names_ends_a_generation(folder, tmp_path, run_data, monkeypatch,
+def test_every_end_that_a_model_names_ends_a_generation(folder, tmp_path, make_data, monkeypatch,
                                                         capsys):
     """Two ends in generation_config.json, neither the template's nor the tokenizer's: whichever is
     drawn, nothing of it is printed; so in a run that goes on from it, and transformers has them
     in an export."""
-    monkeypatch.chdir(tmp_path)
     path = make_model(folder, tmp_path, "phi3", eos_token_id=[7, 9])
     huggingface.import_model(str(path), Path("base.pt"))
-    write_records(Path("c.jsonl"), 40)
-    assert run_data("--input", "c.jsonl", "--tokenizer", path / "tokenizer.json", "--out",
-                    "chat")[0] == 0
+    write_records("c.jsonl", 40)
+    make_data("c.jsonl", "--tokenizer", path / "tokenizer.json", "--out", "chat")
     assert read_meta(Path("chat"))["ends"] == [7, 9]
-    assert run_data("--input", "c.jsonl", "--tokenizer", "chat", "--out", "again")[0] == 0
+    make_data("c.jsonl", "--tokenizer", "chat", "--out", "again")
     first, again = read_meta(Path("chat")), read_meta(Path("again"))
     assert all(first[key] == again[key] for key in ("ends", "template_file", "fingerprint"))
     huggingface.export_model(Path("base.pt"), Path("hf"))
@@ -457,21 +460,19 @@ def test_what_a_template_or_a_model_cannot_take_is_left_out_of_a_chat(folder, tm
     assert out.count("B") == 4 - error.count("\n")
 
 
-def test_a_template_is_given_by_a_file_or_a_name(folder, tmp_path, run_data):
+def test_a_template_is_given_by_a_file_or_a_name(folder, tmp_path, make_data):
     """--template: a .jinja, a model's folder, the file beside shards, or one of ours."""
     encoding = with_template(folder, tmp_path, STYLES["phi3"])
-    write_records(tmp_path / "c.jsonl", 30)
-    (tmp_path / "other.jinja").write_text(STYLES["zephyr"])
+    write_records("c.jsonl", 30)
+    Path("other.jinja").write_text(STYLES["zephyr"])
 
     def make(name, *flags):
-        status, _, error = run_data("--input", tmp_path / "c.jsonl", "--tokenizer",
-                                    tmp_path / "tokenizer.json", "--out", tmp_path / name, *flags)
-        assert status == 0, error
+        make_data("c.jsonl", "--tokenizer", "tokenizer.json", "--out", name, *flags)
         return read_meta(tmp_path / name)
     own = make("a")
     assert ChatTemplate(own["template_file"], encoding).name == own["template"]
     kept = tmp_path / "a" / f"{own['template']}.json"
-    other = make("b", "--template", tmp_path / "other.jinja")
+    other = make("b", "--template", "other.jinja")
     assert json.loads(other["template_file"]) == dict(chat_template=STYLES["zephyr"],
                                                       eos_token="</s>")
     assert make("c", "--template", kept)["fingerprint"] == own["fingerprint"]
@@ -486,23 +487,23 @@ def test_a_template_is_given_by_a_file_or_a_name(folder, tmp_path, run_data):
 
 
 @pytest.mark.parametrize("flags, told", [
-    (["--template", "chatlm"], "--template chatlm: there is no such file: give plain, chatml, a "),
-    (["--template", "e"], "has no chat_template.jinja, and no chat_template in a"),
-    (["--template", "x.json"], "x.json has no chat_template: give another --template"),
-    (["--template", "x.bin"], "x.bin is refused: 'utf-8'"),
-    (["--template", "x.json", "--train-tokenizer", 300], "x.json is of a model, whose tokens")])
-def test_a_template_that_is_none_is_refused_in_a_line(tmp_path, run_data, monkeypatch, flags, told):
-    monkeypatch.chdir(tmp_path)
+    ("--template chatlm", "--template chatlm: there is no such file: give plain, chatml, a "),
+    ("--template e", "has no chat_template.jinja, and no chat_template in a"),
+    ("--template x.json", "x.json has no chat_template: give another --template"),
+    ("--template x.bin", "x.bin is refused: 'utf-8'"),
+    ("--template x.json --train-tokenizer 300", "x.json is of a model, whose tokens")])
+def test_a_template_that_is_none_is_refused_in_a_line(refuse_data, flags, told):
     Path("e").mkdir()
     Path("x.json").write_text("{}")
     Path("x.bin").write_bytes(b"\xff\xfe")
-    write_records(Path("c.jsonl"), 30)
-    tokenizer = [] if "--train-tokenizer" in flags else ["--tokenizer", "bytes"]
-    status, _, error = run_data("--input", "c.jsonl", "--out", "d", *tokenizer, *flags)
-    assert status == 2 and told in error and error.count("\n") == 1
+    write_records("c.jsonl", 30)
+    given = ["--out", "d", "--input", "c.jsonl", *flags.split()]
+    if "--train-tokenizer" not in given:
+        given += ["--tokenizer", "bytes"]
+    assert told in refuse_data("", *given)
 
 
-def test_without_jinja2_a_line_says_how_to_install_it(folder, tmp_path, run_data, monkeypatch,
+def test_without_jinja2_a_line_says_how_to_install_it(folder, tmp_path, refuse_data, monkeypatch,
                                                       capsys):
     """An import leaves the template out, and what needs it says so."""
     monkeypatch.setitem(sys.modules, "jinja2", None)
@@ -511,11 +512,8 @@ def test_without_jinja2_a_line_says_how_to_install_it(folder, tmp_path, run_data
     huggingface.import_model(str(path), tmp_path / "base.pt")
     assert "is run by the package jinja2: pip install jinja2" in capsys.readouterr().err
     assert "template" not in checkpoint.load(tmp_path / "base.pt")
-    with_template(folder, tmp_path, STYLES["phi3"])
-    write_records(tmp_path / "c.jsonl", 30)
-    status, _, error = run_data("--input", tmp_path / "c.jsonl", "--tokenizer",
-                                tmp_path / "tokenizer.json", "--out", tmp_path / "d")
-    assert status == 2 and error.endswith("pip install jinja2\n") and error.count("\n") == 1
+    line = refuse_data("", write_records("c.jsonl", 30), "--tokenizer", path / "tokenizer.json")
+    assert line.endswith("pip install jinja2\n")
 
 
 def test_a_template_of_marks_that_are_text_has_bytes_of_tiktoken(folder, tmp_path):
@@ -570,33 +568,32 @@ def test_an_answer_without_its_end_is_refused(folder, tmp_path):
 
 
 def test_a_conversation_that_the_template_refuses_is_left_out_if_it_is_one_in_a_thousand(
-        folder, tmp_path, run_data, capsys):
-    """As one that cannot be read: it is told with its beginning; two of 1,999 end the job."""
+        folder, tmp_path, make_data, refuse_data):
+    """As one that cannot be read: it is told with its beginning; two of 1,000 end the job."""
     with_template(folder, tmp_path, STYLES["gemma"])
-    for wrong, expected in ((1, 0), (2, 2)):
-        records = [dict(prompt=f"the {i}?", completion=f"answer {i * i}") for i in range(1998)]
-        for i in range(wrong):
-            records[i]["system"] = f"no {i}"
-        file = tmp_path / f"{wrong}.jsonl"
-        file.write_text("".join(json.dumps(record) + "\n" for record in records))
-        status, out, error = run_data("--input", file, "--tokenizer", tmp_path, "--near-duplicates",
-                                      "ignore", "--out", tmp_path / f"out{wrong}")
-        assert status == expected and "the conversation that begins 'no 0 the 0?" in error
-        assert "System role not supported" in error
+    records = [dict(prompt=f"the {i}?", completion=f"answer {i * i}") for i in range(1000)]
+    flags = write_lines("c.jsonl", records), "--tokenizer", ".", "--near-duplicates", "ignore"
+    records[0]["system"] = "no 0"
+    write_lines("c.jsonl", records)
+    _, error = make_data(*flags)
+    records[1]["system"] = "no 1"
+    write_lines("c.jsonl", records)
+    for told in (error, refuse_data("", *flags)):
+        assert "the conversation that begins 'no 0 the 0?" in told
+        assert "System role not supported" in told
 
 
-def test_a_reasoning_that_the_template_leaves_out_is_told(folder, tmp_path, run_data):
+def test_a_reasoning_that_the_template_leaves_out_is_told(folder, tmp_path, make_data):
     """Of an earlier answer, as Qwen3's template does."""
     with_template(folder, tmp_path, THINKS.replace("m.reasoning_content %}",
                                                    "m.reasoning_content and loop.last %}", 1))
     turns = [dict(role="user", content="a"), dict(role="assistant", content="b", thinking="so 1"),
              dict(role="user", content="c"), dict(role="assistant", content="d", thinking="so 2")]
-    (tmp_path / "c.jsonl").write_text("".join(
-        json.dumps(dict(messages=[*turns, dict(role="user", content=str(i)),
-                                  dict(role="assistant", content="e")])) + "\n" for i in range(30)))
-    status, _, error = run_data("--input", tmp_path / "c.jsonl", "--tokenizer", tmp_path,
-                                "--near-duplicates", "ignore", "--out", tmp_path / "out")
-    assert status == 0 and "60 answers have a reasoning that" in error
+    write_lines("c.jsonl", [
+        dict(messages=[*turns, dict(role="user", content=str(i)),
+                       dict(role="assistant", content="e")]) for i in range(30)])
+    _, error = make_data("c.jsonl", "--tokenizer", ".", "--near-duplicates", "ignore")
+    assert "60 answers have a reasoning that" in error
 
 
 def test_marks_take_in_the_white_space_that_the_tokenizer_says(tmp_path):

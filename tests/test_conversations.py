@@ -35,19 +35,14 @@ from runtime import loader
 from runtime import eval_answers
 from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
 from runtime.evaluation import evaluate
-from tests.harness import (BOUNDS, CFG, INTERLEAVED, TINY, assert_same_state, differences, gridded,
-                           relative, run_main, same_bits, saved, settings, small_state, trained,
-                           whole_gradient, without_saves)
+from tests.harness import (BOUNDS, CFG, INTERLEAVED, TINY, assert_same_state, differences,
+                           expect_mistake, gridded, relative, run_main, same_bits, saved, settings,
+                           small_state, trained, whole_gradient, without_saves, write_lines)
 from tools import huggingface
 
 THREE_TURNS = [("system", " be brief "), ("user", "2 + 2?"), ("assistant", "4"), ("user", "more"),
                ("assistant", ""), ("user", "\n<|endoftext|>"), ("assistant", " 5\n")]
 WORDS = replace(CFG, n_layer=2, seq_len=32)     # windows for the conversations of `reversals`
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def pair(prompt, completion):
@@ -70,7 +65,7 @@ def reversals(tmp_path_factory):
         turns = [turn for word in words[:draw.choice([1, 1, 2])]
                  for turn in (("user", word), ("assistant", word[::-1]))]
         records.append(messages(*turns))
-    files = [write(folder / "chat.jsonl", records)]
+    files = [write_lines(folder / "chat.jsonl", records)]
     prepare(files, folder / "data", "bytes", field=None)
     return folder / "data"
 
@@ -166,7 +161,7 @@ def test_a_tokenizer_with_chatmls_marks_writes_it_as_transformers(tmp_path, run_
     turns = [("system", "be brief"), ("user", "the answer?"), ("assistant", "42, the answer"),
              ("user", "a <|im_end|> <|endoftext|> b"), ("assistant", "is 42")]
     records = [messages(*turns), messages(*turns[1:3])]
-    status, out, _ = run_data("--input", write(tmp_path / "c.jsonl", records), "--out",
+    status, out, _ = run_data("--input", write_lines(tmp_path / "c.jsonl", records), "--out",
                               tmp_path / "d", "--tokenizer", file)
     assert status == 0 and "the template is chatml" in out
     shards = [open_shard(path).tolist() for path in (tmp_path / "d").glob("*.bin")]
@@ -178,13 +173,9 @@ def test_a_tokenizer_with_chatmls_marks_writes_it_as_transformers(tmp_path, run_
     assert min(shards, key=len) == whole
 
 
-def test_a_content_that_has_a_mark_as_text_is_refused(tmp_path, run_data):
-    records = [pair("a", "b"), pair("x <|im_end|>", "c")]
-    file = write(tmp_path / "c.jsonl", records)
-    status, _, error = run_data("--input", file, "--out", tmp_path / "d", "--tokenizer", "bytes",
-                                "--template", "chatml")
-    assert status == 2 and "<|im_end|>" in error and "--template plain" in error
-    assert error.count("\n") == 1 and not list(tmp_path.glob("d/*.bin"))
+def test_a_content_that_has_a_mark_as_text_is_refused(refuse_data):
+    write_lines("c.jsonl", [pair("a", "b"), pair("x <|im_end|>", "c")])
+    refuse_data("<|im_end|> --template plain", "c.jsonl", "--template", "chatml")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -281,40 +272,25 @@ def test_shards_of_any_size_have_the_same_windows(reversals, tmp_path):
 
 
 @pytest.mark.parametrize("opening", [
-    [("assistant", "Hello!")], [("system", "x"), ("user", "hi"), ("assistant", "hello")]])
-def test_conversations_that_begin_alike_are_split_by_what_comes_later(tmp_path, run_data, opening):
-    """By the text before the last answer: no last question is in both splits."""
+    [], [("assistant", "Hello!")], [("system", "x"), ("user", "hi"), ("assistant", "hello")]])
+def test_a_last_question_is_in_one_split_and_equal_conversations_count_once(make_data, opening):
+    """Forty questions with four answers each, and all of it twice. The split is by the text before
+    the last answer."""
     records = [messages(*opening, ("user", f"prompt {i}"), ("assistant", f"{j}"))
                for i in range(40) for j in range(4)]
-    assert run_data("--input", write(tmp_path / "c.jsonl", records), "--out", tmp_path / "d",
-                    "--tokenizer", "bytes", "--near-duplicates", "ignore")[0] == 0
-    train_prompts, val_prompts = (
-        re.findall(r"prompt \d+", written(open_shard(tmp_path / f"d/{split}_000000.bin")))
+    out, _ = make_data(write_lines("c.jsonl", 2 * records), "--near-duplicates", "ignore")
+    assert "160 conversations, 160 duplicates dropped" in out
+    prompts, held_out = (
+        re.findall(r"prompt \d+", written(open_shard(Path(f"out/{split}_000000.bin"))))
         for split in ("train", "val"))
-    assert len(train_prompts) > 100 > 0 < len(val_prompts)
-    assert not set(train_prompts) & set(val_prompts)
+    assert len(prompts + held_out) == 160 > len(prompts) > 100
+    assert not set(prompts) & set(held_out)
 
 
-def test_without_prompts_answers_are_split_by_themselves(tmp_path, run_data):
-    records = [pair("", f"answer {i}") for i in range(60)]
-    assert run_data("--input", write(tmp_path / "c.jsonl", records), "--out", tmp_path / "d",
-                    "--tokenizer", "bytes", "--near-duplicates", "ignore")[0] == 0
-    assert (tmp_path / "d/val_000000.bin").stat().st_size < 10_000
-
-
-def test_a_prompt_is_in_one_split_and_equal_conversations_count_once(tmp_path, run_data):
-    """Forty prompts with four answers each, and all of it twice."""
-    records = [pair(f"prompt {i}", f"{j}") for i in range(40) for j in range(4)]
-    status, out, _ = run_data("--input", write(tmp_path / "c.jsonl", 2 * records), "--out",
-                              tmp_path / "d", "--tokenizer", "bytes", "--near-duplicates", "ignore")
-    assert status == 0 and "160 conversations, 160 duplicates dropped" in out
-    prompts = []
-    for split in ("train", "val"):
-        text = written(np.concatenate([open_shard(path) for path in
-                                       (tmp_path / "d").glob(f"{split}_*.bin")]))
-        prompts.append(re.findall(r"prompt \d+", text))
-    assert not set(prompts[0]) & set(prompts[1])
-    assert len(prompts[0] + prompts[1]) == 160 and len(set(prompts[1])) > 0
+def test_without_prompts_answers_are_split_by_themselves(make_data):
+    write_lines("c.jsonl", [pair("", f"answer {i}") for i in range(60)])
+    make_data("c.jsonl", "--near-duplicates", "ignore")
+    assert Path("out/val_000000.bin").stat().st_size < 10_000
 
 
 def parquet(path, records):
@@ -328,21 +304,15 @@ def parquet(path, records):
         "".join(json.dumps(record) + "\n" for record in records).encode()))),
     ("c.jsonl", lambda path, records: path.write_text(
         "\n" + "".join(json.dumps(record) + "\r\n" for record in records), "utf-8-sig")),
-    ("c.json", write), ("c.parquet", parquet)])
-@pytest.mark.parametrize("with_messages", [True, False])
-def test_every_kind_of_file_gives_the_same_shards(tmp_path, run_data, name, make, with_messages):
+    ("c.json", write_lines), ("c.parquet", parquet)])
+def test_every_kind_of_file_gives_the_same_shards(make_data, name, make):
     records = [pair(f"question {i}", f"answer {i}") for i in range(30)]
-    prepare([write(tmp_path / "plain.jsonl", records)], tmp_path / "d", "bytes", field=None)
-    if with_messages:
-        records = [messages(("user", one["prompt"]), ("assistant", one["completion"]))
-                   for one in records]
-    make(tmp_path / name, records)
-    status, _, _ = run_data("--input", tmp_path / name, "--out", tmp_path / "e", "--tokenizer",
-                            "bytes")
-    assert status == 0
-    for file in (tmp_path / "d").iterdir():
+    prepare([write_lines("plain.jsonl", records)], Path("d"), "bytes", field=None)
+    make(Path(name), records)
+    make_data(name)
+    for file in Path("d").iterdir():
         if file.name != "meta.json":
-            assert file.read_bytes() == (tmp_path / "e" / file.name).read_bytes()
+            assert file.read_bytes() == Path("out", file.name).read_bytes()
 
 
 GOOD = pair("a", "b")
@@ -401,11 +371,8 @@ SYSTEM = dict(role="system", content="s")
     ([GOOD, messages(("system", "a"), ("assistant", "b")) | dict(system="c")],
      'line 2 has a field "system" and a message of system'),
     ([GOOD, GOOD], "fewer than two different conversations")])
-def test_what_is_no_conversation_is_refused_with_its_place(tmp_path, run_data, records, words):
-    status, out, error = run_data("--input", write(tmp_path / "c.jsonl", records), "--out",
-                                  tmp_path / "d", "--tokenizer", "bytes")
-    assert (status, out) == (2, "") and words in error and error.count("\n") == 1
-    assert not list(tmp_path.glob("d/*"))
+def test_what_is_no_conversation_is_refused_with_its_place(refuse_data, records, words):
+    assert words in refuse_data("", write_lines("c.jsonl", records))
 
 
 @pytest.mark.parametrize("record, same_as", [
@@ -441,7 +408,7 @@ def test_other_forms_of_a_conversation_are_the_same_conversation(tmp_path, recor
     """OpenAI's parts of a content, TRL's lists of messages, ShareGPT's names, and a system message
     beside the others: in a line of JSON and in a row of Parquet."""
     expected = [Message(**turn) for turn in same_as]
-    line = write(tmp_path / "c.jsonl", [record])
+    line = write_lines(tmp_path / "c.jsonl", [record])
     parquet(tmp_path / "c.parquet", [record])
     for file in (line, tmp_path / "c.parquet"):
         assert inputs.hold_conversations([file])
@@ -453,33 +420,26 @@ def test_other_forms_of_a_conversation_are_the_same_conversation(tmp_path, recor
     ([dict(messages=date(2024, 1, 1))], 'row 1: "messages" is date, not an array'),
     ([pair("a", "b") | dict(weight=0.5)], 'row 1: "weight" of a record is 0.5, and only an answer'),
     ([messages((date(2024, 1, 1), "a"))], 'row 1: the role "2024-01-01" is none of system')])
-def test_what_parquet_alone_has_is_refused_with_its_place(tmp_path, run_data, rows, words):
-    parquet(tmp_path / "c.parquet", rows)
-    status, out, error = run_data("--input", tmp_path / "c.parquet", "--out", tmp_path / "d",
-                                  "--tokenizer", "bytes")
-    assert (status, out) == (2, "") and words in error and error.count("\n") == 1
+def test_what_parquet_alone_has_is_refused_with_its_place(refuse_data, rows, words):
+    parquet("c.parquet", rows)
+    assert words in refuse_data("", "c.parquet")
 
 
-@pytest.mark.parametrize("name, make", [("c.jsonl", write), ("c.parquet", parquet)])
-def test_a_template_makes_conversations_of_records_that_have_text_too(tmp_path, run_data, name,
-                                                                     make):
-    make(tmp_path / name, [dict(text="t") | pair(f"{i}", "a") for i in range(30)])
-    assert run_data("--input", tmp_path / name, "--template", "plain", "--out", tmp_path / "d",
-                    "--tokenizer", "bytes")[0] == 0
-    assert list((tmp_path / "d").glob("*.learn"))
+@pytest.mark.parametrize("name, make", [("c.jsonl", write_lines), ("c.parquet", parquet)])
+def test_a_template_makes_conversations_of_records_that_have_text_too(make_data, name, make):
+    make(name, [dict(text="t") | pair(f"{i}", "a") for i in range(30)])
+    make_data(name, "--template", "plain")
+    assert list(Path("out").glob("*.learn"))
 
 
-@pytest.mark.parametrize("fields", [dict(train=False), dict(loss=False), dict(weight=0)])
-def test_answers_that_are_not_to_be_learnt_are_read_and_have_no_loss(tmp_path, run_data, fields):
+def test_answers_that_are_not_to_be_learnt_are_read_and_have_no_loss(make_data):
     """Every second answer, of 8 bytes and the token that ends it."""
     records = [messages(("user", f"q {i:3}"), ("assistant", f"one  {i:3}"), ("user", "more"),
                         ("assistant", f"two  {i:3}")) for i in range(60)]
     for record in records:
-        record["messages"][1] |= fields
-    assert run_data("--input", write(tmp_path / "c.jsonl", records), "--out", tmp_path / "d",
-                    "--tokenizer", "bytes", "--near-duplicates", "ignore")[0] == 0
-    meta = json.loads((tmp_path / "d/meta.json").read_text())
-    assert sum(meta["learnt"].values()) == 60 * 9
+        record["messages"][1]["train"] = False
+    make_data(write_lines("c.jsonl", records), "--near-duplicates", "ignore")
+    assert sum(read_meta(Path("out"))["learnt"].values()) == 60 * 9
 
 
 ARRAY = [dict(instruction=f"add {i}", input="", output=f"{i}") for i in range(30)]
@@ -505,28 +465,23 @@ def test_json_that_is_not_by_lines_gives_the_same_conversations(tmp_path, monkey
         [Message("user", one["instruction"]), Message("assistant", one["output"])] for one in ARRAY]
 
 
-def test_what_is_not_read_is_told_once(tmp_path, run_data):
+def test_what_is_not_read_is_told_once(make_data):
     """Fields of records and of messages; a text beside messages, with the flags that choose."""
     records = [messages(("user", f"{i}"), ("assistant", "a")) | dict(source="s") for i in range(30)]
     records[3]["messages"][0]["name"] = "Ann"
-    flags = "--tokenizer", "bytes", "--near-duplicates", "ignore", "--out"
-    file = write(tmp_path / "c.jsonl", records)
-    status, _, error = run_data("--input", file, *flags, tmp_path / "d")
-    assert (status, error) == (
-        0, "note: 30 records have fields that are not read: source, messages.name\n")
-    (tmp_path / "no").mkdir()
-    false = [dict(record, learn=False) for record in records]       # no word that is known here
-    assert "not read: learn, source, " in run_data(
-        "--input", write(tmp_path / "no/c.jsonl", false), *flags, tmp_path / "no/d")[2]
-    parquet(tmp_path / "c.parquet", records)
-    assert run_data("--input", tmp_path / "c.parquet", *flags, tmp_path / "e")[2] == error
-    file = write(tmp_path / "t.jsonl", [dict(text=f"t {i}") | records[i] for i in range(30)])
-    status, _, error = run_data("--input", file, *flags, tmp_path / "f")
-    assert status == 0 and error.count("\n") == 2
-    assert f'note: {file} has "text", which is read, and "messages": --template chatml' in error
+    parquet("c.parquet", records)
+    for file in (write_lines("c.jsonl", records), "c.parquet"):
+        assert make_data(file, "--near-duplicates", "ignore", "--out", f"of {file}")[1] == (
+            "note: 30 records have fields that are not read: source, messages.name\n")
+    write_lines("no.jsonl", [dict(record, learn=False) for record in records])  # no known word
+    assert "not read: learn, source, " in make_data("no.jsonl", "--out", "no")[1]
+    write_lines("t.jsonl", [dict(text=f"t {i}") | records[i] for i in range(30)])
+    _, error = make_data("t.jsonl", "--near-duplicates", "ignore")
+    assert error.count("\n") == 2
+    assert 'note: t.jsonl has "text", which is read, and "messages": --template chatml' in error
 
 
-def test_conversations_behind_one_long_instruction_are_not_alike(tmp_path, run_data):
+def test_conversations_behind_one_long_instruction_are_not_alike(make_data):
     """As a system message, or at the beginning of the prompt. Those that are alike are found."""
     draw = random.Random(0)
     shared = " ".join(f"w{draw.randrange(9999)}" for _ in range(400))
@@ -534,57 +489,55 @@ def test_conversations_behind_one_long_instruction_are_not_alike(tmp_path, run_d
     questions += [question.replace(" ", " new ", 1) for question in questions[:20]]
     for name, record in (("system", lambda text: pair(text, "yes") | dict(system=shared)),
                          ("prompt", lambda text: pair(f"{shared} {text}", "yes"))):
-        file = write(tmp_path / f"{name}.jsonl", map(record, questions))
-        _, out, _ = run_data("--input", file, "--out", tmp_path / name, "--tokenizer", "bytes",
-                             "--near-duplicates", "drop")
+        write_lines("c.jsonl", map(record, questions))
+        out, _ = make_data("c.jsonl", "--out", name, "--near-duplicates", "drop")
         dropped = int(re.search(r"(\d+) near-duplicates dropped", out)[1])
         assert 15 <= dropped <= 20
 
 
-def test_text_and_conversations_are_not_mixed_in_one_job(tmp_path, run_data):
-    chat = write(tmp_path / "c.jsonl", [GOOD, pair("c", "d")])
-    (tmp_path / "t.txt").write_text("text")
-    status, _, error = run_data("--input", chat, tmp_path / "t.txt", "--out", tmp_path / "d",
-                                "--tokenizer", "bytes")
-    assert status == 2 and error.count("\n") == 1
-    assert "c.jsonl holds conversations, " in error and "t.txt holds text: prepare each" in error
-    text = write(tmp_path / "t.jsonl", [dict(text="a")])
-    for files in ([text, chat], [chat, text]):      # whichever is the first
-        status, _, error = run_data("--input", *files, "--out", tmp_path / "d")
-        assert status == 2 and "c.jsonl holds conversations, " in error and "t.jsonl holds" in error
-    empty = write(tmp_path / "a.jsonl", [])
-    assert run_data("--input", empty, chat, "--out", tmp_path / "d", "--tokenizer", "bytes")[0] == 0
-    status, _, error = run_data("--input", chat, tmp_path / "t.txt", "--template", "plain", "--out",
-                                tmp_path / "e", "--tokenizer", "bytes")
-    assert status == 2 and "t.txt: conversations are lines of JSON or rows of Parquet" in error
-    for flags, words in ((["--input", chat, "--text-field", "prompt"], "have no --text-field"),
-                         (["--dataset", "python"], "--template is for the files of --input")):
-        status, _, error = run_data(*flags, "--template", "plain", "--out", tmp_path / "d")
-        assert status == 2 and words in error
+def test_text_and_conversations_are_not_mixed_in_one_job(make_data, refuse_data):
+    chat = write_lines("c.jsonl", [GOOD, pair("c", "d")])
+    text = write_lines("t.jsonl", [dict(text="a")])
+    Path("t.txt").write_text("text")
+    for words, *given in (
+            ("c.jsonl holds conversations, t.txt holds text: prepare each", chat, "t.txt"),
+            ("c.jsonl holds conversations, t.jsonl holds", text, chat),     # whichever is the first
+            ("c.jsonl holds conversations, t.jsonl holds", chat, text),
+            ("t.txt: conversations are lines of JSON or rows of Parquet", chat, "t.txt",
+             "--template", "plain"),
+            ("have no --text-field", chat, "--template", "plain", "--text-field", "prompt"),
+            ("--template is for the files of --input", "--dataset=python", "--template=plain")):
+        refuse_data(words, *given)
+    make_data(write_lines("empty.jsonl", []), chat)
 
 
-def test_a_text_field_makes_text_of_conversations(tmp_path, run_data):
+def test_a_text_field_makes_text_of_conversations(make_data):
     """--text-field prompt: the prompts are documents, and everything is learnt."""
-    chat = write(tmp_path / "c.jsonl", [pair(f"prompt {i}", "d") for i in range(30)])
-    assert run_data("--input", chat, "--text-field", "prompt", "--out", tmp_path / "d",
-                    "--tokenizer", "bytes")[0] == 0
-    assert not list((tmp_path / "d").glob("*.learn"))
+    write_lines("c.jsonl", [pair(f"prompt {i}", "d") for i in range(30)])
+    make_data("c.jsonl", "--text-field", "prompt")
+    assert not list(Path("out").glob("*.learn"))
 
 
 @pytest.mark.parametrize("harm, words", [
     (lambda flags: flags.unlink(), "train_000000.learn is missing"),
     (lambda flags: flags.write_bytes(flags.read_bytes()[:-1]), "bytes for"),
     (lambda flags: flags.write_bytes(bytes(flags.stat().st_size)), "does not begin with a conv")])
-def test_lost_or_damaged_flags_are_refused(tmp_path, run_train, run_data, harm, words):
-    chat = write(tmp_path / "c.jsonl", [pair(f"prompt {i}", "d") for i in range(30)])
-    flags = ["--input", chat, "--out", tmp_path / "d", "--tokenizer", "bytes"]
-    assert run_data(*flags)[0] == 0
-    harm(tmp_path / "d/train_000000.learn")
-    status, _, error = run_train("--data", tmp_path / "d", "--out", tmp_path / "o", *TINY)
+def test_lost_or_damaged_flags_are_refused(make_data, run_train, harm, words):
+    write_lines("c.jsonl", [pair(f"prompt {i}", "d") for i in range(60)])
+    flags = "c.jsonl", "--shard-tokens", 1024
+    make_data(*flags)
+    harm(Path("out/train_000000.learn"))
+    status, _, error = run_train("--data", "out", "--out", "run", *TINY)
     assert status == 2 and words in error and error.count("\n") == 1
-    assert run_data(*flags)[0] == 0                         # makes it again
-    assert run_train("--data", tmp_path / "d", "--out", tmp_path / "o", *TINY, "--seq-len",
-                     32)[0] == 0
+    make_data(*flags)                                       # makes it again
+    assert data.TokenDataset("out", "train", 32).n_windows > 0
+
+
+def test_text_is_not_written_beside_the_flags_of_other_shards(refuse_data):
+    Path("out").mkdir()
+    Path("out/train_000000.learn").touch()
+    Path("t.txt").write_text("text " * 1000)
+    refuse_data("train_000000.learn was made of other text", "t.txt")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -606,10 +559,12 @@ def one_process(pool, tmp_path_factory, reversals):
 @pytest.mark.claim("Trained on answers alone, every layout has the loss of one process: the mean "
                    "over the answers' tokens of the whole batch.")
 @pytest.mark.parametrize("layout, flags, dtype", [
-    ((4, 1, 1), dict(zero=2), "fp32"), ((4, 1, 1), dict(zero=2), "fp64"),
+    ((4, 1, 1), dict(zero=2), "fp32"),
     ((1, 2, 2), dict(sequence_parallel=True, pp_schedule="1f1b"), "fp64"),
-    ((2, 1, 1), dict(cp=2, zero=1), "fp64"), ((2, 2, 1), dict(zero=3, recompute=True), "fp64"),
-    ((1, 1, 2), INTERLEAVED, "fp64"), ((1, 1, 2), dict(pp_schedule="zb-h1"), "fp64")])
+    ((2, 1, 1), dict(cp=2, zero=1), "fp64"),
+    pytest.param((2, 2, 1), dict(zero=3, recompute=True), "fp64", marks=pytest.mark.slow),
+    pytest.param((1, 1, 2), INTERLEAVED, "fp64", marks=pytest.mark.slow),
+    pytest.param((1, 1, 2), dict(pp_schedule="zb-h1"), "fp64", marks=pytest.mark.slow)])
 def test_layouts_train_on_answers_as_one_process(pool, tmp_path, reversals, one_process, layout,
                                                  flags, dtype):
     cfg = replace(WORDS, n_layer=4) if flags == INTERLEAVED else WORDS
@@ -629,7 +584,7 @@ def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_proce
     plain = WORDS.build().initialize(config.seed).double()
     history = []
     optimizer = train.plain_adamw(config, plain)
-    for step in range(1, 7):
+    for step in range(1, 4):
         ids = dataset.window_ids(config.seed, 8 * (step - 1), 8)
         inputs, targets, positions = loader.as_tensors(dataset.rows(ids))
         optimizer.zero_grad()
@@ -640,7 +595,7 @@ def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_proce
             group["lr"] = train.learning_rate(config, step)
         optimizer.step()
         history.append((loss.item(), norm.item()))
-    rows = one_process["fp64"][0]
+    rows = one_process["fp64"].rows[:3]
     assert relative([(row["loss"], row["grad_norm"]) for row in rows], history) < 1e-10
     ids = dataset.window_ids(config.seed, 0, 8)
     counts = [dataset.count_targets([i]) for i in ids]
@@ -653,7 +608,8 @@ def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_proce
     assert relative(np.mean(np.divide(losses, counts)), history[0][0]) > 1e-5
 
 
-@pytest.mark.parametrize("family, layout", [("gpt", (2, 1, 2)), ("llama", (2, 2, 1))])
+@pytest.mark.parametrize("family, layout", [
+    ("gpt", (2, 1, 2)), pytest.param("llama", (2, 2, 1), marks=pytest.mark.slow)])
 def test_exact_layouts_have_the_same_bits(pool, tmp_path, reversals, family, layout):
     cfg = WORDS
     if family == "llama":
@@ -737,58 +693,39 @@ def test_a_mixture_of_text_and_conversations(pool, tmp_path, reversals, shards):
     assert len(text) == 4 and (targets[text] >= 0).all()
     assert (positions[text] == np.arange(32)).all()
     assert 0 < dataset.count_targets(ids) - 4 * 32 == (targets >= 0).sum() - 4 * 32 < 4 * 32
-    one = chat_run(pool, (1, 1, 1), tmp_path, mixture, dtype="fp64")
-    four = chat_run(pool, (2, 2, 1), tmp_path, mixture, dtype="fp64", zero=1)
+    one = chat_run(pool, (1, 1, 1), tmp_path, mixture, dtype="fp64", steps=2)
+    four = chat_run(pool, (2, 2, 1), tmp_path, mixture, dtype="fp64", steps=2, zero=1)
     assert max(differences(four, one)) < BOUNDS["fp64"]
 
 
-def test_windows_too_short_for_an_answer_are_refused(tmp_path, reversals, run_train):
-    words = "no conversation has an answer in its first 16 + 1 tokens"
-    flags = ["--seq-len", 16]
-    status, _, error = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, *flags)
-    assert status == 2 and words in error and error.count("\n") == 1
+@pytest.mark.parametrize("data_of, flags, words", [
+    ("reversals", "--seq-len 16", "no conversation has an answer in its first 16 + 1 tokens"),
+    ("shards", "--eval-answers 5", "--eval-answers is for conversations")])
+def test_what_has_no_answers_is_refused(tmp_path, request, run_train, data_of, flags, words):
+    folder = request.getfixturevalue(data_of)
+    expect_mistake(run_train("--data", folder, "--out", tmp_path / "o", *TINY, *flags.split()),
+                   words)
 
 
 def test_a_resume_on_other_data_says_so_whatever_flags_it_remembers(tmp_path, reversals, shards,
                                                                     run_train):
-    flags = [*TINY, "--seq-len", 32, "--out", tmp_path / "o"]
+    flags = [*TINY, "--steps", 1, "--seq-len", 32, "--out", tmp_path / "o"]
     assert run_train("--data", reversals, "--eval-answers", 2, *flags)[0] == 0
     status, _, error = run_train("--data", shards, *flags)
     assert status == 2 and "was trained on the text" in error and "--eval-answers" not in error
 
 
-def test_text_has_no_answers_to_evaluate(tmp_path, shards, run_train):
-    status, _, error = run_train("--data", shards, "--out", tmp_path / "o", *TINY,
-                                 "--eval-answers", 5)
-    assert status == 2 and "--eval-answers is for conversations" in error
-
-
-def test_the_first_of_many_files_of_flags_is_needed(tmp_path):
-    """Its shard is not taken for text. Nor is text written beside the flags of other shards."""
-    chat = write(tmp_path / "c.jsonl", [pair(f"prompt {i}", "d") for i in range(60)])
-    prepare([chat], tmp_path / "d", "bytes", field=None, shard_tokens=1024)
-    flags = tmp_path / "d/train_000000.learn"
-    stale = flags.read_bytes()
-    flags.unlink()
-    with pytest.raises(ValueError, match="train_000000.learn is missing"):
-        data.TokenDataset(tmp_path / "d", "train", 32)
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t/train_000000.learn").write_bytes(stale)
-    (tmp_path / "t.txt").write_text("text " * 1000)
-    with pytest.raises(ValueError, match="train_000000.learn was made of other text"):
-        prepare([tmp_path / "t.txt"], tmp_path / "t", "bytes")
-
-
 def test_as_many_answers_are_evaluated_as_there_are(tmp_path, reversals, run_train):
     """--eval-answers 1000 reads all windows, and tells the number of their answers."""
-    status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 96,
-                               "--eval-answers", 1000)
+    status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--steps", 1,
+                               "--seq-len", 96, "--eval-answers", 1000)
     count = written(open_shard(reversals / "val_000000.bin")).count("assistant:")
     assert status == 0 and f"answers: greedy decoding gives 0.0% of {count}" in out
 
 
 def test_conversations_longer_than_a_window_are_told(tmp_path, reversals, run_train):
-    status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 32)
+    status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--steps", 1,
+                               "--seq-len", 32)
     assert status == 0 and "tokens are learnt" in out
     source, = data.TokenDataset(reversals, "train", 32).mixture.sources.values()
     assert source.windows.n_truncated > 0
@@ -810,7 +747,7 @@ def first_letters(pool, tmp_path_factory):
     draw = random.Random(1)
     prompts = ["".join(draw.choices("abcdefgh", k=4)) for _ in range(1500)]
     records = [pair(prompt, prompt[0]) for prompt in prompts]
-    prepare([write(folder / "c.jsonl", records)], folder / "data", "bytes", field=None)
+    prepare([write_lines(folder / "c.jsonl", records)], folder / "data", "bytes", field=None)
     rows, _, _ = trained(pool, (1, 1, 1), folder / "out", LETTERS, data=str(folder / "data"),
                          batch_size=16, micro_batch=16, steps=200, lr=3e-3, warmup_steps=20,
                          eval_answers=40, eval_every=25, save_every=25, keep=10)
@@ -877,8 +814,10 @@ def evaluated(rank, world, layout, config, cfg, state):
 
 
 @pytest.mark.parametrize("layout, flags", [
-    ((2, 2, 1), dict(sequence_parallel=True)), ((1, 1, 2), dict(cp=2)), ((2, 2, 2), dict(zero=3)),
-    ((1, 2, 1), dict(exact=True))])
+    ((2, 2, 1), dict(sequence_parallel=True)),
+    pytest.param((1, 1, 2), dict(cp=2), marks=pytest.mark.slow),
+    pytest.param((2, 2, 2), dict(zero=3), marks=pytest.mark.slow),
+    pytest.param((1, 2, 1), dict(exact=True), marks=pytest.mark.slow)])
 def test_the_answers_right_are_the_same_in_every_layout(pool, first_letters, tmp_path, layout,
                                                         flags):
     folder, rows = first_letters
@@ -968,8 +907,7 @@ def in_transformers(folder, turns, **options):
 
 @pytest.mark.filterwarnings("ignore")           # what transformers warns of is not ours
 @pytest.mark.parametrize("template, tokenizer", [
-    ("plain", "bytes"), ("chatml", "bytes"), ("chatml", "json"), ("plain", "own"),
-    ("chatml", "own")])
+    ("chatml", "bytes"), ("chatml", "json"), ("plain", "own")])
 def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_tokenizer, template,
                                                            tokenizer):
     """transformers writes a conversation of three turns with our tokens, and would end its answers
@@ -982,7 +920,7 @@ def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_toke
         tokenizer = name_of(own)
     if tokenizer == "own":              # it merges "\n\n", but not before a word
         records = [pair(f"{i}?\n\n", "?<|\n\n") for i in range(30)]
-        prepare([write(tmp_path / "c.jsonl", records)], tmp_path / "d", "own", field=None,
+        prepare([write_lines(tmp_path / "c.jsonl", records)], tmp_path / "d", "own", field=None,
                      train_tokens=280)
         tokenizer, own = (read_meta(tmp_path / "d")[key]
                           for key in ("tokenizer", "tokenizer_file"))
@@ -1027,7 +965,7 @@ def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, marked_token
     transformers.Qwen2ForCausalLM(theirs).save_pretrained("hub/model")
     shutil.copy(marked_tokenizer, "hub/model/tokenizer.json")
     huggingface.import_model("hub/model", Path("base.pt"))
-    chat = write(tmp_path / "chat.jsonl", [pair(f"the {i}?", f"answer {i}") for i in range(100)])
+    chat = write_lines("chat.jsonl", [pair(f"the {i}?", f"answer {i}") for i in range(100)])
     assert run_data("--input", chat, "--tokenizer", "hub/model/tokenizer.json", "--out",
                     "data/chat")[0] == 0
     status, out, _ = run_train(
