@@ -974,15 +974,17 @@ def make_data(run_data, tmp_path, monkeypatch):
 @pytest.fixture
 def refuse_data(run_data, tmp_path, monkeypatch):
     """refuse_data(words, *input, *flags): data.py writes nothing, and ends with exit status 2 and
-    one line that has all of these words. The line is returned."""
+    one line, behind its notes, that has all of these words. The line is returned."""
     monkeypatch.chdir(tmp_path)
 
     def refuse(words, *given):
         if not str(given[0]).startswith("--"):
             given = "--tokenizer", "bytes", "--out", "out", "--input", *given
         before = set(Path().rglob("*"))
-        status, out, line = run_data(*given)
-        assert (status, out, line.count("\n")) == (2, "", 1) and line.startswith("data.py: "), line
+        status, out, error = run_data(*given)
+        *notes, line = error.splitlines(keepends=True)
+        assert (status, out) == (2, "") and line.startswith("data.py: "), error
+        assert all(note.startswith("note: ") for note in notes), error
         assert all(word in line for word in words.split()), line
         assert "Errno" not in line and set(Path().rglob("*")) <= before | {Path("out")}
         return line
@@ -1077,6 +1079,10 @@ def write_lines(path, records):
 
 def write_texts(path, texts, field="text"):
     return write_lines(path, [{field: text} for text in texts])
+
+
+def meta_of(folder):
+    return json.loads(Path(folder, "meta.json").read_text())
 
 
 def set_block(monkeypatch, size):

@@ -6,8 +6,8 @@ The package `tokenizers` encodes whole documents, and transformers opens what is
 """
 import itertools
 import json
-import shutil
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,11 +15,11 @@ import torch
 
 import checkpoint
 from corpus import encode
-from corpus.shards import SPLITS, open_shard
+from corpus.shards import SPLITS, open_shard, read_meta
 from corpus.tiktoken_tokenizers import write_tokens
 from corpus.tokenizers import get_tokenizer, name_of, read_file
 from models import LlamaConfig
-from tests.harness import NASTY, ROOT, TINY
+from tests.harness import NASTY, ROOT, TINY, write_texts
 from tools import huggingface
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -53,35 +53,27 @@ def made(path, kind, end="<|endoftext|>"):
 
 
 @pytest.mark.parametrize("kind", PRE_TOKENIZERS)
-def test_shards_have_the_tokens_that_the_package_gives_whole_documents(tmp_path, monkeypatch,
-                                                                       run_data, kind):
+def test_shards_have_the_tokens_that_the_package_gives_whole_documents(monkeypatch, make_data,
+                                                                       kind):
     """Though data.py encodes them in parts of 200 characters; a text's own <|endoftext|> is
     ordinary text."""
-    theirs = made(tmp_path / "tokenizer.json", kind)
+    theirs = made("tokenizer.json", kind)
     documents = ["a <|endoftext|> b", *(text for text in NASTY if text.strip())]
     documents += [TEXT[i:i + 600] for i in range(0, 18000, 600)]     # enough: none is cut in two
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(dict(text=d)) + "\n" for d in documents))
     monkeypatch.setattr(encode, "BLOCK", 200)
-    status, _, error = run_data("--input", tmp_path / "a.jsonl", "--tokenizer",
-                                tmp_path / "tokenizer.json", "--near-duplicates", "ignore",
-                                "--out", tmp_path / "d")
-    assert status == 0, error
-    meta = json.loads((tmp_path / "d/meta.json").read_text())
-    content = read_file(tmp_path / "tokenizer.json")
+    make_data(*write_documents("a.jsonl", documents), "tokenizer.json")
+    meta = read_meta(Path("out"))
+    content = read_file("tokenizer.json")
     assert meta["tokenizer"] == name_of(content) and meta["vocab_size"] == 400
-    assert (tmp_path / f"d/{meta['tokenizer']}.json").read_text() == content
+    assert meta["tokenizer_file"] == content
     ours = get_tokenizer(meta["tokenizer"], content)
     tokens = [*ours.encode_ordinary(" caf\u00e9"), 999, ours.eot_token]
     parts = [ours.decode_single_token_bytes(token) for token in tokens]
     assert b"".join(parts) == " caf\u00e9<|endoftext|>".encode()       # no token has the id 999
-    shards = [open_shard(tmp_path / f"d/{split}_000000.bin") for split in SPLITS]
-    assert shards[0].dtype == np.uint16
-    tokens = itertools.chain.from_iterable(shard.tolist() for shard in shards)
-    runs = itertools.groupby(tokens, lambda token: token == ours.eot_token)
-    found = sorted(tuple(run) for is_end, run in runs if not is_end)
+    assert open_shard(Path("out/train_000000.bin")).dtype == np.uint16
     whole = sorted({tuple(theirs.encode(text, add_special_tokens=False).ids)
                     for text in documents})
-    assert found == whole
+    assert documents_of(Path("out"), ours.eot_token) == whole
 
 
 @pytest.mark.parametrize("kind", PRE_TOKENIZERS)
@@ -153,23 +145,20 @@ def test_a_tokenizer_json_goes_with_the_import_of_what_has_no_other(tmp_path):
         assert huggingface.find_tokenizer(tmp_path, config) == expected
 
 
-def test_a_tokenizer_json_whose_tokens_are_no_bytes_is_refused(tmp_path, run_data):
-    """By its path, in one line; an import tells it, and goes on without a tokenizer."""
-    (tmp_path / "a.txt").write_text(TEXT)
+def test_a_tokenizer_json_whose_tokens_are_no_bytes_is_refused(refuse_data):
+    """By its path; an import tells it, and goes on without a tokenizer."""
+    Path("a.txt").write_text(TEXT)
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
     pieces = tokenizers.Tokenizer(tokenizers.models.BPE())
     pieces.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    made(tmp_path / "endless.json", "GPT-NeoX", "<end>")
-    words.save(str(tmp_path / "words.json"))
-    pieces.save(str(tmp_path / "pieces.json"))
-    (tmp_path / "none.json").write_text('{"text": "a"}')
+    made("endless.json", "GPT-NeoX", "<end>")
+    words.save("words.json")
+    pieces.save("pieces.json")
+    Path("none.json").write_text('{"text": "a"}')
     for name, message in [("words", "its tokens are not bytes (its model is WordLevel)"),
                           ("pieces", "its tokens are not bytes"), ("none", "no tokenizer.json"),
                           ("endless", "it has no token <|endoftext|>, <|end_of_text|>, </s>")]:
-        status, out, error = run_data("--input", tmp_path / "a.txt", "--out", tmp_path / "d",
-                                      "--tokenizer", tmp_path / f"{name}.json")
-        assert (status, out, error.count("\n")) == (2, "", 1), error
-        assert f"{name}.json" in error and message in error
+        assert message in refuse_data(f"{name}.json", "a.txt", "--tokenizer", f"{name}.json")
 
 
 def rewritten(path, **changes):
@@ -225,14 +214,12 @@ TWENTY = ["document %d of a Stra\u00dfe, " % i * 3 for i in range(40)]
 
 
 def write_documents(path, texts=TWENTY):
-    path.write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts))
-    return ["--input", path, "--near-duplicates", "ignore", "--tokenizer"]
+    return [write_texts(path, texts), "--near-duplicates", "ignore", "--tokenizer"]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("begins, ends", [(["<|begin_of_text|>"], []), (["<s>", "<t>"], []),
-                                          (["<s>"], ["<|endoftext|>"]), ([], ["</end>"]),
-                                          (["<|endoftext|>"], [])])
+@pytest.mark.parametrize("begins, ends", [(["<s>", "<t>"], []), (["<s>"], ["<|endoftext|>"]),
+                                          ([], ["</end>"]), (["<|endoftext|>"], [])])
 def test_what_the_post_processor_puts_around_a_text(tmp_path, capsys, run_data, run_sample, begins,
                                                     ends):
     """Before each document, behind the token that separates them, and before a prompt: greedy text
@@ -269,14 +256,12 @@ def test_what_the_post_processor_puts_around_a_text(tmp_path, capsys, run_data, 
     assert sampled == "def " + expected.decode(errors="replace") + "\n"
 
 
-def test_two_tokens_behind_a_text_are_refused(tmp_path, run_data):
-    path = tmp_path / "tokenizer.json"
+def test_two_tokens_behind_a_text_are_refused(refuse_data):
+    path = Path("tokenizer.json")
     made(path, "Llama 3")
     two = [("<|endoftext|>", 0), ("<|endoftext|>", 0)]
     rewritten(path, post_processor=around([], two))
-    flags = write_documents(tmp_path / "a.jsonl")
-    status, _, error = run_data(*flags, path, "--out", tmp_path / "d")
-    assert status == 2 and error.count("\n") == 1 and "behind a text" in error
+    refuse_data("behind a text", *write_documents("a.jsonl"), path)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -307,30 +292,25 @@ def test_a_tokenizer_saved_again_by_transformers_has_its_name(tmp_path, kind):
     assert len(names) == 5
 
 
-@pytest.mark.parametrize("by", ["--init-from", "--eval-only", "mixture"])
-def test_an_added_token_without_a_row_counts_where_it_occurs(tmp_path, run_data, run_train,
-                                                             run_sample, by):
+def test_an_added_token_without_a_row_counts_where_it_occurs(tmp_path, make_data, run_train,
+                                                             run_sample):
     """A model of 401 rows and a tokenizer of 402 tokens: data without the last fits; data with it
     is refused by the token's name, and so is a prompt."""
-    llama_folder(tmp_path / "hf", 401)
-    with_tokens(tmp_path / "hf/tokenizer.json", ["<pad>"], ["<extra>"])
-    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "m.pt")
+    llama_folder("hf", 401)
+    with_tokens(Path("hf/tokenizer.json"), ["<pad>"], ["<extra>"])
+    huggingface.import_model("hf", Path("m.pt"))
     for name, texts in (("fits", TWENTY), ("not", [text + "<extra>" for text in TWENTY])):
-        flags = write_documents(tmp_path / "a.jsonl", texts)
-        assert run_data(*flags, tmp_path / "hf", "--out", tmp_path / name)[0] == 0
-    fits, other = tmp_path / "fits", tmp_path / "not"
-    pairs = {"--init-from": (fits, other), "--eval-only": (fits, other),
-             "mixture": (fits, f"{fits}=1,{other}=1")}[by]
-    start = ["--init-from", tmp_path / "m.pt"]
-    if by == "--eval-only":
-        start = ["--resume", tmp_path / "m.pt", "--eval-only"]
-    for data, expected in zip(pairs, (0, 2)):
-        small = ["--batch-size", 2, "--micro-batch", 1, "--seq-len", 16, "--steps", 2]
-        status, _, error = run_train(*start, "--data", data, "--out", tmp_path / "o", *small)
+        make_data(*write_documents("a.jsonl", texts), "hf", "--out", name)
+    small = ["--batch-size", 2, "--micro-batch", 1, "--seq-len", 16, "--steps", 2]
+    begin, evaluate = ["--init-from", "m.pt"], ["--resume", "m.pt", "--eval-only"]
+    for number, (start, folders, expected) in enumerate([
+            (begin, "fits", 0), (begin, "not", 2), (evaluate, "fits", 0), (evaluate, "not", 2),
+            (begin, "fits=1,not=1", 2)]):
+        status, _, error = run_train(*start, "--data", folders, "--out", f"o{number}", *small)
         assert status == expected, error
-        shutil.rmtree(tmp_path / "o", ignore_errors=True)
-    assert error.count("\n") == 1
-    assert "401, '<extra>', and the model has rows for 401 tokens" in error
+        if status == 2:
+            assert error.count("\n") == 1
+            assert "401, '<extra>', and the model has rows for 401 tokens" in error
     status, _, error = run_sample("--ckpt", tmp_path / "m.pt", "--prompt", "a<extra>")
     assert status == 2 and "401, '<extra>'" in error and error.count("\n") == 1
 
@@ -338,17 +318,16 @@ def test_an_added_token_without_a_row_counts_where_it_occurs(tmp_path, run_data,
 @pytest.mark.parametrize("before, behind, expected", [
     ([], ["<extra>"], 0),               # a token that the model has no row for, and no text has
     (["<extra>"], [], 2)])              # the model may have seen a token that these texts lack
-def test_a_token_that_was_added_to_the_tokenizer_later(tmp_path, run_data, run_train, before,
-                                                       behind, expected):
-    llama_folder(tmp_path / "hf", 402)
-    with_tokens(tmp_path / "hf/tokenizer.json", ["<pad>"], before)
-    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "m.pt")
-    with_tokens(tmp_path / "hf/tokenizer.json", ["<pad>"], behind)
-    flags = write_documents(tmp_path / "a.jsonl", TWENTY)
-    assert run_data(*flags, tmp_path / "hf", "--out", tmp_path / "d")[0] == 0
-    small = ["--batch-size", 2, "--micro-batch", 1, "--seq-len", 16, "--steps", 2]
-    status, _, error = run_train("--init-from", tmp_path / "m.pt", "--data", tmp_path / "d",
-                                 "--out", tmp_path / "o", *small)
+def test_a_token_that_was_added_to_the_tokenizer_later(make_data, run_train, before, behind,
+                                                       expected):
+    llama_folder("hf", 402)
+    with_tokens(Path("hf/tokenizer.json"), ["<pad>"], before)
+    huggingface.import_model("hf", Path("m.pt"))
+    with_tokens(Path("hf/tokenizer.json"), ["<pad>"], behind)
+    make_data(*write_documents("a.jsonl"), "hf")
+    status, _, error = run_train("--init-from", "m.pt", "--data", "out", "--out", "o",
+                                 "--batch-size", 2, "--micro-batch", 1, "--seq-len", 16, "--steps",
+                                 2)
     assert status == expected and (status == 0 or "make --data with that tokenizer" in error)
 
 
@@ -456,58 +435,48 @@ def describe(folder, **files):
     (["<|im_end|>", "<|endoftext|>"], dict(tokenizer_config=dict(eos_token="<|im_end|>")),
      "<|endoftext|>"),
     (["</s>"], dict(config=dict(eos_token_id=2)), "</s>")])
-def test_the_end_of_a_text_is_what_the_folder_says(tmp_path, run_data, tokens, files, end):
+def test_the_end_of_a_text_is_what_the_folder_says(make_data, tokens, files, end):
     """Not an answer's end, nor a number that is a word's; it goes with the tokenizer's file, which
     transformers' package opens."""
-    path = tmp_path / "tokenizer.json"
-    with_tokens(path, tokens, end="<first>")
-    describe(tmp_path, **files)
-    status, _, error = run_data(*write_documents(tmp_path / "a.jsonl"), tmp_path, "--out",
-                                tmp_path / "d")
-    assert status == 0, error
-    meta = json.loads((tmp_path / "d/meta.json").read_text())
-    file = (tmp_path / f"d/{meta['tokenizer']}.json").read_text()
-    ours = get_tokenizer(meta["tokenizer"], file)
-    assert ours.end_of_text == end and name_of(file) == meta["tokenizer"]
-    opened = tokenizers.Tokenizer.from_str(file)
-    documents_of(tmp_path / "d", opened.token_to_id(end))
+    with_tokens(Path("tokenizer.json"), tokens, end="<first>")
+    describe(Path(), **files)
+    make_data(*write_documents("a.jsonl"), ".")
+    meta = read_meta(Path("out"))
+    ours = get_tokenizer(meta["tokenizer"], meta["tokenizer_file"])
+    assert ours.end_of_text == end and name_of(meta["tokenizer_file"]) == meta["tokenizer"]
+    opened = tokenizers.Tokenizer.from_str(meta["tokenizer_file"])
+    documents_of(Path("out"), opened.token_to_id(end))
 
 
-def test_what_the_config_says_is_told_or_refused(tmp_path, run_data):
+def test_what_the_config_says_is_told_or_refused(make_data, refuse_data):
     """add_bos_token without a beginning; an added token that transformers would find in a text."""
-    made(tmp_path / "tokenizer.json", "Llama 3")
-    flags = [*write_documents(tmp_path / "a.jsonl"), tmp_path / "tokenizer.json"]
-    describe(tmp_path, tokenizer_config=dict(add_bos_token=True, eos_token="<none>"))
-    status, _, error = run_data(*flags, "--out", tmp_path / "d")
-    assert status == 0 and "puts nothing before a text, although" in error
+    made("tokenizer.json", "Llama 3")
+    flags = [*write_documents("a.jsonl"), "tokenizer.json"]
+    describe(Path(), tokenizer_config=dict(add_bos_token=True, eos_token="<none>"))
+    _, error = make_data(*flags)
+    assert "puts nothing before a text, although" in error
     assert "has no token '<none>'" in error
-    describe(tmp_path, tokenizer_config=dict(added_tokens_decoder={"400": dict(content="york")}))
-    status, _, error = run_data(*flags, "--out", tmp_path / "e")
-    assert status == 2 and error.count("\n") == 1 and "adds the token 'york'" in error
-    describe(tmp_path, tokenizer_config={}, added_tokens=dict(york=400))
-    status, _, error = run_data(*flags, "--out", tmp_path / "f")
-    assert status == 2 and error.count("\n") == 1 and "added_tokens.json has the token" in error
+    describe(Path(), tokenizer_config=dict(added_tokens_decoder={"400": dict(content="york")}))
+    refuse_data("adds the token 'york'", *flags)
+    describe(Path(), tokenizer_config={}, added_tokens=dict(york=400))
+    refuse_data("added_tokens.json has the token", *flags)
 
 
-def test_a_folder_is_read_if_it_holds_a_tokenizer(tmp_path, run_data):
+def test_a_folder_is_read_if_it_holds_a_tokenizer(make_data, refuse_data):
     """A tokenizer.json with a byte-order mark, or one .tiktoken; else what it holds is named."""
-    made(tmp_path / "tokenizer.json", "Llama 3")
-    name = name_of(read_file(tmp_path / "tokenizer.json"))
+    made("tokenizer.json", "Llama 3")
+    name = name_of(read_file("tokenizer.json"))
     for folder in ("json", "own", "none", "two"):
-        (tmp_path / folder).mkdir()
-    marked = "\ufeff" + (tmp_path / "tokenizer.json").read_text()
-    (tmp_path / "json/tokenizer.json").write_text(marked)
+        Path(folder).mkdir()
+    Path("json/tokenizer.json").write_text("\ufeff" + Path("tokenizer.json").read_text())
     own = write_tokens([bytes([i]) for i in range(256)] + [b"th"])
-    (tmp_path / "own/mine.tiktoken").write_text("".join(reversed(own.splitlines(True))))
-    (tmp_path / "none/model.safetensors").write_text("")
+    Path("own/mine.tiktoken").write_text("".join(reversed(own.splitlines(True))))
+    Path("none/model.safetensors").touch()
     for number in "12":
-        (tmp_path / f"two/{number}.tiktoken").write_text(own)
-    flags = write_documents(tmp_path / "a.jsonl")
+        Path(f"two/{number}.tiktoken").write_text(own)
+    flags = write_documents("a.jsonl")
     for folder, expected in (("json", name), ("own", name_of(own))):
-        status, _, error = run_data(*flags, tmp_path / folder, "--out", tmp_path / f"d{folder}")
-        assert status == 0, error
-        meta = json.loads((tmp_path / f"d{folder}/meta.json").read_text())
-        assert meta["tokenizer"] == expected
-    for folder, message in (("none", "but model.safetensors"), ("two", "holds 2 tokenizers")):
-        status, _, error = run_data(*flags, tmp_path / folder, "--out", tmp_path / "e")
-        assert status == 2 and error.count("\n") == 1 and message in error, error
+        make_data(*flags, folder, "--out", f"of {folder}")
+        assert read_meta(Path(f"of {folder}"))["tokenizer"] == expected
+    refuse_data("but model.safetensors", *flags, "none")
+    refuse_data("holds 2 tokenizers", *flags, "two")
