@@ -567,7 +567,7 @@ def test_a_conversation_that_the_template_refuses_is_left_out_if_it_is_one_in_a_
     _, error = make_data(*flags)
     records[1]["system"] = "no 1"
     write_lines("c.jsonl", records)
-    for told in (error, refuse_data("", *flags)):
+    for told in (error, refuse_data("", *flags, "--out", "other")):
         assert "the conversation that begins 'no 0 the 0?" in told
         assert "System role not supported" in told
 

@@ -278,7 +278,7 @@ def parquet(path, records):
     ("c.json", write_lines), ("c.parquet", parquet)])
 def test_every_kind_of_file_gives_the_same_shards(make_data, name, make):
     records = [pair(f"question {i}", f"answer {i}") for i in range(30)]
-    prepare([write_lines("plain.jsonl", records)], Path("d"), "bytes", field=None)
+    prepare([Path(write_lines("plain.jsonl", records))], Path("d"), "bytes", field=None)
     make(Path(name), records)
     make_data(name)
     for file in Path("d").iterdir():

@@ -63,7 +63,7 @@ def test_shards_have_the_tokens_that_the_package_gives_whole_documents(monkeypat
     monkeypatch.setattr(encode, "BLOCK", 200)
     make_data(*write_documents("a.jsonl", documents), "tokenizer.json")
     meta = read_meta(Path("out"))
-    content = read_file("tokenizer.json")
+    content = read_file(Path("tokenizer.json"))
     assert meta["tokenizer"] == name_of(content) and meta["vocab_size"] == 400
     assert meta["tokenizer_file"] == content
     ours = get_tokenizer(meta["tokenizer"], content)
@@ -220,8 +220,8 @@ def write_documents(path, texts=TWENTY):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("begins, ends", [(["<s>", "<t>"], []), (["<s>"], ["<|endoftext|>"]),
                                           ([], ["</end>"]), (["<|endoftext|>"], [])])
-def test_what_the_post_processor_puts_around_a_text(tmp_path, capsys, run_data, run_sample, begins,
-                                                    ends):
+def test_what_the_post_processor_puts_around_a_text(tmp_path, capsys, make_data, run_sample,
+                                                    begins, ends):
     """Before each document, behind the token that separates them, and before a prompt: greedy text
     is that of transformers' generate. A token behind a text is the separator."""
     transformers = pytest.importorskip("transformers")
@@ -231,13 +231,11 @@ def test_what_the_post_processor_puts_around_a_text(tmp_path, capsys, run_data, 
     theirs = with_tokens(path, [*begins, *ends])
     numbered = [[(text, theirs.token_to_id(text)) for text in texts] for texts in (begins, ends)]
     rewritten(path, post_processor=around(*numbered))
-    flags = write_documents(tmp_path / "a.jsonl")
-    status, _, error = run_data(*flags, folder, "--out", tmp_path / "d")
-    assert status == 0, error
+    make_data(*write_documents("a.jsonl"), folder)
     opened = transformers.AutoTokenizer.from_pretrained(folder)
     end = theirs.token_to_id(ends[0] if ends else "<|endoftext|>")
     encoded = sorted(tuple(i for i in opened(text)["input_ids"] if i != end) for text in TWENTY)
-    assert documents_of(tmp_path / "d", end) == encoded
+    assert documents_of(Path("out"), end) == encoded
     ours = get_tokenizer("json-", read_file(path))
     assert ours.prefix == [number for _, number in numbered[0]]
     huggingface.import_model(str(folder), tmp_path / "m.pt")
@@ -465,7 +463,7 @@ def test_what_the_config_says_is_told_or_refused(make_data, refuse_data):
 def test_a_folder_is_read_if_it_holds_a_tokenizer(make_data, refuse_data):
     """A tokenizer.json with a byte-order mark, or one .tiktoken; else what it holds is named."""
     made("tokenizer.json", "Llama 3")
-    name = name_of(read_file("tokenizer.json"))
+    name = name_of(read_file(Path("tokenizer.json")))
     for folder in ("json", "own", "none", "two"):
         Path(folder).mkdir()
     Path("json/tokenizer.json").write_text("\ufeff" + Path("tokenizer.json").read_text())
