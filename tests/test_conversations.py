@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import shutil
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
@@ -28,6 +29,7 @@ from corpus.conversations import Template
 from corpus.prepare import prepare
 from corpus.shards import BEGINS, LEARNT, open_shard, read_meta
 from corpus.tokenizers import get_tokenizer, name_of
+from model import mask_of_packed
 from models.llama import LlamaConfig
 from runtime import loader
 from runtime import eval_answers
@@ -891,3 +893,66 @@ def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_toke
     assert theirs.eos_token_id == config["eos_token_id"]
     huggingface.import_model(str(tmp_path / "hf"), tmp_path / "b.pt")
     assert checkpoint.load(tmp_path / "b.pt")["template"] == template
+
+
+def test_loss_and_gradients_are_those_of_transformers(tmp_path, reversals, run_train):
+    """GPT-2 of transformers on the same rows, with labels -100 and position_ids, after an export of
+    a checkpoint: loss and every gradient, relative difference below 1e-5."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    flags = ["--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 32]
+    assert run_train(*flags)[0] == 0
+    huggingface.export_model(tmp_path / "o/latest.pt", tmp_path / "hf")
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    ours, _ = checkpoint.load_model(tmp_path / "o/latest.pt")
+    dataset = data.TokenDataset(reversals, "train", 32)
+    ids = np.arange(6)
+    inputs, targets, positions = loader.as_tensors(dataset.rows(ids))
+    labels = torch.cat([torch.full((6, 1), -100), targets.where(targets >= 0, -100)], 1)
+    tokens = torch.from_numpy(dataset.tokens_of(ids))
+    positions_of_all = torch.cat([positions, torch.zeros(6, 1, dtype=torch.long)], 1)
+    theirs.eval()(tokens, position_ids=positions_of_all, labels=labels,
+                  attention_mask=mask_of_packed(positions_of_all)).loss.backward()
+    (ours.eval()(inputs, targets, positions=positions) / dataset.count_targets(ids)).backward()
+    expected = dict(theirs.named_parameters())
+    assert relative(ours.embed.token.weight.grad[:257], expected["transformer.wte.weight"].grad
+                    ) < 1e-5
+    assert relative(ours.embed.position.weight.grad, expected["transformer.wpe.weight"].grad) < 1e-5
+    for i, block in ours.blocks.items():
+        assert relative(block.attn.qkv.weight.grad.t(),
+                        expected[f"transformer.h.{i}.attn.c_attn.weight"].grad) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, marked_tokenizer, run_data,
+                                                          run_train, monkeypatch, capsys):
+    """The four commands of docs/conversations.md and the export, with a Qwen2 of random weights and
+    a tokenizer that has ChatML's tokens: transformers' greedy answer is that of sample.py."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    theirs = transformers.Qwen2Config(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(theirs).save_pretrained("hub/model")
+    shutil.copy(marked_tokenizer, "hub/model/tokenizer.json")
+    huggingface.import_model("hub/model", Path("base.pt"))
+    chat = write_lines(tmp_path / "chat.jsonl", [pair(f"the {i}?", f"answer {i}") for i in range(100)])
+    assert run_data("--input", chat, "--tokenizer", "hub/model/tokenizer.json", "--out",
+                    "data/chat")[0] == 0
+    status, out, _ = run_train(
+        "--init-from", "base.pt", "--data", "data/chat", "--seq-len", 48, "--steps", 30, "--lr",
+        1e-2, "--warmup-steps", 2, "--batch-size", 8, "--out", "out/chat")
+    assert status == 0 and "python sample.py --ckpt out/chat/latest.pt --chat" in out
+    flags = ["--max-tokens", 12]
+    _, answer, _ = chat_with(monkeypatch, capsys, "out/chat/latest.pt", "the 7?\n", *flags)
+    assert answer.strip() != ""
+    huggingface.export_model(Path("out/chat/latest.pt"), Path("out/chat/hf"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out/chat/hf")
+    tuned = transformers.AutoModelForCausalLM.from_pretrained("out/chat/hf", dtype=torch.float32)
+    prompt = tokenizer.apply_chat_template(
+        messages(("user", "the 7?"))["messages"], add_generation_prompt=True, return_dict=False,
+        return_tensors="pt")
+    drawn = tuned.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1]:]
+    assert tokenizer.decode(drawn, skip_special_tokens=True) == answer.removesuffix("\n")
