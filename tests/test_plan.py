@@ -10,7 +10,6 @@ import math
 import os
 import random
 import re
-import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -39,9 +38,9 @@ from parallelism.tensor import MAX_LOGITS
 from parallelism.zero import FlatParameters
 from runtime import checks, evaluation, run_log
 from tests import published_runs
-from tests.harness import (CFG, COVER, FORMULA, PAGES, ROOT, Alive, Memory, Rows, column,
-                           deep_enough_for, gridded, no_signal, nothing, run_steps, settings,
-                           staged, tokens_of, traffic, without_saves)
+from tests.harness import (CFG, COVER, FORMULA, PAGES, Alive, Memory, Rows, column,
+                           deep_enough_for, gridded, no_signal, nothing, run_main, run_steps,
+                           settings, staged, tokens_of, traffic, without_saves)
 from tools.bench.peak_memory import (BIG, CONTEXT, KEPT, MICROBATCHES, NARROW, PIPELINES,
                                      peak_of)
 from tools.plan.__main__ import answer, main
@@ -74,13 +73,6 @@ def one_search_for_each_question():
 def plan_config(**changes):
     """PlanConfig with what `settings` has."""
     return PlanConfig(**{**asdict(settings("")), **changes})
-
-
-def module(name, *arguments):
-    """(exit status, standard output, standard error) of `python -m NAME ARGUMENTS`."""
-    done = subprocess.run([sys.executable, "-m", name, *arguments], capture_output=True, text=True,
-                          cwd=ROOT)
-    return done.returncode, done.stdout, done.stderr
 
 
 def a_step_of_a_run(rank, world, config, cfg):
@@ -174,29 +166,32 @@ def unattended(cfg, config, tokens):
 
 
 LLAMA = LlamaConfig(384, 16, 2, 8, 64, n_kv_head=4, hidden=192, qk_norm=True)
-QUICK = (1, 13, 18, 22)             # of COVER: each ZeRO stage, each schedule
+# Rows of COVER: each ZeRO stage and schedule on four ranks, tp beside pp and dp beside cp on eight.
+ON_FOUR = [(1, LLAMA), (13, LLAMA), (17, CFG), (18, CFG), (19, LLAMA)]
+ON_EIGHT = [(3, CFG), (6, LLAMA), (10, CFG), (13, LLAMA), (21, CFG), (22, LLAMA)]
 
 
 @pytest.mark.claim("A plan tells what a run holds, sends and computes.")
-@pytest.mark.parametrize("row, model", [
-    pytest.param(row, [CFG, LLAMA][i % 2], marks=() if i in QUICK else pytest.mark.slow)
-    for i, row in enumerate(COVER)],
-    ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else type(x).__name__)
-def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row, model):
-    """On eight ranks, in layouts that cover all pairs: bytes kept, which are ZeRO's formulas, and
-    bytes sent, by kind, exactly, of every rank; FLOPs, but for those of vectors, and with cp what
-    attention leaves out; and the bubble, within 3%."""
+@pytest.mark.parametrize("number, model, world", [
+    *((*row, 4) for row in ON_FOUR),
+    *(pytest.param(*row, 8, marks=pytest.mark.slow) for row in ON_EIGHT)],
+    ids=lambda x: str(x) if isinstance(x, int) else type(x).__name__)
+def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, number, model, world):
+    """Bytes kept, which are ZeRO's formulas, and bytes sent, by kind, exactly, of every rank;
+    FLOPs, but for those of vectors, and with cp what attention leaves out; and the bubble, within
+    3%."""
+    row = COVER[number]
     cfg = deep_enough_for(row)
     # No padding, which does work that does not count; so wide that vectors count little.
     cfg = replace(model, vocab_size=384, n_embd=64, n_layer=cfg.n_layer)
-    config = plan_config(out=str(tmp_path), steps=1, world=8, gpu="endless", batch_size=8,
+    config = plan_config(out=str(tmp_path), steps=1, world=world, gpu="endless", batch_size=world,
                          micro_batch=1, check_every=0, **row)
     tp, pp, cp = config.tp, config.pp, config.cp
     formula = FORMULA["bf16" if config.dtype in ("bf16", "fp16") else "fp32"]
     double = 2 if config.dtype == "fp64" else 1
-    ranks = pool.run(8, a_step_of_a_run, config, cfg)
+    ranks = pool.run(world, a_step_of_a_run, config, cfg)
     for rank, (numel, held, sent, *_) in enumerate(ranks):
-        grid = Grid(8 // (tp * pp * cp), pp, tp, rank, cp=cp, chunks=config.pp_chunks,
+        grid = Grid(world // (tp * pp * cp), pp, tp, rank, cp=cp, chunks=config.pp_chunks,
                     sequence_parallel=config.sequence_parallel)
         stage = Stage(cfg, config, grid)
         sizes = memory_bytes(stage, on_gpu=False)
@@ -217,7 +212,7 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row, m
     schedule = SCHEDULES[config.pp_schedule]
     of_block = [p.numel() for p in cfg.build().blocks["0"].parameters() if p.dim() == 2]
     weights = np.array([2 * sum(of_block) * len(pipeline.stage_layers(cfg.n_layer, pp, s)) / tp
-                        for s in range(pp)]) * (8 * cfg.seq_len / grid.replicas)
+                        for s in range(pp)]) * (world * cfg.seq_len / grid.replicas)
     if config.pp_schedule != "zb-h1":
         weights *= 0
     duration = time_of([schedule(s, pp, m, config.pp_chunks) for s in range(pp)],
@@ -229,18 +224,14 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row, m
 WIDE_ENDS = LlamaConfig(2000, 16, 3, 4, 32, n_kv_head=2)        # of more parameters than a block
 
 
-@pytest.mark.parametrize("cfg", [
-    pytest.param(replace(CFG, vocab_size=2000), id="gpt"), pytest.param(WIDE_ENDS, id="llama"),
-    pytest.param(replace(WIDE_ENDS, tied=True), id="tied", marks=pytest.mark.slow),
-    pytest.param(replace(WIDE_ENDS, vocab_size=100), id="wide blocks", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout, flags", [
-    ((2, 1, 1), dict(zero=3, dtype="bf16")),
-    ((2, 1, 1), dict(zero=3, micro_batch=4, recompute=True)),
-    ((2, 1, 2), dict(zero=2, dtype="bf16")),
-    *(pytest.param(*row, marks=pytest.mark.slow) for row in (
-        ((2, 1, 1), dict(zero=2)), ((2, 2, 1), dict(zero=3)),
-        ((2, 1, 2), dict(zero=2, pp_schedule="1f1b"))))],
-    ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x))
+@pytest.mark.parametrize("cfg, layout, flags", [
+    (replace(CFG, vocab_size=2000), (2, 1, 1), dict(zero=3, dtype="bf16")),
+    (WIDE_ENDS, (2, 1, 1), dict(zero=3, micro_batch=4, recompute=True)),
+    (WIDE_ENDS, (2, 1, 2), dict(zero=2, dtype="bf16")),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
+        (replace(CFG, vocab_size=2000), (2, 1, 1), dict(zero=2)),
+        (replace(WIDE_ENDS, tied=True), (2, 2, 1), dict(zero=3)),
+        (replace(WIDE_ENDS, vocab_size=100), (2, 1, 2), dict(zero=2, pp_schedule="1f1b"))])])
 def test_the_estimate_of_buffers_is_what_the_buckets_hold(pool, tmp_path, cfg, layout, flags):
     """Whole gradients and gathered parameters at their peak, on every rank, with one microbatch
     and two; at most 1% more, because a first stage's positions have their gradients late."""
@@ -518,12 +509,13 @@ def test_goodput_is_that_of_a_simulation_with_random_failures(size, mtbf_hours):
     assert goodput(1e4, 5e3, 1e4, 1e6, 1)["goodput"] == 0
 
 
-@pytest.mark.parametrize("missing", [[], [torch.bfloat16]], ids=["bf16", "multiplied in fp32"])
-@pytest.mark.parametrize("tp, pp, cp, sequence_parallel, recompute, activation", [
-    (1, 1, 1, False, False, "relu"), (1, 2, 1, False, False, "gelu"),
-    (1, 1, 1, False, False, "silu"), (2, 1, 1, True, False, "silu"),
-    (2, 1, 1, False, True, "gelu"), (2, 1, 1, True, False, "gelu"), (2, 1, 1, True, True, "relu"),
-    (1, 1, 4, False, False, "gelu"), (2, 1, 4, True, True, "gelu")])
+@pytest.mark.parametrize("tp, pp, cp, sequence_parallel, recompute, activation, missing", [
+    (1, 1, 1, False, False, "relu", []), (1, 2, 1, False, False, "gelu", []),
+    (1, 1, 1, False, False, "silu", []), (2, 1, 1, True, False, "silu", []),
+    (2, 1, 1, False, True, "gelu", []), (2, 1, 1, True, False, "gelu", []),
+    (2, 1, 1, True, True, "relu", []), (1, 1, 4, False, False, "gelu", []),
+    (2, 1, 1, True, False, "silu", [torch.bfloat16]),
+    (2, 1, 4, True, True, "gelu", [torch.bfloat16])])
 def test_the_estimate_of_activations_is_what_autograd_keeps(
         tp, pp, cp, sequence_parallel, recompute, activation, missing, monkeypatch):
     """Of a microbatch, after its forward: with recomputation, without the block that is there
@@ -609,8 +601,9 @@ def test_logits_are_a_tile_in_the_models_type_and_in_16_bits_another_in_fp32(mon
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("cfg, flags", [
-    *((replace(BIG, n_embd=512), dict(zero=zero, micro_batch=1)) for zero in (0, 3)),
-    *((NARROW, MICROBATCHES | dict(batch_size=128) | flags) for flags in PIPELINES.values()),
+    (replace(BIG, n_embd=512), dict(zero=3, micro_batch=1)),
+    *((NARROW, MICROBATCHES | dict(batch_size=128) | PIPELINES[name])
+      for name in ("interleaved", "zb-h1")),
     (CONTEXT, dict(cp=4, batch_size=1, micro_batch=1))])
 def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, cfg, flags):
     peaks = peak_of(cfg, tmp_path, **flags)
@@ -921,14 +914,12 @@ def test_a_plan_that_does_not_fit_names_a_search_that_finds_one_that_does():
     assert "yes: " in found and "does not fit" not in found
 
 
-def test_the_plan_is_a_command_with_help():
-    """Its --help has every flag of a plan with its default, and none of a run's other flags."""
-    status, text, error = module("tools.plan", "--help")
+def test_the_help_of_a_plan_has_its_flags_with_their_defaults(capsys):
+    """And none of a run's other flags."""
+    status, text, error = run_main(capsys, tools.plan.__main__, "--help")
     assert (status, error) == (0, "")
     text = " ".join(text.split())
     for name in RUN_FLAGS + OWN_FLAGS:
         assert f" --{name.replace('_', '-')} " in text
     assert "(default: as published with --model, of GPT and OPT 50257)" in text
     assert "--lr" not in text
-    plan = answer("--world 8 --gpu h100 --json".split())
-    assert json.loads(plan)["dp"] == 8
