@@ -98,19 +98,19 @@ def theirs_and_ours(tmp_path_factory):
 
 
 @pytest.mark.claim("Logits, losses and gradients are those of six transformers classes.")
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("name", THEIRS)
-def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name, dtype, bound):
-    """With the same weights, logits and the gradient of each parameter relative to its largest."""
+def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name):
+    """With the same weights, in fp64: logits to 1e-10, and the gradient of each parameter to 1e-9
+    of its largest number."""
     _, theirs, file = theirs_and_ours(name)
-    theirs = theirs.to(dtype)
-    ours, state = checkpoint.load_model(file)
-    ours = ours.to(dtype)
+    theirs = theirs.double()
+    ours, _ = checkpoint.load_model(file)
+    ours = ours.double()
     tokens = tokens_of(replace(ours.cfg, seq_len=40), 2)
     assert tokens.max() < ours.cfg.vocab_size
-    with in_their_widest(dtype):
+    with in_fp64():
         expected = theirs(tokens).logits
-    assert difference(ours(tokens), expected) < bound
+    assert difference(ours(tokens), expected) < 1e-10
 
     targets = tokens.roll(-1, 1)
     ours(tokens, targets).backward()
@@ -126,16 +126,13 @@ def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name, d
         theirs_here = [gradients[one].double() for one in names]
         full = huggingface_formats.to_ours(name, theirs_here, family, ours.cfg)
         rows = len(full)
-        assert difference(parameter.grad[:rows], full) < 10 * bound, name
+        assert difference(parameter.grad[:rows], full) < 1e-9, name
 
 
 @contextmanager
-def in_their_widest(dtype):
-    """Let transformers compute norms and rotary positions in fp64, not fp32, for a model in it."""
-    if dtype == torch.float32:
-        yield
-        return
-    with mock.patch.object(torch, "float32", dtype), \
+def in_fp64():
+    """Let transformers compute norms and rotary positions in fp64, too, where it has fp32."""
+    with mock.patch.object(torch, "float32", torch.float64), \
             mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         yield
 
@@ -146,11 +143,11 @@ def difference(x, y):
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_greedy_text_is_that_of_full_recomputation_by_transformers(theirs_and_ours, name):
-    """Fifty tokens with our cache, beside transformers' model without one."""
+    """Twenty tokens with our cache, beside transformers' model without one."""
     _, theirs, file = theirs_and_ours(name)
     ours, _ = checkpoint.load_model(file)
     tokens = [3, 1, 4, 1, 5]
-    found = [drawn[0] for drawn in sample.generate(ours.double(), tokens, 50, set(), temperature=0)]
+    found = [drawn[0] for drawn in sample.generate(ours.double(), tokens, 20, set(), temperature=0)]
     theirs = theirs.double()
     for _ in found:
         tokens.append(theirs(torch.tensor([tokens])).logits[0, -1].argmax().item())
@@ -188,11 +185,11 @@ def random_config(seed: int, family: str) -> LlamaConfig:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "olmo", "neox"])
 def test_an_export_of_any_width_opens_in_transformers(tmp_path, capsys, family):
-    """Six shapes: logits in fp64, and imported again, every bit. A Llama whose width is no
+    """Three shapes: logits in fp64, and imported again, every bit. A Llama whose width is no
     multiple of its heads, which LlamaConfig refuses, is a Mistral without a window."""
     transformers = pytest.importorskip("transformers")
     written = set()
-    for seed in range(6):
+    for seed in range(3):
         cfg, folder = random_config(seed, family), tmp_path / str(seed)
         plain = weights_only(tmp_path / "a.pt", cfg, "own-97").double()
         huggingface.export_model(tmp_path / "a.pt", folder)
@@ -200,7 +197,7 @@ def test_an_export_of_any_width_opens_in_transformers(tmp_path, capsys, family):
             folder, attn_implementation="eager").double().eval()
         written.add((cfg.n_embd % cfg.n_head == 0, theirs.config.model_type))
         tokens = tokens_of(cfg, 2)
-        with in_their_widest(torch.float64):
+        with in_fp64():
             expected = theirs(tokens).logits
         assert difference(plain(tokens), expected) < 1e-10
         huggingface.import_model(str(folder), folder / "b.pt")
@@ -230,7 +227,6 @@ def test_a_window_that_hides_nothing_is_none():
     ("llama", dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), "its rope_type is 'yarn'"),
     ("llama", dict(rope_scaling=dict(type="linear", factor=2.0)), "its rope_type is 'linear'"),
     ("llama", dict(attention_bias=True), "its attention_bias is True"),
-    ("llama", dict(mlp_bias=True), "its mlp_bias is True"),
     ("llama", dict(hidden_act="mish"), "its hidden_act is 'mish'"),
     ("llama", dict(model_type="mixtral"), "its model_type 'mixtral' is none of gpt2, opt, llama"),
     ("olmo", dict(clip_qkv=8.0), "its clip_qkv is 8.0"),
@@ -238,8 +234,6 @@ def test_a_window_that_hides_nothing_is_none():
     ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]),
      "its layer_types have sliding_attention"),
     ("llama", dict(vocab_size="160"), "its vocab_size is '160', not a whole number above 0"),
-    ("llama", dict(num_hidden_layers=2.0), "its num_hidden_layers is 2.0, not a whole number"),
-    ("llama", dict(num_hidden_layers=-1), "its num_hidden_layers is -1, not a whole number"),
     ("llama", dict(rms_norm_eps="1e-5"), "its rms_norm_eps is '1e-5', not a number"),
     ("llama", dict(num_key_value_heads=-2), "its num_key_value_heads is -2, not a whole number"),
     ("llama", dict(tie_word_embeddings=1), "its tie_word_embeddings is 1, not true or false"),
@@ -249,13 +243,10 @@ def test_a_window_that_hides_nothing_is_none():
                                         high_freq_factor=4.0, original_max_position_embeddings=32)),
      r"original_max_position_embeddings are \(0.0, 1.0, 4.0, 32.0\): none may be 0"),
     ("gpt_neox", dict(rope_parameters=dict(partial_rotary_factor=2.0)), "rotary 2 is no part of"),
-    ("gpt_neox", dict(rope_parameters=dict(partial_rotary_factor=-1.0)),
-     "its partial_rotary_factor is -1.0, not a number from 0 on"),
     ("llama", dict(rope_parameters="default"), "its rope_parameters is 'default', where models/"),
     ("llama", dict(rope_parameters=dict(full_attention=dict(rope_theta=5e5))),
      "its rope_parameters is {'full_attention': .*, where models/llama.py has one object for all"),
     ("llama", dict(hidden_act=["silu"]), r"its hidden_act is \['silu'\], models/llama.py has only"),
-    ("llama", dict(model_type=["llama"]), r"its model_type \['llama'\] is none of gpt2"),
     ("llama", dict(quantization_config=dict(quant_method="gptq")),
      "it has a quantization_config: give the model before it was quantised")])
 def test_what_the_model_cannot_be_is_refused_by_its_key(theirs_and_ours, name, changes, words):
@@ -277,7 +268,6 @@ def test_what_the_model_cannot_be_is_refused_by_its_key(theirs_and_ours, name, c
      "layers.0.self_attn.q_proj.weight has shape (3, 48) and "),
     ("llama", {"model.layers.0.self_attn.q_proj.bias": torch.ones(48)},
      "has 1 tensors that config.json does not account for, such as layers.0.self_attn.q_proj.bias"),
-    ("llama", {"model.layers.9.mlp.up_proj.weight": torch.ones(2)}, "such as layers.9.mlp.up_proj"),
     ("tied", {"lm_head.weight": torch.ones(160, 48)},
      "lm_head.weight differs from the embedding, but config.json ties them"),
     ("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, ""),
@@ -329,21 +319,18 @@ NAMINGS = {
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "gpt_neox"])    # of each, other prefixes
 def test_names_that_other_programs_have_changed_are_the_same_model(theirs_and_ours, tmp_path, name,
                                                                    capsys):
-    """Every bit of it, in fourteen namings, of the state_dict that transformers has in memory and
-    of the tensors that it writes."""
-    safetensors = pytest.importorskip("safetensors.torch")
+    """Every bit of it, in fourteen namings of the state_dict that transformers has in memory."""
     folder, theirs, file = theirs_and_ours(name)
     shutil.copy(folder / "config.json", tmp_path)
     expected = checkpoint.load(file)["parameters"]
-    written = safetensors.load_file(folder / "model.safetensors")
+    tensors = theirs.float().state_dict()
     for naming, rename in NAMINGS.items():
-        for tensors in (written, theirs.float().state_dict()):
-            torch.save({rename(one): tensor for one, tensor in tensors.items()},
-                       tmp_path / "pytorch_model.bin")
-            huggingface.import_model(str(tmp_path), tmp_path / "new.pt")
-            found = checkpoint.load(tmp_path / "new.pt")["parameters"]
-            assert all(found[one].equal(full) for one, full in expected.items()), naming
-            (tmp_path / "new.pt").unlink()
+        torch.save({rename(one): tensor for one, tensor in tensors.items()},
+                   tmp_path / "pytorch_model.bin")
+        huggingface.import_model(str(tmp_path), tmp_path / "new.pt")
+        found = checkpoint.load(tmp_path / "new.pt")["parameters"]
+        assert all(found[one].equal(full) for one, full in expected.items()), naming
+        (tmp_path / "new.pt").unlink()
     assert "note: " not in capsys.readouterr().err
 
 
@@ -375,15 +362,11 @@ def nested(*places):
 
 @pytest.mark.parametrize("change, words", [
     (nested("state_dict"), "note: {}: the tensors in state_dict are taken"),
-    (nested("model"), "note: {}: the tensors in model are taken"),
     (lambda tensors: dict(pl=nested("module")(tensors)), "the tensors in pl.module are taken"),
     (nested("model", "ema"), "holds several models, model and ema: save one of them alone"),
     (lambda tensors: [tensors], "it holds no names of tensors, but list"),
-    (lambda tensors: {}, "has no tensor embed_tokens.weight"),
     (lambda tensors: tensors | {"module.lm_head.weight": torch.ones(160, 48)},
      "lm_head.weight and module.lm_head.weight are both lm_head.weight: save the model once"),
-    (lambda tensors: tensors | {"embed_out.weight": torch.ones(160, 48)},
-     "lm_head.weight and embed_out.weight are both lm_head.weight"),
     (lambda tensors: {f"{who}.{one}": x for who in ("actor", "critic")
                       for one, x in tensors.items()},
      "it holds several models, actor.model.embed_tokens.weight and critic.model.embed_tokens."),
@@ -426,7 +409,6 @@ def test_every_key_of_transformers_is_read_refused_or_known_to_change_nothing(th
     (dict(logit_scale=0.5, embedding_multiplier=12.0, use_cache=True, attn_logit_softcapping=None),
      {}, "its config.json has embedding_multiplier, logit_scale, which neither transformers' "
      "LlamaForCausalLM nor this import reads: a model that was trained with that is another one"),
-    (dict(rope_interleaved=True), {}, "its config.json has rope_interleaved, which"),
     (dict(rope_interleaved=False, is_llama_config=True, pretraining_tp=2, n_new=0), {}, ""),
     ({}, dict(do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.05),
      "to draw tokens as its generation_config.json does, give sample.py --temperature 0.6 "
@@ -435,7 +417,6 @@ def test_every_key_of_transformers_is_read_refused_or_known_to_change_nothing(th
     ({}, dict(temperature=0.6, top_k=20, bos_token_id=1, max_length=2048), ""),
     ({}, dict(suppress_tokens=[5]), "does not have: suppress_tokens [5]"),
     (dict(add_cross_attention=True), {}, "its add_cross_attention is True: only a decoder by"),
-    (dict(is_encoder_decoder=True), {}, "its is_encoder_decoder is True: only a decoder by itself"),
     (dict(architectures=["LlamaForSequenceClassification"]), {},
      "its architectures are LlamaForSequenceClassification, whose head or body is another than "
      "that of LlamaForCausalLM"),
@@ -469,7 +450,6 @@ def test_no_key_that_changes_a_model_is_ignored_in_silence(theirs_and_ours, tmp_
     ("mistral", dict(num_key_value_heads="", num_attention_heads=16), dict(n_kv_head=8)),
     ("qwen2", dict(num_key_value_heads="", num_attention_heads=64, hidden_size=128),
      dict(n_kv_head=32)),
-    ("llama", dict(num_key_value_heads=""), dict(n_kv_head=6)),
     ("llama", dict(rope_scaling=LLAMA3, rope_parameters=dict(rope_type="default", rope_theta=7.0)),
      dict(rope_theta=5e5)),
     ("llama", dict(rope_parameters=None, rope_theta=7.0), dict(rope_theta=7.0)),
@@ -684,13 +664,8 @@ def test_flags_make_a_llama_of_a_named_size(shards):
     ("--activation silu", "activation 'silu' is neither 'gelu' nor 'relu'"),
     ("--model llama-nano --n-kv-head 3", "n_head 4 is not divisible by n_kv_head 3: give "
      "--n-kv-head 1, 2 or 4, or an --n-head in multiples of 3"),
-    ("--model llama-nano --n-head 12 --n-kv-head 5 --tp 2",
-     "n_kv_head 5: give --n-kv-head 2, 4, 6 or 12, or an --n-head in multiples of 5"),
-    ("--model llama-nano --n-head 5 --n-kv-head 5", "n_embd 192 is not divisible by n_head 5: give "
-     "--n-embd 190 or --n-embd 195 or --n-head 4"),
     ("--model llama-nano --head-dim 7", "rotary positions turn pairs of channels, but a head has "
      "7: give --head-dim 6 or 8"),
-    ("--model llama-nano --n-embd 36", "but a head has 9: give --head-dim 8 or 10"),
     ("--model pythia-70m --head-dim 6", "a head has 6, of which 1 turn: give --head-dim 8 or 9"),
     ("--model llama-nano --tp 4", r"n_kv_head 2 is not divisible by tp 4: give a --tp .*: 1, 2"),
     ("--model llama-nano --tp 2 --hidden 99", "the MLP's 99 hidden channels .* by tp 2")])

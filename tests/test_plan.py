@@ -381,8 +381,7 @@ def plan_on(cfg, config, hop=0.0, **device):
 
 @pytest.mark.parametrize("layout, gpus_per_node, speeds", [
     ((2, 2, 2), 8, (64, 64, 64)), ((2, 2, 2), 4, (64, 64, 1)), ((2, 2, 2), 2, (64, 1, 1)),
-    ((2, 2, 2), 1, (1, 1, 1)), ((8, 2, 1), 8, (64, 64, 4)), ((1, 16, 1), 8, (8, 64, 64)),
-    ((4, 4, 1), 6, (6, 64, 1)), ((1, 4, 1), 6, (64, 64, 64))])
+    ((8, 2, 1), 8, (64, 64, 4)), ((1, 16, 1), 8, (8, 64, 64)), ((4, 4, 1), 6, (6, 64, 1))])
 def test_traffic_takes_the_links_that_its_ranks_have(layout, gpus_per_node, speeds):
     """(dp, tp, pp) and bytes a second of (tp, pp, dp): 64 inside a machine and 1 of an adapter.
     A group's ranks in one machine use an adapter each."""
@@ -401,8 +400,8 @@ def test_traffic_takes_the_links_that_its_ranks_have(layout, gpus_per_node, spee
 
 
 @pytest.mark.parametrize("layout, gpus_per_node, speeds", [
-    ((1, 2, 2, 2), 8, (64, 64)), ((1, 2, 2, 2), 4, (64, 64)), ((1, 2, 2, 2), 2, (1, 1)),
-    ((2, 1, 2, 4), 8, (64, 4)), ((2, 4, 1, 4), 8, (2, 2)), ((8, 1, 1, 2), 4, (64, 4))])
+    ((1, 2, 2, 2), 4, (64, 64)), ((1, 2, 2, 2), 2, (1, 1)), ((2, 1, 2, 4), 8, (64, 4)),
+    ((2, 4, 1, 4), 8, (2, 2))])
 def test_context_parallel_traffic_takes_the_links_that_its_ranks_have(layout, gpus_per_node,
                                                                       speeds):
     """(dp, tp, pp, cp) and bytes a second of (cp, replicas), as above. The ranks of a cp group are
@@ -641,7 +640,7 @@ def test_the_search_finds_the_fastest_layouts_that_fit():
     seconds = [shown(plan) for plan in plans]
     assert len(plans) == 10 and seconds == sorted(seconds)
     assert plans == [planned({name: plan[name] for name in choices}) for plan in plans]
-    for _ in range(400):                        # most do not go together
+    for _ in range(200):                        # most do not go together
         chosen = {name: rng.choice(values) for name, values in choices.items()}
         with suppress(ValueError):
             other = planned(chosen)
@@ -710,8 +709,6 @@ def test_tokens_stand_for_the_steps_that_read_them():
 
 @pytest.mark.parametrize("flags, batch, source", [
     ("--world 992 --model opt-175b --tp 8 --micro-batch 8", 992, "2.1M tokens, as opt-175b had"),
-    ("--world 8 --model gpt3-175b --tp 8", 1536, "3.1M tokens, as GPT-3 175B had"),
-    ("--world 8 --model gpt3-6.7b", 1024, "2.1M tokens, as GPT-3 6.7B had"),
     ("--world 12 --model gpt2", 516, "0.5M tokens, as GPT-3 125M had"),
     ("--world 8 --model pythia-1.4b --pp 2 --micro-batch 8", 512, "1.0M tokens, as GPT-3 1.3B had"),
     ("--world 8 --model gpt2 --search --micro-batch 16", 512, "0.5M tokens, as GPT-3 125M had"),
@@ -816,10 +813,8 @@ def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
 
 
 @pytest.mark.parametrize("name, gpu", [
-    ("rtx4090", "4090"), ("RTX-4090", "4090"), ("rtx_4090", "4090"), ("4090", "4090"),
-    ("NVIDIA GeForce RTX 4090", "4090"), ("RTX 3090", "3090"), ("5090", "5090"), ("A10G", "a10g"),
-    ("L40S", "l40s"), ("RTX A6000", "a6000"), ("h100-80g", "h100"), ("H100-80GB", "h100"),
-    ("NVIDIA H100 80GB HBM3", "h100"), ("a100-sxm4-80gb", "a100-80g"), ("V100_32GB", "v100-32g")])
+    ("rtx_4090", "4090"), ("NVIDIA GeForce RTX 4090", "4090"), ("RTX A6000", "a6000"),
+    ("h100-80g", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("a100-sxm4-80gb", "a100-80g")])
 def test_a_gpu_has_several_spellings(name, gpu):
     assert gpu_name(name) == gpu
 
@@ -843,23 +838,17 @@ def test_one_stage_has_nothing_to_fill(flags):
 
 @pytest.mark.parametrize("flags, message", [
     ("", "--world, the number of GPUs, and --gpu, one of v100-16g, "),
-    ("--world 8", "are required"),
-    ("--world 0 --gpu h100", "argument --world: 0 must be at least 1 and finite"),
     ("--world 8 --gpu h100 --tokens nan", "argument --tokens: nan must be at least 1"),
     ("--world 8 --gpu h100 --network 100Gb", "'100Gb': give a number"),
     ("--world 8 --gpu h100 --tokens 1e9 --steps 5", "--steps and --tokens both say"),
-    ("--world 8 --gpu h300", "--gpu: h300 is none of v100-16g, "), ("--gpu h100-80g", "h100"),
     ("--world 8 --zero 9 --lr 1 --gpu h300",
      "invalid choice: 9 (choose from 0, 1, 2, 3); argument --gpu: h300 is none of v100-16g, "),
     ("--world 8 --gpu h300 --lr 1e-3", ":3350:450; unknown argument --lr: --help lists the flags"),
     ("--world 8 --gpu a100", "a100 is a100-40g or a100-80g: give one"),
     ("--world 8 --gpu h100 --days 7 --steps 5", "--steps and --days both say"),
-    ("--world 8 --gpu h100 --days 7 --tokens 5", "--tokens and --days both say"),
-    ("--world 8 --gpu h100 --days 0", "argument --days: 0 must be at least 0.0001"),
     ("--world 1 --gpu l4 --days 0.0002", "0.0002 days of 1 x l4 train no size of GPT or OPT on "),
     ("--world 1 --gpu l4 --days 0.0001 --model gpt3-6.7b --batch-size 16",
      "a step takes 40.3 s, and --days 0.0001 are shorter"),
-    ("--world 8 --gpu h100 --zero 3 --pp 2", "zero 3 with pp 2"),
     ("--world 3 --tp 2 --gpu h100", "--world 3 is not divisible by tp 2 x pp 1"),
     ("--world 7 --gpu h100 --search", "no layout of this model and batch size 16 fits 7 x h100: "
      "give another --batch-size or --world"),
@@ -868,15 +857,11 @@ def test_one_stage_has_nothing_to_fill(flags):
     ("--world 2 --gpu h100 --model gpt3-175b --dtype bf16 --search --zero 1 --offload",
      " GB too many: take more or larger GPUs\n"),
     ("--world 1 --gpu v100-32g --dtype bf16", "a V100 has no matrix products in bf16"),
-    ("--world 8 --gpu h100 --n-embd 64 --n-head 5", "n_embd 64 is not divisible by n_head 5: give "
-     "--n-embd 60 or --n-embd 65 or --n-head 4"),
     ("--world 8 --gpu h100 --model llama-nano --n-kv-head 3", "n_head 4 is not divisible by "
      "n_kv_head 3: give --n-kv-head 1, 2 or 4"),
     ("--world 8 --gpu h100 --model llama-1.3b", "'llama-1.3b': the nearest are gpt3-1.3b, opt-1."),
     ("--world 8 --gpu h100 --model Qwen/Qwen3-8B", "python -m tools.huggingface import "),
-    ("--world 8 --gpu h100 --batch_sise 8", "did you mean --batch-size?"),
-    ("--gpu h100 --gpus 8", "--gpus: give --world, the number of GPUs"),
-    ("--world 8 --gpu h100 --mtbf-hour 8", "did you mean --mtbf-hours?")])
+    ("--gpu h100 --gpus 8", "--gpus: give --world, the number of GPUs")])
 def test_the_plans_mistakes_are_refused_in_one_line(monkeypatch, capsys, flags, message):
     monkeypatch.setattr(sys, "argv", ["tools.plan", *flags.split()])
     with pytest.raises(SystemExit) as end:
