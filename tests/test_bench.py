@@ -221,11 +221,10 @@ def test_a_layout_that_fails_has_its_error(tmp_path):
 
 @pytest.mark.slow
 def test_layouts_are_compared_with_one_process(tmp_path):
-    """Two processes and one on the CPU, also when what ZeRO 3 frees becomes NaN."""
-    work = replace(gpu.CPU_WORK, layouts=((2, "--zero 1", {}),
-                                          (2, "--zero 3", {shared_gpu.POISON: "1"})))
-    rows = [row for _, row in gpu.layouts(work, tmp_path)]
-    assert [row["right"] for row in rows] == [True, True] and rows[1]["environment"], rows
+    """Two processes and one on the CPU, while what ZeRO 3 frees becomes NaN."""
+    work = replace(gpu.CPU_WORK, layouts=((2, "--zero 3", {shared_gpu.POISON: "1"}),))
+    (_, row), = gpu.layouts(work, tmp_path)
+    assert row["right"] is True and row["environment"], row
 
 
 def test_the_readmes_benchmarks_exist():

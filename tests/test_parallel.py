@@ -103,10 +103,9 @@ def test_replicas_sum_the_gradients_of_several_backwards(rank, world=2, *, zero)
 
 
 @pytest.mark.parametrize("world, tp, pp, cp, sequence_parallel, zeros", [
-    (4, 1, 2, 1, False, (0, 1)), (4, 2, 1, 1, True, (0, 2)), (4, 1, 2, 2, False, (3,)),
-    (3, 1, 3, 1, False, (0,)),
-    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
-        (4, 1, 2, 1, False, (2, 3)), (4, 2, 1, 1, True, (1, 3)), (4, 1, 2, 2, False, (0, 1, 2))])])
+    (3, 1, 3, 1, False, (0,)), (4, 1, 2, 1, False, (1,)), (4, 2, 1, 1, True, (2,)),
+    (4, 1, 2, 2, False, (3,)),
+    pytest.param(4, 2, 1, 1, True, (0, 1, 3), marks=pytest.mark.slow)])
 @on_ranks
 def test_plain_3d_steps_clip_by_the_norm_of_the_whole_model(rank, world, *, tp, pp, cp,
                                                             sequence_parallel, zeros):
@@ -148,9 +147,7 @@ def test_plain_3d_steps_clip_by_the_norm_of_the_whole_model(rank, world, *, tp, 
 @pytest.mark.parametrize("world, tp, pp, cp, options", [
     (2, 1, 1, 1, dict(zero=1)),
     (8, 2, 2, 2, dict(zero=3, sequence_parallel=True, schedule=parallel.plain_1f1b)),
-    pytest.param(2, 1, 1, 2, dict(zero=2), marks=pytest.mark.slow),
-    pytest.param(8, 2, 2, 1, dict(zero=2, schedule=parallel.plain_1f1b), marks=pytest.mark.slow),
-    pytest.param(8, 4, 1, 2, dict(zero=2, sequence_parallel=True), marks=pytest.mark.slow)])
+    pytest.param(2, 1, 1, 2, dict(zero=2), marks=pytest.mark.slow)])
 def test_plain_program_has_the_losses_of_train_py_with_each_technique(
         pool, shards, losses_of_train_py, world, tp, pp, cp, options):
     """Three steps with these flags have the losses of train.py in one process, to 1e-5: the program
@@ -165,11 +162,9 @@ def test_plain_program_tells_a_mistake_in_one_line(tmp_path):
     command = "torchrun --nproc_per_node=2 parallel.py"
     for flags, words in [
             (["--tp", 2], f"not 1: start them by {command} --tp 2 --pp 1 --cp 1\n"),
-            (["--cp", 2], f"not 1: start them by {command} --tp 1 --pp 1 --cp 2\n"),
             (["--tp", 2, "--pp", 2], "--nproc_per_node=4 parallel.py --tp 2 --pp 2"),
-            (["--pp", 0], "--pp 0"), (["--cp", 0], "--cp 0"), (["--zero", 4], "--zero"),
-            (["--pp-schedule", "zb-h1"], "--pp-schedule"), (["--tp", "x"], "--tp"),
-            (["--steps"], "--steps"),
+            (["--pp", 0], "--pp 0"), (["--zero", 4], "--zero"),
+            (["--pp-schedule", "zb-h1"], "--pp-schedule"), (["--steps"], "--steps"),
             ([], "does not exist: give a directory that data.py has made")]:
         status, text, error = Command("parallel.py", *flags, cwd=tmp_path).finish()
         assert (status, text) == (2, "") and words in error and error.count("\n") == 1, error

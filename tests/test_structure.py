@@ -15,7 +15,6 @@ MAY_IMPORT is the table of the imports. Sizes are not asserted.
 import ast
 import fnmatch
 import graphlib
-import os
 import re
 import subprocess
 import sys
@@ -171,33 +170,6 @@ def test_a_folders_docstring_names_its_files(folder):
     words = (ROOT / folder / "__init__.py").read_text().split()
     for file in (ROOT / folder).glob("[!_]*.py"):
         assert file.stem in (word.strip(",:;") for word in words), file
-
-
-@pytest.mark.slow
-def test_the_books_commands_work_without_tools_and_tests(tmp_path):
-    """In a folder that has all but these. .ci/run does it by torchrun, too. (That no file imports
-    one of tools/ or tests/ is shown by test_imports_run_one_way_and_no_file_imports_a_tool.)"""
-    for pattern in WITHOUT_TOOLS:
-        for file in ROOT.glob(pattern):
-            copy = tmp_path / file.relative_to(ROOT)
-            copy.parent.mkdir(exist_ok=True)
-            copy.write_bytes(file.read_bytes())
-    (tmp_path / "text.txt").write_text("".join(f"line {i}: some words\n" for i in range(9000)))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-    def start(command):
-        return subprocess.Popen([sys.executable, *command.split()], cwd=tmp_path, env=environment,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def finish(process, words):
-        out, error = process.communicate(timeout=300)
-        assert process.returncode == 0 and words in out, (process.args, out, error)
-    finish(start("data.py --input text.txt --tokenizer bytes --out data/python"), "python train.py")
-    train = start("train.py --steps 2 --eval-every 0")
-    plain = start("parallel.py --steps 2")                  # at the same time
-    finish(train, "step 2/2")
-    finish(plain, "step 2")
-    finish(start("sample.py --ckpt out/latest.pt --max-tokens 3 --prompt def"), "def")
 
 
 def test_constants_that_stand_in_two_files_are_equal():
