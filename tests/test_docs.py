@@ -5,7 +5,6 @@
 
 The commands of the pages have tests in tests/test_readme.py.
 """
-import ast
 import os
 import re
 import shlex
@@ -19,10 +18,8 @@ from types import SimpleNamespace
 import pytest
 
 import tools.compare
-from base import sample_flags
 from base.options import Config
 from base.other_names import IN_PROJECTS, PROJECTS
-from corpus import flags as data_flags
 from tests.harness import ROOT, TINY, launch, run_main
 from tools import docs, loss_picture
 
@@ -155,18 +152,6 @@ def without_blocks(page):
 # The checkers find what they should
 # ---------------------------------------------------------------------------------------------
 
-def test_a_long_paragraph_item_or_cell_is_named_with_its_line():
-    page = ("# A heading of more than five words here\n\none two [three](http://a/b) -- four\n"
-            "five\n\n- one two three four five six\n- one\n\n| a | one two three |\n|---|---|\n"
-            "```\none two three four five six seven\n```\n<!-- a comment of more than five words "
-            "-->\n1. one two three four five `six`\n")
-    assert too_long(page, 2, 5) == [
-        "line 6: paragraph of 6 words (at most 5): - one two three four five six ...",
-        "line 9: cell of 3 words (at most 2): one two three ...",
-        "line 15: paragraph of 7 words (at most 5): 1. one two three four five `six` ..."]
-    assert too_long(page, 3, 7) == []
-
-
 def test_a_link_to_a_file_or_heading_that_does_not_exist_is_named_with_its_line(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "code.py").write_text("a = 1\nb = 2\n")
@@ -255,18 +240,6 @@ def test_the_readme_links_every_page():
     assert len(all_pages) > 2 and not missing, f"README.md links to none of {sorted(missing)}"
 
 
-def test_every_test_that_a_page_names_exists():
-    files = [ROOT / "test_all.py", *ROOT.glob("tests/test_*.py")]
-    defined = {node.name for file in files for node in ast.parse(file.read_text()).body
-               if isinstance(node, ast.FunctionDef)}
-
-    def check(path, page):
-        names = set(re.findall(r"(?:`|::)(test_\w+)`", page))
-        return [f"{name} is no test" for name in sorted(names - defined)]
-    found = problems(check)
-    assert not found, "\n".join(found)
-
-
 # ---------------------------------------------------------------------------------------------
 # What is generated
 # ---------------------------------------------------------------------------------------------
@@ -299,15 +272,6 @@ def test_the_tool_writes_what_is_missing_and_says_so(tmp_path, monkeypatch, caps
     readme.write_text("<!-- generated: techniques -->\n")
     status, _, error = run_main(capsys, program)
     assert status == 2 and error.startswith("tools.docs: README.md: a mark <!-- generated: ...")
-
-
-def test_the_page_of_flags_has_the_flags_of_data_py_and_sample_py():
-    page = pages()["docs/flags.md"]
-    for parser in (data_flags.make_parser(), sample_flags.make_parser()):
-        section = page.split(f"## Flags of {parser.prog}\n")[1].split("\n## ")[0]
-        flags = {line.split()[0] for line in parser.format_help().splitlines()
-                 if line.startswith("  --")}
-        assert len(flags) > 9 and set(re.findall(r"(?m)^\| `(--[\w-]+)", section)) == flags
 
 
 def test_the_page_of_flags_has_every_flag_and_every_name_elsewhere():

@@ -227,7 +227,7 @@ def test_an_overflow_in_fp16_halves_the_scale_as_without_exact(tmp_path):
 
     runs = []
     for exact in (False, True):
-        config = settings(tmp_path, steps=14, dtype="fp16", exact=exact)
+        config = settings(tmp_path, steps=8, dtype="fp16", exact=exact)
         runs.append(watched(config, enlarge, cfg=replace(NARROW, n_layer=1)))
         assert max(column(runs[-1].rows, "skipped")) > 3        # in a row
     assert {event["event"] for event in runs[1].events} == {"skip"}
