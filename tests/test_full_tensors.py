@@ -79,7 +79,7 @@ def test_gradients_weights_and_moments_can_be_read_by_global_name_or_are_refused
     another time, by another name, or by different names on different ranks it is refused in one
     line; so is `main_grad` after the sum, and a state_dict() that is a part or freed."""
     dp, tp, pp = layout
-    cfg = replace(CFG, n_layer=2)
+    cfg = replace(CFG, n_layer=4)           # one for each rank
     config = settings(tmp_path, tp=tp, pp=pp, steps=1, micro_batch=1, clip=1e-3, **flags)
     answers = pool.run(dp * tp * pp, run_steps, layout, config, cfg, after_the_update, None,
                        look_at_gradients)
