@@ -911,7 +911,8 @@ def overflow_and_grow(run):
 
 @pytest.mark.claim("A resumed run equals an uninterrupted one with as many threads, bit for bit.")
 @pytest.mark.parametrize("layout, flags", [
-    ((1, 1, 1), dict(dtype="fp16", batch_size=16, batch_ramp="4:4:25")),
+    ((1, 1, 1), dict(dtype="fp16")),
+    ((1, 1, 2), dict(dtype="fp32", pp_schedule="1f1b", batch_size=16, batch_ramp="4:4:25")),
     ((1, 2, 1), dict(dtype="bf16", sequence_parallel=True)),
     ((2, 1, 2), dict(dtype="fp32", zero=2, pp_schedule="interleaved", pp_chunks=2)),
     ((2, 1, 1), dict(dtype="fp16", zero=3, recompute=True)),
