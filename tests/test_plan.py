@@ -371,7 +371,8 @@ def plan_on(cfg, config, hop=0.0, **device):
 
 @pytest.mark.parametrize("layout, gpus_per_node, speeds", [
     ((2, 2, 2), 8, (64, 64, 64)), ((2, 2, 2), 4, (64, 64, 1)), ((2, 2, 2), 2, (64, 1, 1)),
-    ((8, 2, 1), 8, (64, 64, 4)), ((1, 16, 1), 8, (8, 64, 64)), ((4, 4, 1), 6, (6, 64, 1))])
+    ((2, 2, 2), 1, (1, 1, 1)), ((8, 2, 1), 8, (64, 64, 4)), ((1, 16, 1), 8, (8, 64, 64)),
+    ((4, 4, 1), 6, (6, 64, 1)), ((1, 4, 1), 6, (64, 64, 64))])
 def test_traffic_takes_the_links_that_its_ranks_have(layout, gpus_per_node, speeds):
     """(dp, tp, pp) and bytes a second of (tp, pp, dp): 64 inside a machine and 1 of an adapter.
     A group's ranks in one machine use an adapter each."""
@@ -390,8 +391,8 @@ def test_traffic_takes_the_links_that_its_ranks_have(layout, gpus_per_node, spee
 
 
 @pytest.mark.parametrize("layout, gpus_per_node, speeds", [
-    ((1, 2, 2, 2), 4, (64, 64)), ((1, 2, 2, 2), 2, (1, 1)), ((2, 1, 2, 4), 8, (64, 4)),
-    ((2, 4, 1, 4), 8, (2, 2))])
+    ((1, 2, 2, 2), 8, (64, 64)), ((1, 2, 2, 2), 4, (64, 64)), ((1, 2, 2, 2), 2, (1, 1)),
+    ((2, 1, 2, 4), 8, (64, 4)), ((2, 4, 1, 4), 8, (2, 2)), ((8, 1, 1, 2), 4, (64, 4))])
 def test_context_parallel_traffic_takes_the_links_that_its_ranks_have(layout, gpus_per_node,
                                                                       speeds):
     """(dp, tp, pp, cp) and bytes a second of (cp, replicas), as above. The ranks of a cp group are
@@ -698,6 +699,8 @@ def test_tokens_stand_for_the_steps_that_read_them():
 
 @pytest.mark.parametrize("flags, batch, source", [
     ("--world 992 --model opt-175b --tp 8 --micro-batch 8", 992, "2.1M tokens, as opt-175b had"),
+    ("--world 8 --model gpt3-175b --tp 8", 1536, "3.1M tokens, as GPT-3 175B had"),
+    ("--world 8 --model gpt3-6.7b", 1024, "2.1M tokens, as GPT-3 6.7B had"),
     ("--world 12 --model gpt2", 516, "0.5M tokens, as GPT-3 125M had"),
     ("--world 8 --model pythia-1.4b --pp 2 --micro-batch 8", 512, "1.0M tokens, as GPT-3 1.3B had"),
     ("--world 8 --model gpt2 --search --micro-batch 16", 512, "0.5M tokens, as GPT-3 125M had"),
