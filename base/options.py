@@ -7,8 +7,8 @@ import re
 
 from amp import PRECISIONS
 from base.commandline import Parser, add_flags, flag, flag_name, parse_given
-from base.similar_models import suggest_model
 from base.other_names import ADVICE
+from base.suggest_model import suggest_model
 from models import SIZES
 from parallelism.schedules import SCHEDULES
 

@@ -21,11 +21,11 @@
     tokenizer_config    what the files beside a tokenizer.json say of it
     bpe         trains a tokenizer
     conversations       their tokens, and what is learnt
-    chat_templates      which template a model has      jinja_templates     runs it
+    published_templates         which template a model has      jinja_templates     runs it
 
     shards      the files of a data set        mixtures    several sources in one run
     windows     of tokens, of conversations    permutation         their order in an epoch
-    downloads   files from the network         console     notes, progress
+    downloads   files from the network         notes_and_progress          what a user sees
     file_changes        whether a file has changed
     temporary_folder    files that are not complete yet
 """

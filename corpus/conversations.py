@@ -88,7 +88,7 @@ def text_of(parts, encoding) -> str:
 
 
 class Template:
-    """One of FORMS for a tokenizer. (chat_templates.ChatTemplate is a model's own.)"""
+    """One of FORMS for a tokenizer. (jinja_templates.ChatTemplate is a model's own.)"""
 
     def __init__(self, name: str, encoding, file: str | None = None):
         self.name = name

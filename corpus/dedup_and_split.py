@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from corpus.chat_formats import Answer, SystemText, texts_of
-from corpus.console import note, progress
 from corpus.file_changes import change_of
 from corpus.formats import EOT, read_documents
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
+from corpus.notes_and_progress import note, progress
 from corpus.records import NotText, UnreadFields
 from corpus.split_by_hash import choose_split
 

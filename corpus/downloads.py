@@ -5,8 +5,8 @@ from pathlib import Path
 
 from base.errors import named
 from corpus.compressed import BLOCK
-from corpus.console import progress
 from corpus.file_changes import sha256_of
+from corpus.notes_and_progress import progress
 
 HUB = "https://huggingface.co"
 # name: (address, sha256 or None to check the length alone)

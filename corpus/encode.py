@@ -14,10 +14,10 @@ import numpy as np
 from corpus.bpe import train_bpe
 from corpus.chat_formats import texts_of
 from corpus.compressed import BLOCK
-from corpus.console import note, progress
 from corpus.dedup_and_split import Index, check_unreadable, read_texts, usable_cores
 from corpus.file_changes import change_of
 from corpus.formats import read_documents
+from corpus.notes_and_progress import note, progress
 from corpus.records import NotText
 from corpus.shards import BEGINS, LEARNT, SPLITS
 from corpus.tiktoken_tokenizers import CUT, MOST_TOKENS, write_tokens
@@ -65,7 +65,7 @@ class Encoded(NamedTuple):
 def tokenise(index: Index, encoding, template=None):
     """Pass 2: yield an Encoded of some documents, or conversations, at a time, in order. Raises
     ValueError at the end if the files have changed since pass 1. `template`: of conversations, as
-    chat_templates.get_template returns it."""
+    published_templates.get_template returns it."""
     if template is None:
         parts = encode_pieces(pieces_of(index, encoding.cut), encoding)
     else:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from corpus.compressed import check_package
-from corpus.console import note
 from corpus.content_type import how_read, is_read_by_content, is_refused, is_text
-from corpus.file_kinds import (AS_IT_STANDS, LINES, READ, READ_KINDS, advice_for, has_ending,
-                               kind_of)
+from corpus.file_kinds import AS_IT_STANDS, LINES, READ, READ_KINDS, advice_for, has_ending, kind_of
+from corpus.notes_and_progress import note
 from corpus.records import both_of, first_record, is_conversation, is_document
 
 MOST_ENDINGS = 5            # that a message offers

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from corpus.console import progress
-from corpus.shards import (Shards, find_shards, open_flags, read_meta, show_token)
+from corpus.notes_and_progress import progress
+from corpus.shards import Shards, find_shards, open_flags, read_meta, show_token
 from corpus.windows import ConversationWindows, TextWindows
 
 NO_WINDOW = -1                  # in place of a window's number: a row without tokens

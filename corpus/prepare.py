@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from base.errors import NO_SPACE, named
-from corpus.chat_templates import choose_template, read_ends
-from corpus.console import note, progress
 from corpus.dedup_and_split import Index, index_documents
 from corpus.encode import bytes_per_token, tokenise, train_tokenizer
 from corpus.file_changes import sha256_of
 from corpus.jinja_templates import hash_of
+from corpus.notes_and_progress import note, progress
+from corpus.published_templates import choose_template, read_ends
 from corpus.shards import FLAGS_SUFFIX, LEARNT, SPLITS, append_tokens, read_meta
 from corpus.temporary_folder import check_writable, new_folder
 from corpus.tokenizer_config import notes
@@ -29,7 +29,7 @@ class Encoder(NamedTuple):
     name: str                   # of the tokenizer
     encoding: object            # tokenizers.get_tokenizer
     file: str | None            # the content of the tokenizer's file
-    template: object = None     # of conversations, as chat_templates.get_template returns it
+    template: object = None     # of conversations (published_templates.get_template)
     ends: list[str] = []        # tokens that end a generation, by the files of a model
 
 

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 
 from base.errors import errors_in_one_line
-from corpus.chat_templates import is_own
 from corpus.downloads import download_fineweb, download_text
 from corpus.flags import DataFlags, command_with, parse_flags
 from corpus.inputs import find_files, hold_conversations, standard_library
 from corpus.prepare import prepare
+from corpus.published_templates import is_own
 from corpus.shards import DEFAULT_OUT, SPLITS, count_tokens
 from corpus.split_by_filename import follow_names
 from corpus.split_by_hash import VAL_ONE_IN

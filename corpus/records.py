@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 from corpus.compressed import not_whole
-from corpus.console import note
 from corpus.file_kinds import how_to_convert, pipe, table_kind
 from corpus.json_stream import Values, open_text, start_of
+from corpus.notes_and_progress import note
 from corpus.refused_records import LISTS, Refused, form_of, why_no_text
 from corpus.tables import open_table
 

@@ -17,8 +17,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from corpus.console import note
 from corpus.file_kinds import READ, kind_of
+from corpus.notes_and_progress import note
 
 WORDS = dict(train="train|training", val="validation|valid|validate|val|dev|eval",
              test="test|h[eo]ld[-_. ]?out")

@@ -29,8 +29,7 @@ from parallelism.context import CP_PLAN, ContextParallelAttention, recompute_att
 from parallelism.cpu_kernels import use_kernels
 from parallelism.exact import EXACT_PLAN, ExactParameters, make_exact, new_sums
 from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
-from parallelism.tensor import (TP_PLAN, ParamSpec, TensorParallel, param_specs,
-                                softmax_over_ranks)
+from parallelism.tensor import TP_PLAN, ParamSpec, TensorParallel, param_specs, softmax_over_ranks
 from parallelism.zero import FlatParameters, gather_before_use
 
 # ---------------------------------------------------------------------------------------------

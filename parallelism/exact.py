@@ -47,7 +47,7 @@ from parallelism.cpu_kernels import linear, use_kernels
 from parallelism.exact_sums import ExactSums
 from parallelism.sequence import by_ranks, by_sequences, gather_positions, sum_over_ranks
 from parallelism.tensor import (TensorParallel, VocabParallelCrossEntropy, VocabParallelEmbedding,
-                                VocabParallelHead, tile_size, matmul)
+                                VocabParallelHead, matmul, tile_size)
 from parallelism.zero import FlatParameters, adamw_update
 
 MOST_STRIPS = 8         # tp must divide it

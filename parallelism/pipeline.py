@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model import GPT
 from parallel import stage_layers
-from parallelism.collectives import (PeerError, Work, all_gather, comm_errors, on_hosts,
-                                     sum_dtype)
+from parallelism.collectives import PeerError, Work, all_gather, comm_errors, on_hosts, sum_dtype
 from parallelism.schedules import split_in_turns
 from parallelism.sequence import gather_positions
 from parallelism.tensor import matmul

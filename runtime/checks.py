@@ -10,7 +10,7 @@ import os
 from base.batch_ramp import batch_sizes, steps_of_epochs
 from base.options import Config, merge_config, new_run_advice
 from base.processes import warn
-from corpus.chat_templates import is_own
+from corpus.published_templates import is_own
 from corpus.shards import fits_tokenizer
 from data import TokenDataset
 from model import GPTConfig

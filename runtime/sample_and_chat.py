@@ -17,7 +17,7 @@ import torch
 
 from base.sample_flags import read_lines, read_prompts
 from corpus.chat_message import ASSISTANT, Message
-from corpus.chat_templates import get_template
+from corpus.published_templates import get_template
 from corpus.tokenizers import check_rows, prompt_tokens
 from parallelism.collectives import first_line, out_of_memory
 

@@ -14,16 +14,15 @@ from amp import PRECISIONS
 from base import devices
 from base.checkpoint_files import list_checkpoints
 from base.options import Config, parse_flags
-from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_mistake,
-                            on_rank0, refuse_tasks_without_ranks)
+from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_mistake, on_rank0,
+                            refuse_tasks_without_ranks)
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
-from runtime import (checks, console, dashboards, evaluation, memory_limits, plain_run,
-                     run_state)
+from runtime import checks, console, dashboards, evaluation, memory_limits, plain_run, run_state
 from runtime.cpu_threads import choose_threads
-from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
-                               lock_output_dir, start_branch)
+from runtime.directory import (Metrics, Start, find_start, last_lines, load_state, lock_output_dir,
+                               start_branch)
 from runtime.run_log import RunLog, announce_evaluation
 
 

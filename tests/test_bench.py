@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from tests.harness import own_processes, readme_commands
 from tools.bench import __main__ as bench
-from tools.bench import (gpu, launch, layouts, peak_memory, peer, report, shared_gpu, tables,
-                         trace)
+from tools.bench import (benchmarks, gpu, launch, layouts_on_one_gpu, peak_memory, pytorch_stack,
+                         report, shared_gpu, trace)
 
 
 # What these tables print, if train.py has 300 tokens a second and the peer 200.
@@ -37,8 +37,8 @@ def test_a_table_has_its_rows(monkeypatch, capsys, tmp_path, name):
         return [dict(tokens_per_second=speed) for speed in (1.0, 2.0, 300.0, 300.0)], {}
     monkeypatch.setattr(launch, "train_py", train_py)
     monkeypatch.setattr(launch, "peer", lambda *_, **__: dict(tokens_per_second=200.0))
-    monkeypatch.setattr(tables, "peak_of", lambda *_, **__: [(63e6, (10e6, 20e6, 30e6))])
-    tables.TABLES[name](tmp_path)
+    monkeypatch.setattr(benchmarks, "peak_of", lambda *_, **__: [(63e6, (10e6, 20e6, 30e6))])
+    benchmarks.TABLES[name](tmp_path)
     printed = capsys.readouterr().out
     assert ROWS[name] in printed
     for table in re.findall("(?m)(?:^\\|.*\n)+", printed):
@@ -66,7 +66,7 @@ def a_profile_on_a_cpu(rank, world, folder):
     """{title: rows} of the part. (Compiled without inductor, which takes a minute; the plain loop
     in this process.)"""
     def run_peer(processes, seconds, **work):
-        return peer.train_plain(**work)
+        return pytorch_stack.train_plain(**work)
     without_inductor = functools.partial(torch.compile, backend="aot_eager")
     found = {}
     with mock.patch.object(torch, "compile", without_inductor), \
@@ -206,15 +206,16 @@ def test_a_layout_is_right_within_its_bound(tmp_path, flags, reference, losses, 
     finite is null in metrics.jsonl.)"""
     one = [(2.0, 1.0)] * 2
     rows = [dict(loss=loss, grad_norm=1.0) for loss in losses]
-    with mock.patch.object(layouts, "train_py", lambda *_, **__: (rows, {})):
-        row = layouts.compare_layout("cuda", (4, flags, {}), {reference: one}, tmp_path, 9)
+    with mock.patch.object(layouts_on_one_gpu, "train_py", lambda *_, **__: (rows, {})):
+        row = layouts_on_one_gpu.compare_layout("cuda", (4, flags, {}), {reference: one}, tmp_path,
+                                                9)
     assert row["processes"] == 4 and row["right"] is right
 
 
 def test_a_layout_that_fails_has_its_error(tmp_path):
     failing = mock.Mock(side_effect=RuntimeError("train.py: rank 1: it fails"))
-    with mock.patch.object(layouts, "train_py", failing):
-        row = layouts.compare_layout("cuda", (2, "--tp 2", {}), {}, tmp_path, 9)
+    with mock.patch.object(layouts_on_one_gpu, "train_py", failing):
+        row = layouts_on_one_gpu.compare_layout("cuda", (2, "--tp 2", {}), {}, tmp_path, 9)
     assert row == dict(processes=2, flags="--tp 2", environment="",
                        error="train.py: rank 1: it fails")
 
@@ -229,4 +230,4 @@ def test_layouts_are_compared_with_one_process(tmp_path):
 
 def test_the_readmes_benchmarks_exist():
     for _, names in readme_commands("tools.bench"):
-        assert names[0] in tables.TABLES or names == ["gpu"]
+        assert names[0] in benchmarks.TABLES or names == ["gpu"]

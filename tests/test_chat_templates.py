@@ -15,8 +15,8 @@ import checkpoint
 import sample
 from corpus import conversations, jinja_templates
 from corpus.chat_message import Message
-from corpus.chat_templates import find_template, get_template, read_template
 from corpus.jinja_templates import TURNS, ChatTemplate
+from corpus.published_templates import find_template, get_template, read_template
 from corpus.shards import open_shard, read_meta
 from corpus.tokenizers import get_tokenizer, name_of
 from models.llama import LlamaConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_main
-from tools import comparable_losses, compare, loss_picture, metrics, picture
+from tools import comparable_losses, compare, loss_picture, matplotlib_svg, metrics
 
 
 @pytest.fixture
@@ -313,7 +313,7 @@ def test_a_picture_names_the_best_run_first_and_the_flags_that_differ(run_compar
     svg = Path("a.svg").read_text()
     legend = re.findall(r">&lt;(\d+)&gt;, lr ([\d.]+)</text>", svg)
     assert legend == [(str(i), str(i / 8)) for i in range(29, 1, -1)]
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(matplotlib_svg, "find_spec", lambda name: None)
     status, _, error = run_compare("--svg", "a.svg", "<1>", "<2>")
     assert status == 2 and error == (
         "tools.compare: --svg needs a package that is missing: pip install matplotlib\n")

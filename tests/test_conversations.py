@@ -938,7 +938,8 @@ def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, marked_token
     transformers.Qwen2ForCausalLM(theirs).save_pretrained("hub/model")
     shutil.copy(marked_tokenizer, "hub/model/tokenizer.json")
     huggingface.import_model("hub/model", Path("base.pt"))
-    chat = write_lines(tmp_path / "chat.jsonl", [pair(f"the {i}?", f"answer {i}") for i in range(100)])
+    records = [pair(f"the {i}?", f"answer {i}") for i in range(100)]
+    chat = write_lines(tmp_path / "chat.jsonl", records)
     assert run_data("--input", chat, "--tokenizer", "hub/model/tokenizer.json", "--out",
                     "data/chat")[0] == 0
     status, out, _ = run_train(

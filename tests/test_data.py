@@ -42,8 +42,8 @@ import corpus.prepare
 import corpus.shards
 import data
 from base import errors
-from corpus import (bpe, compressed, console, dedup_and_split, downloads, encode, formats, inputs,
-                    mixtures, near_duplicates, tiktoken_tokenizers)
+from corpus import (bpe, compressed, dedup_and_split, downloads, encode, formats, inputs, mixtures,
+                    near_duplicates, notes_and_progress, tiktoken_tokenizers)
 from corpus.formats import EOT
 from corpus.prepare import prepare
 from corpus.shards import SPLITS, open_shard
@@ -385,8 +385,9 @@ def test_the_command_that_trains_has_an_out_of_the_datas_name(tmp_path, monkeypa
 def test_progress_is_told_every_five_seconds(monkeypatch, capsys, make_data):
     """Mechanism of the lines on standard error: bytes done, of the total where it is known, and
     lines without text move the clock too. Each look at the clock is four seconds later."""
-    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
-    note = console.progress("x", 5_000_000, done=1_000_000)
+    clock = SimpleNamespace(monotonic=itertools.count(0, 4).__next__)
+    monkeypatch.setattr(notes_and_progress, "time", clock)
+    note = notes_and_progress.progress("x", 5_000_000, done=1_000_000)
     for _ in range(4):
         note(1_000_000)
     assert capsys.readouterr().err == "x: 3.0 of 5.0 MB\nx: 5.0 of 5.0 MB\n"
@@ -1225,7 +1226,7 @@ def test_seed_and_text_alone_decide_the_split_of_a_document(monkeypatch, make_da
     """Each of 400 documents is in one split, in the order of the input, with its text unchanged,
     <|endoftext|> within it too. Another order, or fewer documents, does not move one to the other
     split; another seed does. Of 20 documents at least one validates and one trains."""
-    monkeypatch.setattr(dedup_and_split.os, "cpu_count", lambda: 1)        # 4 jobs, 3 of them under way
+    monkeypatch.setattr(dedup_and_split.os, "cpu_count", lambda: 1)  # 4 jobs, 3 under way
     Path("in").mkdir()
     Path("in/empty.txt").touch()
     texts = [f"{i} " + "".join(random.Random(i).sample(NASTY, 9)) for i in range(400)]
@@ -1779,7 +1780,8 @@ def test_a_check_of_all_tokens_is_told_and_read_once_by_all_ranks(tmp_path, monk
     """Three ranks read a third of each shard each; the first tells how far it is."""
     made = dataset(tmp_path, {f"train_{number}": range(200) for number in range(6)})
     monkeypatch.setattr(mixtures, "CHECKED_AT_ONCE", 30)
-    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=itertools.count(0, 6).__next__))
+    clock = SimpleNamespace(monotonic=itertools.count(0, 6).__next__)
+    monkeypatch.setattr(notes_and_progress, "time", clock)
     read = []
     tell = mixtures.progress
 

@@ -19,7 +19,7 @@ from model import GPTConfig
 from parallelism import cpu_kernels
 from parallelism.exact import ExactLookup
 from parallelism.exact_sums import ExactSums, plain_exact_sum
-from tests.harness import (after_backward, column, different_bits, differences, plain_gradient,
+from tests.harness import (after_backward, column, differences, different_bits, plain_gradient,
                            relative, run_steps, same_bits, settings, trained, watched,
                            whole_gradient)
 

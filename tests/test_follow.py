@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from runtime import dashboards, directory
-from tests.harness import (TINY, launch, no_file_above, read_metrics, run_main, wait_for_step)
+from tests.harness import TINY, launch, no_file_above, read_metrics, run_main, wait_for_step
 from tools import compare, follow
 
 NAMES = ["tensorboard", "wandb"]

@@ -36,10 +36,10 @@ from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
 from runtime import evaluation, run_log
-from tests.harness import (CFG, GPUS, ROOT, TINY, Memory, Rows, assert_same_rows,
-                           gather_full_state, gridded, no_signal, own_processes, read_metrics,
-                           run_main, run_steps, settings, torchrun, traffic, without_saves)
-from tools.bench import peer
+from tests.harness import (CFG, GPUS, ROOT, TINY, Memory, Rows, assert_same_rows, gather_full_state,
+                           gridded, no_signal, own_processes, read_metrics, run_main, run_steps,
+                           settings, torchrun, traffic, without_saves)
+from tools.bench import pytorch_stack
 
 
 # ---------------------------------------------------------------------------------------------
@@ -491,8 +491,8 @@ def kernels_of_ours(rank, world, folder, dtype):
 
 def kernels_of_a_plain_model(rank, world, dtype, layers):
     shape = dict(n_layer=layers, n_head=4, n_embd=64, seq_len=32)
-    peer.train_plain("single", batch_size=4, micro_batch=4, vocab=384, dtype=dtype, steps=1,
-                     warmup=0, shape=shape, compile=True)
+    pytorch_stack.train_plain("single", batch_size=4, micro_batch=4, vocab=384, dtype=dtype,
+                              steps=1, warmup=0, shape=shape, compile=True)
     return metrics.generated_kernel_count
 
 

@@ -24,12 +24,12 @@ from models import SIZES, kv_cache, llama, make_config
 from models.llama import FAMILIES, LlamaConfig
 from parallelism import cpu_kernels
 from runtime import checks
-from tests.harness import (BOUNDS, TWO_STEPS, different_bits, differences, plain_gradient,
+from tests.harness import (BOUNDS, TWO_STEPS, differences, different_bits, plain_gradient,
                            random_gpt, relative, tokens_of, trained, weights_only, whole_gradient,
                            without_saves)
 from tools import huggingface, huggingface_formats
-from tools.huggingface_tensor_names import find_names
 from tools.huggingface_unread_keys import known_keys
+from tools.huggingface_wrapped_names import find_names
 from tools.plan.__main__ import answer
 from tools.plan.flags import VOCABULARIES
 

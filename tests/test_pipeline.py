@@ -17,8 +17,7 @@ from parallelism import pipeline
 from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES, gpipe, make_schedule
-from tests.harness import (CFG, after_backward, run_steps, settings, staged, tokens_of,
-                           without_saves)
+from tests.harness import CFG, after_backward, run_steps, settings, staged, tokens_of, without_saves
 from tools.schedule import bubble, clock, live_activations
 
 

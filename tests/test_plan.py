@@ -28,7 +28,7 @@ import tools.schedule
 import train
 from base.flops import parameter_count
 from base.options import Config, parse_flags
-from model import SIZES, GPT, GPTConfig
+from model import GPT, SIZES, GPTConfig
 from models.llama import LlamaConfig
 from parallelism import cpu_kernels, pipeline, sequence, tensor
 from parallelism.build import Grid
@@ -38,14 +38,12 @@ from parallelism.tensor import MAX_LOGITS
 from parallelism.zero import FlatParameters
 from runtime import checks, evaluation, run_log
 from tests import published_runs
-from tests.harness import (CFG, COVER, FORMULA, PAGES, Alive, Memory, Rows, column,
-                           deep_enough_for, gridded, no_signal, nothing, run_main, run_steps,
-                           settings, staged, tokens_of, traffic, without_saves)
-from tools.bench.peak_memory import (BIG, CONTEXT, KEPT, MICROBATCHES, NARROW, PIPELINES,
-                                     peak_of)
+from tests.harness import (CFG, COVER, FORMULA, PAGES, Alive, Memory, Rows, column, deep_enough_for,
+                           gridded, no_signal, nothing, run_main, run_steps, settings, staged,
+                           tokens_of, traffic, without_saves)
+from tools.bench.peak_memory import BIG, CONTEXT, KEPT, MICROBATCHES, NARROW, PIPELINES, peak_of
 from tools.plan.__main__ import answer, main
-from tools.plan.estimate import (RESTART, chinchilla_loss, compute_optimal, goodput,
-                                 make_plan)
+from tools.plan.estimate import RESTART, chinchilla_loss, compute_optimal, goodput, make_plan
 from tools.plan.flags import OWN_FLAGS, RUN_FLAGS, PlanConfig
 from tools.plan.gpus import GPUS, GPUSpec, gpu_name
 from tools.plan.memory import activation_bytes, bucket_bytes, logits_bytes, memory_bytes

@@ -56,8 +56,7 @@ from parallelism import collectives, cpu_kernels
 from parallelism.buckets import make_buckets
 from parallelism.build import Grid, build_stage, rank_buckets, rank_parameters
 from parallelism.tensor import param_specs
-from runtime import (checks, directory, evaluation, memory_limits, run_log, sample_and_chat,
-                     startup)
+from runtime import checks, directory, evaluation, memory_limits, run_log, sample_and_chat, startup
 from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backward,
                            assert_same_state, column, dataset, expect_mistake, kinds, launch,
                            names_in, no_file_above, nothing, read_metrics, run_steps, saved,

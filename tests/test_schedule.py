@@ -11,7 +11,7 @@ import pytest
 import tools.plan
 import tools.schedule
 from tests.harness import run_main
-from tools import picture
+from tools import matplotlib_svg
 from tools.schedule import clock, panels
 
 
@@ -85,6 +85,6 @@ def test_the_picture_has_a_panel_for_each_schedule(monkeypatch, capsys, tmp_path
     for wrong in (["--pp", 3], ["--pp", 1], ["--svg", tmp_path / "no" / "a.svg"]):
         status, _, error = run_main(capsys, tools.schedule, *flags, *wrong)
         assert status == 2 and error.count("\n") == 1, wrong
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(matplotlib_svg, "find_spec", lambda name: None)
     assert run_main(capsys, tools.schedule, *flags) == (
         2, "", "tools.schedule: --svg needs a package that is missing: pip install matplotlib\n")

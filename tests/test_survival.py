@@ -52,8 +52,8 @@ from runtime.streamed_tensors import Streamed
 from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Command, Memory,
                            after_backward, assert_same_state, column, expect_mistake, failing,
                            gridded, kinds, launch, names_in, no_file_above, no_signal, nothing,
-                           on_ranks, poison, read_metrics, saved, saved_file, settings,
-                           small_state, torchrun, trained, wait_for, wait_for_step, watched)
+                           on_ranks, poison, read_metrics, saved, saved_file, settings, small_state,
+                           torchrun, trained, wait_for, wait_for_step, watched)
 
 
 # ---------------------------------------------------------------------------------------------

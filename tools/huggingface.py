@@ -28,10 +28,9 @@ from base.errors import errors_in_one_line, named
 from base.flops import parameter_count
 from checkpoint import FORMAT, KEYS, load, parameter_shapes
 from corpus.bpe import find_merges
-from corpus.chat_templates import (entries_of, find_template, get_template, is_own,
-                                   read_ends)
 from corpus.formats import EOT
 from corpus.json_tokenizers import characters_of_bytes
+from corpus.published_templates import entries_of, find_template, get_template, is_own, read_ends
 from corpus.tokenizer_config import notes, read_object
 from corpus.tokenizers import file_name, get_tokenizer, is_of_file, name_of, read_file
 from model import GPTConfig
@@ -40,8 +39,8 @@ from runtime.directory import new_run
 from tools.hub import IS_ADAPTER, check_source, fetch, note, tensor_readers, weight_files
 from tools.huggingface_formats import (BUFFERS, FAMILIES, Family, config_json, model_config,
                                        their_names, to_ours, to_theirs)
-from tools.huggingface_tensor_names import HEADS, find_names
 from tools.huggingface_unread_keys import notes_of_keys
+from tools.huggingface_wrapped_names import HEADS, find_names
 
 SOME_OF_GPT2S = {"\u0120the": 262, "\u0120and": 290, "\u0120informants": 50254,
                  "\u0120gazed": 50255}

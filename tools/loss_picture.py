@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from base.options import FLAGS_THAT_CHANGE_THE_LOSS
+from tools.matplotlib_svg import picture
 from tools.metrics import Run, part_means
-from tools.picture import picture
 
 PARTS = 50
 MOST = 28           # runs: each color with each dash

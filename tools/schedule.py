@@ -16,7 +16,7 @@ from model import GPTConfig
 from parallelism.build import Grid
 from parallelism.schedules import SCHEDULES, make_schedule
 from runtime.checks import check_layout
-from tools.picture import GRAY, picture
+from tools.matplotlib_svg import GRAY, picture
 
 TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B", "zb-h1": "ZB-H1"}
 # Of the picture: the color of an op, its name; how pale the first, second ... chunk is.

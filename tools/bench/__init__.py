@@ -4,7 +4,7 @@
     python -m tools.bench parallel_stack        # one or more, by name
     python -m tools.bench gpu                   # on one GPU: tools/bench/gpu.py
 
-Where PyTorch's own parallel stack (tools/bench/peer.py) does the same work, both sides take turns,
-and their medians and the ratio are printed. The other files here are started by these commands
-alone.
+Where PyTorch's own parallel stack (tools/bench/pytorch_stack.py) does the same work, both sides
+take turns, and their medians and the ratio are printed. The other files here are started by these
+commands alone.
 """

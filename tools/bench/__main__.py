@@ -9,7 +9,7 @@ import torch
 import tools.bench
 from base import commandline
 from tools.bench import gpu
-from tools.bench.tables import TABLES
+from tools.bench.benchmarks import TABLES
 
 
 def main() -> None:

@@ -30,8 +30,8 @@ from data import TokenDataset
 from model import SIZES, GPTConfig
 from parallelism.build import Grid
 from tools.bench import launch
-from tools.bench.layouts import LAYOUTS, compare_layout
-from tools.bench.peer import SHAPE
+from tools.bench.layouts_on_one_gpu import LAYOUTS, compare_layout
+from tools.bench.pytorch_stack import SHAPE
 from tools.bench.report import format_page
 from tools.bench.shared_gpu import accept_older_pytorch
 from tools.bench.trace import tables_of

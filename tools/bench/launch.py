@@ -86,7 +86,7 @@ def train_py(processes: int, folder: Path, vocab: int, *flags, **options) -> tup
 
 def peer(processes: int, seconds: float = 900, **work) -> dict:
     """What peer.py measures; `work` are arguments of its `train_plain`."""
-    return json.loads(finished(processes, "-m", "tools.bench.peer", json.dumps(work),
+    return json.loads(finished(processes, "-m", "tools.bench.pytorch_stack", json.dumps(work),
                                seconds=seconds))
 
 

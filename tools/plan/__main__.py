@@ -11,10 +11,10 @@ from base.other_names import PLAN_ADVICE
 from base.processes import print_rank0
 from models import make_config
 from runtime.checks import check_config, check_heads
-from tools.plan.batch import with_usual_batch
 from tools.plan.estimate import make_plan
 from tools.plan.flags import OWN_FLAGS, RUN_FLAGS, PlanConfig
 from tools.plan.gpus import GPUS
+from tools.plan.published_batch import with_usual_batch
 from tools.plan.report import format_command, format_days, format_plan, format_search, notes_of
 from tools.plan.search import largest_model, plan_of_days, search_layouts, with_layout
 

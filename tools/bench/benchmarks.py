@@ -9,9 +9,8 @@ import model
 from base.flops import parameter_count
 from model import GPTConfig
 from tools.bench import launch
-from tools.bench.peak_memory import (BIG, CONTEXT, CONTEXTS, MICROBATCHES, NARROW, PIPELINES,
-                                     peak_of)
-from tools.bench.peer import SHAPE
+from tools.bench.peak_memory import BIG, CONTEXT, CONTEXTS, MICROBATCHES, NARROW, PIPELINES, peak_of
+from tools.bench.pytorch_stack import SHAPE
 from tools.markdown_tables import heading, row
 
 PAIRS = 5                       # each side's runs, in turn

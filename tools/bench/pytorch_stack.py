@@ -1,7 +1,7 @@
 """Train the same model with PyTorch's own parallel stack: the other side of the races.
 
-    python -m tools.bench.peer '{"mode": "single"}'
-    torchrun --nproc_per_node=2 -m tools.bench.peer '{"mode": "ddp"}'
+    python -m tools.bench.pytorch_stack '{"mode": "single"}'
+    torchrun --nproc_per_node=2 -m tools.bench.pytorch_stack '{"mode": "ddp"}'
 
 The argument is a JSON object of arguments of `train_plain`; the modes are single, ddp, fsdp, tp, pp
 and 3d.
