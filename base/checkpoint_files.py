@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from base.errors import WriteFailed, is_failure
 from base.processes import RunError, warn
 from parallelism.collectives import PeerError, first_line, out_of_memory
 
@@ -67,7 +68,8 @@ def write_file(content: dict | Path, aside: Path, path: Path) -> None:
         cause = first_cause(error)
         if isinstance(cause, PeerError) or out_of_memory(cause):
             raise cause
-        raise OSError(f"{path} could not be written: {cause}") from error
+        status = 1 if is_failure(cause) else 2
+        raise WriteFailed(f"{path} could not be written: {cause}", status) from error
 
 
 def link_file(path: Path, name: Path) -> None:

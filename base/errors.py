@@ -16,6 +16,14 @@ SYSTEM_ADVICE = {
     errno.EIO: "the disk fails: copy the file elsewhere and read it there"}
 
 
+class WriteFailed(OSError):
+    """A file could not be written. The error of the system, if there is one, is in the message."""
+
+    def __init__(self, message: str, status: int = 1):
+        super().__init__(message)
+        self.status = status            # the program's exit status
+
+
 @contextmanager
 def errors_in_one_line(program: str):
     """End the program in one line on standard error if the block raises an error of its user, with

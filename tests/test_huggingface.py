@@ -483,6 +483,21 @@ def test_a_full_disk_is_told_from_a_missing_network(hub, capsys):
                      f"file's size (ulimit -f), or give another path\n")
 
 
+def test_a_disk_that_is_full_during_a_conversion_is_no_mistake(tmp_path, capsys):
+    """Exit status 1, not 2, and one line."""
+    file, folder = tmp_path / "a.pt", tmp_path / "a"
+    weights_only(file, CFG)
+    with no_file_above(20_000):
+        status, _, error = convert(capsys, "export", file, folder)
+    assert status == 1 and "model.safetensors could not be written" in error, error
+    assert error.count("\n") == 1 and not folder.exists()
+    assert convert(capsys, "export", file, folder)[0] == 0
+    with no_file_above(20_000):
+        status, _, error = convert(capsys, "import", folder, tmp_path / "b.pt")
+    assert status == 1 and "b.pt could not be written" in error, error
+    assert error.count("\n") == 1 and not (tmp_path / "b.pt").exists()
+
+
 def test_a_model_of_pickles_is_downloaded(hub, capsys):
     pytest.importorskip("safetensors")
     weights_only(Path("a.pt"), CFG)

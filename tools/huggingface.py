@@ -24,7 +24,7 @@ import torch
 
 from base.checkpoint_files import reading, verify, write_file
 from base.commandline import Parser
-from base.errors import errors_in_one_line, named
+from base.errors import WriteFailed, errors_in_one_line, named
 from base.flops import parameter_count
 from checkpoint import FORMAT, KEYS, load, parameter_shapes
 from corpus.bpe import find_merges
@@ -291,7 +291,7 @@ def write_tensors(parameters: dict[str, torch.Tensor], family: Family, cfg: GPTC
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
-            raise OSError(f"{file} could not be written: {error}") from error
+            raise WriteFailed(f"{file} could not be written: {error}") from error
         shutil.copymode(folder / "config.json", folder / file)      # save_file's is 600
         file_of |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
