@@ -156,6 +156,7 @@ NARROW = GPTConfig(vocab_size=257, seq_len=17, n_layer=4, n_head=8, n_embd=40)
 @pytest.mark.claim("With `--exact` every layout has the bits of one process.")
 @pytest.mark.parametrize("layout, cfg, same, flags", [       # (dp, tp, pp)
     ((4, 1, 1), NARROW, {}, dict(zero=1)),
+    pytest.param((1, 8, 1), replace(NARROW, n_layer=1), {}, {}, marks=pytest.mark.slow),
     ((2, 1, 2), NARROW, {}, INTERLEAVED),
     ((2, 2, 2), NARROW, dict(dtype="fp16"), dict(pp_schedule="zb-h1", zero=1)),
     ((2, 2, 1), replace(NARROW, seq_len=20, n_layer=2), dict(dtype="bf16"),

@@ -1,5 +1,5 @@
-"""Errors of a user or of the machine, in one line: the end of data.py and sample.py, whose exit
-status tools.huggingface takes, too. Files of corpus/ give an error of the system its path.
+"""Errors of a user or of the machine, in one line: the end of data.py, sample.py and the tools. Who
+reads or writes a file gives an error of the system its path (`named`).
 """
 import errno
 import os

@@ -23,7 +23,8 @@ WEIGHTS = {"train", "trainable", "weight", "loss_weight"}      # of a record as 
 MASK = "loss_mask"                              # of tokens
 KTO_FIELDS = ("label", "kto_tag")               # false: a completion that nobody wants
 INPUT, HISTORY, INSTRUCTION = "input", "history", "instruction"         # Alpaca's
-NEVER_TOLD = {*SYSTEM_FIELDS, *UNWRITTEN, MASK}         # read, or refused
+REFUSED = {*UNWRITTEN, MASK}
+NEVER_TOLD = {*SYSTEM_FIELDS, *REFUSED}         # read, or refused
 READ = {*NEVER_TOLD, *WEIGHTS, *KTO_FIELDS, INPUT, HISTORY}
 
 
@@ -38,7 +39,11 @@ class SystemText(str):
 def columns_of_messages(path: Path, kinds: dict[str, str]) -> list[str]:
     """The columns that are read of a table of conversations. Raises ValueError."""
     if form_of(kinds) is None:
-        raise ValueError(f"{path}{why_no_messages(dict.fromkeys(kinds)).with_command(path)}")
+        problem = why_no_messages(dict.fromkeys(kinds))
+        advice = ""
+        if problem.filter is None:
+            advice = ": prepare text by itself, in another --out"
+        raise ValueError(f"{path}{problem.with_command(path)}{advice}")
     names = {*READ, *(name for form in FORMS for name in form)}
     return [name for name in kinds if name in names]
 
@@ -79,7 +84,7 @@ def messages_of(record, unread: UnreadFields) -> list[Message]:
 
 def check_others(record: dict) -> None:
     """Raise Refused if a field beside the messages changes what they say, or are for."""
-    check_unwritten(record, {*UNWRITTEN, MASK}, "")
+    check_unwritten(record, REFUSED, "")
     for name in present(WEIGHTS, record):
         if record[name] not in (None, 1):
             raise Refused(f': "{name}" of a record is {json.dumps(record[name], default=str)}, and '

@@ -80,8 +80,8 @@ def present(names: set[str], fields: dict) -> list[str]:
 
 def role_of(message: dict) -> str:
     role = message.get("role")
-    if "from" in message:
-        role = pick(message, ROLE_FIELDS)
+    if role is None:
+        role = message.get("from")
     lower = role.lower() if isinstance(role, str) else ""
     if lower in TOOL_ROLES:
         raise Refused(f': the role "{role}" is of tools, which no template here writes: leave '
@@ -90,6 +90,9 @@ def role_of(message: dict) -> str:
     if lower not in ROLES:
         shown = json.dumps(role, default=str)
         raise Refused(f": the role {shown} is none of system, user, {ASSISTANT}")
+    if message.get("role") is not None and message.get("from") is not None:
+        if role_of({"from": message["from"]}) != ROLES[lower]:
+            raise Refused(': "role" and "from" stand in one place and differ: leave one out')
     return ROLES[lower]
 
 

@@ -26,7 +26,6 @@ LINES = (".ndjson", ".jsonlines")       # read as .jsonl
 READ_KINDS = ".txt, .jsonl, .json (also .gz and .zst), .parquet and .arrow"
 
 
-
 def by_suffix(advice: dict[str, str]) -> dict[str, str]:
     """{suffix: advice} of {suffixes: advice}."""
     return {suffix: text for suffixes, text in advice.items() for suffix in suffixes.split()}
@@ -56,7 +55,7 @@ NOT_READ = by_suffix({          # kinds that are refused, and what to do with th
     ".bin": f"tokens of llm.c's format need no data.py: give their folder to train.py --data; "
             f"{SHARD}",
     ".npy": "give the text from which it was made"})
-ALSO_TEXT = (".bin", ".db", ".doc")     # of these, endings that files of text have, too
+ALSO_TEXT = (".bin", ".db")     # of these, endings that files of text have, too
 
 
 def table_kind(path: Path) -> str | None:
@@ -128,6 +127,10 @@ def how_to_convert(path: Path, start: bytes) -> str:
         encoding = "UTF-16"
     elif start[1:4] == bytes(3):
         encoding = "UTF-32LE"
+    elif start[:3] == bytes(3):
+        encoding = "UTF-32BE"
+    elif start[:1] == b"\0":
+        encoding = "UTF-16BE"
     elif b"\0" in start:
         encoding = "UTF-16LE"
     command = pipe(path, f"iconv -f {encoding} -t UTF-8")

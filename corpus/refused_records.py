@@ -98,7 +98,10 @@ def some_fields(record: dict) -> str:
 def other_fields(field: str, record: dict) -> str:
     """"text", but what there is instead, and what to do."""
     found = some_fields(record)
-    if form_of(record) is not None or (filter_of(record) or "").startswith("{"):
+    if form_of(record) is not None:
+        return (f'"{field}", but {found}: these are conversations, which --template plain, or '
+                f'another, reads without --text-field (docs/conversations.md)')
+    if (filter_of(record) or "").startswith("{"):
         return (f'"{field}", but {found}: for conversations name the fields "prompt" and '
                 f'"completion", or "messages" (docs/conversations.md)')
     if not any(isinstance(value, str) for value in record.values()):

@@ -156,7 +156,7 @@ def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
 
 
 # ---------------------------------------------------------------------------------------------
-# A rank's parameters, counted before anything is built, for memory_limits.py and tools/plan/
+# A rank's parameters, counted before anything is built (runtime/memory_limits.py, tools/plan/)
 # ---------------------------------------------------------------------------------------------
 
 

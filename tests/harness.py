@@ -550,11 +550,11 @@ def overflow_in(run, steps):
     after_backward(run, spoil)
 
 
-def poison(run, times=1):
-    """After step 40 the parameters are wrong, in the first `times` attempts: the next three losses
-    are high, and the last of them rolls back."""
+def poison(run, times=1, at=40):
+    """After step `at` the parameters are wrong, in the first `times` attempts: the next three
+    losses are high, and the last of them rolls back."""
     def spoil(step):
-        if step == 40 and run.divergence.rollbacks < times:
+        if step == at and run.divergence.rollbacks < times:
             for bucket in run.flat.buckets:
                 bucket.shard["data"] *= 30
     after_backward(run, spoil)
@@ -973,23 +973,25 @@ def make_data(run_data, tmp_path, monkeypatch):
 
 @pytest.fixture
 def refuse_data(run_data, tmp_path, monkeypatch):
-    """refuse_data(words, *input, *flags): data.py writes nothing, and ends with exit status 2 and
-    one line, behind its notes, that has all of these words. The line is returned."""
+    """refuse_data(words, *input, *flags): data.py writes no file and changes none, and ends with
+    exit status 2 and one line, behind its notes, that has all of these words. The line is returned.
+    """
     monkeypatch.chdir(tmp_path)
 
-    def files_here():
-        return {path for path in Path().rglob("*") if not path.is_dir()}
+    def files_here(given):
+        return {path: path.is_file() and str(path) not in map(str, given) and path.read_bytes()
+                for path in Path().rglob("*") if not path.is_dir()}
 
     def refuse(words, *given):
         if not str(given[0]).startswith("--"):
             given = "--tokenizer", "bytes", "--out", "out", "--input", *given
-        before = files_here()
+        before = files_here(given)
         status, out, error = run_data(*given)
         *notes, line = error.splitlines(keepends=True)
         assert (status, out) == (2, "") and line.startswith("data.py: "), error
         assert all(note.startswith("note: ") for note in notes), error
         assert all(word in line for word in words.split()), line
-        assert "Errno" not in line and files_here() == before
+        assert "Errno" not in line and files_here(given) == before
         return line
     return refuse
 

@@ -188,6 +188,18 @@ def test_a_template_writes_what_transformers_writes(any_folder, tmp_path, style)
             if role == "assistant")
 
 
+def test_what_is_learnt_by_blocks_of_generation_is_what_transformers_masks(folder, tmp_path):
+    encoding = with_template(folder, tmp_path, STYLES["generation"])
+    template = find_template(tmp_path, encoding)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for turns in TALKS:
+        out = tokenizer.apply_chat_template([dict(role=role, content=content)
+                                             for role, content in turns], tokenize=True,
+                                            return_dict=True, return_assistant_tokens_mask=True)
+        tokens, learnt = template.render(talk(turns))
+        assert tokens == out["input_ids"] and learnt == list(map(bool, out["assistant_masks"]))
+
+
 # ---- Which template a folder has ------------------------------------------------------------
 
 OUR_CHATML = """{%- for message in messages -%}

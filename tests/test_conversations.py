@@ -69,6 +69,7 @@ def reversals(tmp_path_factory):
         records.append(messages(*turns))
     files = [write_lines(folder / "chat.jsonl", records)]
     prepare(files, folder / "data", "bytes", field=None, shard_tokens=4000)
+    assert len(list(folder.glob("data/train_*.learn"))) > 2
     return folder / "data"
 
 
@@ -354,6 +355,7 @@ def test_what_is_no_conversation_is_refused_with_its_place(refuse_data, records,
     (dict(prompt=TURNS[:1], completion=TURNS[1:]), TURNS),
     (dict(prompt=[SYSTEM, TURNS[0]], completion="c"), [SYSTEM, *TURNS]),
     (dict(conversations=SHAREGPT), TURNS),
+    (dict(messages=[one | {"from": role} for one, role in zip(TURNS, ["human", "gpt"])]), TURNS),
     (dict(messages=SHAREGPT), TURNS), (dict(messages=TURNS, tools=[]), TURNS),
     (dict(messages=TURNS, tools="[]"), TURNS),
     (dict(messages=TURNS, system="s"), [SYSTEM, *TURNS]),

@@ -152,6 +152,22 @@ def without_blocks(page):
 # The checkers find what they should
 # ---------------------------------------------------------------------------------------------
 
+# ---------------------------------------------------------------------------------------------
+# The checkers find what they should
+# ---------------------------------------------------------------------------------------------
+
+def test_a_long_paragraph_item_or_cell_is_named_with_its_line():
+    page = ("# A heading of more than five words here\n\none two [three](http://a/b) -- four\n"
+            "five\n\n- one two three four five six\n- one\n\n| a | one two three |\n|---|---|\n"
+            "```\none two three four five six seven\n```\n<!-- a comment of more than five words "
+            "-->\n1. one two three four five `six`\n")
+    assert too_long(page, 2, 5) == [
+        "line 6: paragraph of 6 words (at most 5): - one two three four five six ...",
+        "line 9: cell of 3 words (at most 2): one two three ...",
+        "line 15: paragraph of 7 words (at most 5): 1. one two three four five `six` ..."]
+    assert too_long(page, 3, 7) == []
+
+
 def test_a_link_to_a_file_or_heading_that_does_not_exist_is_named_with_its_line(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "code.py").write_text("a = 1\nb = 2\n")

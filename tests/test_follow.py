@@ -136,7 +136,7 @@ def test_without_a_key_weights_and_biases_is_off_and_asks_nothing(tmp_path, wand
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "wandb is off from here on" in error, error
     assert "run `wandb login`" in error and wandb.ids == []
-    wandb.login.assert_called_with(prompt=False)
+    wandb.login.assert_called_with(prompt=False, verify=False)
     wandb.setup.return_value.settings.mode = "offline"
     log_words(tmp_path, "3", names="wandb")
     assert capsys.readouterr().err == "" and len(wandb.ids) == 1

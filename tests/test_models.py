@@ -7,7 +7,7 @@ import json
 import random
 import re
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from unittest import mock
 
@@ -98,19 +98,20 @@ def theirs_and_ours(tmp_path_factory):
 
 
 @pytest.mark.claim("Logits, losses and gradients are those of six transformers classes.")
-@pytest.mark.parametrize("name", THEIRS)
-def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name):
-    """With the same weights, in fp64: logits to 1e-10, and the gradient of each parameter to 1e-9
-    of its largest number."""
+@pytest.mark.parametrize("name, dtype, bound", [
+    ("llama", torch.float32, 1e-5), *((name, torch.float64, 1e-10) for name in THEIRS)])
+def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name, dtype, bound):
+    """With the same weights: logits to the bound, and the gradient of each parameter to ten times
+    the bound, of its largest number."""
     _, theirs, file = theirs_and_ours(name)
-    theirs = theirs.double()
+    theirs = theirs.to(dtype)
     ours, _ = checkpoint.load_model(file)
-    ours = ours.double()
+    ours = ours.to(dtype)
     tokens = tokens_of(replace(ours.cfg, seq_len=40), 2)
     assert tokens.max() < ours.cfg.vocab_size
-    with in_fp64():
+    with in_fp64() if dtype == torch.float64 else nullcontext():
         expected = theirs(tokens).logits
-    assert difference(ours(tokens), expected) < 1e-10
+    assert difference(ours(tokens), expected) < bound
 
     targets = tokens.roll(-1, 1)
     ours(tokens, targets).backward()
@@ -118,15 +119,14 @@ def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name):
     family = huggingface_formats.FAMILIES[THEIRS[name][0]]
     parameters = dict(theirs.named_parameters())
     gradients = {name: parameters[original].grad
-                 for name, original in find_names(parameters, family,
-                                                       ours.cfg.tied).items()}
+                 for name, original in find_names(parameters, family, ours.cfg.tied).items()}
     theirs.zero_grad()
     for name, parameter in ours.named_parameters():
         names = huggingface_formats.their_names(name, family)
         theirs_here = [gradients[one].double() for one in names]
         full = huggingface_formats.to_ours(name, theirs_here, family, ours.cfg)
         rows = len(full)
-        assert difference(parameter.grad[:rows], full) < 1e-9, name
+        assert difference(parameter.grad[:rows], full) < 10 * bound, name
 
 
 @contextmanager

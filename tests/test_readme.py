@@ -181,7 +181,8 @@ def test_the_readmes_layouts_are_not_refused(shards):
     assert len(commands) == 28
 
 
-KINDS = ("tp", "pp", "pp_schedule", "zero", "dtype", "exact", "resume", "init_from")
+KINDS = ("tp", "pp", "cp", "pp_schedule", "pp_chunks", "zero", "sequence_parallel", "recompute",
+         "offload", "dtype", "exact", "resume", "init_from")
 
 
 @pytest.mark.slow
@@ -217,6 +218,8 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
     """data.py takes the flags of its commands, and tools.schedule draws what the pages show.
     (Other tools: a file of tests for each.)"""
     monkeypatch.chdir(tmp_path)
+    Path("PATH").mkdir()
+    Path("PATH/tokenizer.json").touch()
     made = [data_flags.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [
         "data/python", "data/python", "data/mine", "data/fineweb", "data/tinystories",

@@ -398,8 +398,8 @@ def differ(rank, world):
 
 def test_of_many_ranks_one_tells_the_mistake_and_all_end_alike(run_train, shards, things, tmp_path,
                                                                pool):
-    """One line and exit status 2: of rank 0 if all find it in the flags, of rank 1 if it is in its
-    share of the data, of rank 0 before they meet, when torchrun ends rank 1."""
+    """One line and exit status 2: of rank 0 if all find it in the flags, also before they meet, and
+    of rank 1 if it is in its share of the data."""
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     assert pool.run(2, differ) == [2, 2]
     assert run_train(*flags, "--lr", -1, RANK=1, LOCAL_RANK=1, WORLD_SIZE=2) == (2, "", "")
@@ -505,7 +505,7 @@ def test_a_model_that_a_gpu_or_its_machine_cannot_hold_is_refused(flags, on_gpu,
             mock.patch.object(os, "sysconf", dict(
                 SC_PHYS_PAGES=int(on_machine), SC_PAGE_SIZE=1).get), refusal:
         memory_limits.check_memory(cfg, Grid(dp=8, pp=1, tp=1), settings("", dtype="bf16", **flags),
-                            amp.PRECISIONS["bf16"], torch.device("cuda"), local_world=8)
+                                   amp.PRECISIONS["bf16"], torch.device("cuda"), local_world=8)
 
 
 @pytest.mark.parametrize("dp, pp, tp, chunks, n_layer", [

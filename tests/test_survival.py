@@ -539,9 +539,10 @@ train.main()
 # Chains of stops, layouts and faults, drawn at random
 # ---------------------------------------------------------------------------------------------
 
-def train_until(rank, world, config, cfg, file, at, fate):
+def train_until(rank, world, config, cfg, file, diverges, at, fate):
     """Train on from a file, or from the seed. After step `at` a signal saves and ends the run, or
-    in it all ranks are killed. In steps 3 and 9 a rank finds infinite gradients."""
+    in it all ranks are killed. In steps 3 and 9 a rank finds infinite gradients; a run that
+    diverges does so after step 28, and rolls back."""
     @contextmanager
     def held():
         yield
@@ -560,6 +561,8 @@ def train_until(rank, world, config, cfg, file, at, fate):
                  config.pp_chunks) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
                         Memory(cfg, 13, seed=1), directory.load_state(file))
+        if diverges:
+            poison(run, at=28)
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
             run.log = run_log.RunLog(directory.Metrics(Path(config.out), rank))
@@ -587,22 +590,27 @@ def drawn_layout(rng, config, cfg, most):
             return dp * tp * pp, drawn
 
 
-@pytest.mark.parametrize("seed, dtype, most, same_layout, dropout, bound", [
-    (0, "fp16", 2, True, 0.1, 0),
-    pytest.param(6, "fp64", 4, False, 0.0, 1e-10, marks=pytest.mark.slow)])
+FATES = ["signal", "kill", "damage"]
+
+
+@pytest.mark.parametrize("seed, dtype, most, same_layout, steps, fates, dropout, bound", [
+    (0, "fp16", 2, True, 12, FATES, 0.1, 0),
+    pytest.param(6, "fp64", 4, False, 12, FATES, 0.0, 1e-10, marks=pytest.mark.slow),
+    pytest.param(7, "fp64", 4, False, 33, FATES[:2], 0.0, 1e-10, marks=pytest.mark.slow)])
 def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
-        pool, tmp_path, seed, dtype, most, same_layout, dropout, bound):
-    """A run of up to `most` ranks that is stopped at random steps, by a signal, a kill or damaged
-    files, ends as one without stops: bit for bit if each part has the same layout, to `bound` in
-    its losses, norms and learning rates if each draws its own."""
+        pool, tmp_path, seed, dtype, most, same_layout, steps, fates, dropout, bound):
+    """A run of up to `most` ranks that is stopped at random steps by these fates ends as one
+    without stops: bit for bit if each part has the same layout, to `bound` in its losses, norms and
+    learning rates if each draws its own. The runs of 33 steps diverge once and roll back (without
+    damaged files, which would make the rollback go elsewhere)."""
     rng = random.Random(seed)
-    steps = 12
+    diverges = steps > 28
     cfg = replace(CFG, n_layer=4, dropout=dropout)
     straight = tmp_path / "straight"
     chained = tmp_path / "chained"
     world, config = drawn_layout(rng, settings(straight, steps=steps, save_every=1, keep=99,
                                                dtype=dtype), cfg, most)
-    pool.run(world, train_until, config, cfg, None, 0, None)
+    pool.run(world, train_until, config, cfg, None, diverges, 0, None)
     chain = []
     file = None
     step = 0
@@ -610,10 +618,11 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
         if not same_layout:
             world, config = drawn_layout(rng, config, cfg, most)
         at = step + rng.randint(1, 8)
-        fate = rng.choice(["signal", "kill", "damage"])
+        fate = rng.choice(fates)
         chain.append((world, config, at, fate))
         assert len(chain) < 60, chain
-        pool.run(world, train_until, replace(config, out=str(chained)), cfg, file, at, fate)
+        pool.run(world, train_until, replace(config, out=str(chained)), cfg, file, diverges, at,
+                 fate)
         files = checkpoint_files.list_checkpoints(chained)
         if fate == "damage" and len(files) > 3:
             for path in files[:rng.randint(1, 3)]:
@@ -628,8 +637,10 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
         if not row["skipped"]:
             for name in ("loss", "grad_norm", "lr"):
                 assert abs(row[name] - two[step][name]) <= bound * row[name], (step, name, chain)
+    states = [saved(folder, steps) for folder in (straight, chained)]
+    assert [state["monitor"]["rollbacks"] for state in states] == [diverges, diverges]
     if same_layout:
-        assert_same_state(saved(straight, steps), saved(chained, steps))
+        assert_same_state(*states)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -889,3 +900,18 @@ def test_a_run_goes_on_with_the_machines_that_are_left_and_has_the_same_bits(sha
     assert worlds == [4, 2, 4]
     assert Command("train.py", *flags, "--out", tmp_path / "one").finish(300)[0] == 0
     assert_same_state(saved(tmp_path / "one", 400), saved(out, 400), ("config", "run"))
+
+
+@pytest.mark.slow
+def test_machines_that_cannot_go_on_alone_end_in_one_line(shards, tmp_path):
+    """Where the layout does not fit what is left, the run ends with one line, and torchrun does not
+    try again."""
+    flags = ["--data", shards, *TINY, "--steps", 400, "--save-every", 50, "--eval-every", 10,
+             "--timeout", 20, "--tp", 2, "--pp", 2]
+    with machines(tmp_path / "out", *flags) as (start, lose):
+        first, second = start(), start()
+        wait_for_step(tmp_path / "out", 100, first)
+        lose(second)
+        text, _ = first.communicate(timeout=200)
+    message = "2 processes are not divisible by tp 2 x pp 2 = 4"
+    assert first.returncode != 0 and text.count(message) == 1, text

@@ -26,7 +26,7 @@ from typing import Iterator, NamedTuple
 
 from base import sample_flags
 from base.commandline import Parser
-from base.errors import errors_in_one_line
+from base.errors import errors_in_one_line, named
 from base.options import LOCAL, SHAPE, Config
 from base.other_names import IN_PROJECTS, PROJECTS
 from corpus import flags as data_flags
@@ -307,7 +307,8 @@ def main() -> None:
         if args.check:
             print(f"{path} is out of date: run python -m tools.docs")
         else:
-            (ROOT / path).write_text(content)
+            with named(path):
+                (ROOT / path).write_text(content)
             print(f"wrote {path}")
     sys.exit(1 if args.check and pages else 0)
 

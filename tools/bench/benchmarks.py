@@ -69,7 +69,7 @@ def scaling_of_layouts(folder):
         count = parameter_count(GPTConfig(vocab_size=257, **shape))
         alone, *others = map(np.median, seen.values())
         print(row(f"{count / 1e6:.1f}M", f"{alone:,.0f}",
-                           *(f"{speed / alone:.2f}" for speed in others)), flush=True)
+                  *(f"{speed / alone:.2f}" for speed in others)), flush=True)
 
 
 def memory(folder):
@@ -80,7 +80,7 @@ def memory(folder):
               dict(cp=cp, batch_size=4 // cp, micro_batch=1))
              for name, (seq_len, cp) in CONTEXTS.items()]
     print("", *heading("", "state", "buffers", "activations", "sum", "measured peak",
-                                "measured / sum"), sep="\n")
+                       "measured / sum"), sep="\n")
     for name, cfg, flags in runs:
         peak, sizes = peak_of(cfg, folder, **flags)[0]
         cells = [f"{x / 1e6:,.0f} MB" for x in (*sizes, sum(sizes), peak)]
