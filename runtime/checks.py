@@ -248,9 +248,9 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
     # A model may have more rows than its tokenizer has tokens, as Qwen's, or fewer:
     # Mixture.check finds tokens without a row.
     if not fits_tokenizer(state, meta):
-        advice = "make --data with that tokenizer, or use another --out or checkpoint"
+        advice = "make --data with that tokenizer, or use another checkpoint"
         if stored is not None and not fine_tunes:
-            advice = f"give --data {stored}, or {advice}"
+            advice = f"give --data {stored}, or {advice} or --out"
         raise ValueError(f"{file}'s tokenizer is {tokenizer} with {vocab_size} tokens, but {found} "
                          f"has {meta['tokenizer']} with {meta['vocab_size']}: {advice}")
     trained_on = {}

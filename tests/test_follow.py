@@ -117,7 +117,8 @@ def test_follow_sends_the_valid_rows_and_all_events_of_a_run_again(tmp_path, wan
     log_run_that_resumes(tmp_path, "wandb")
     wandb.lines.clear()
     for name in NAMES:
-        assert run_main(capsys, follow, tmp_path, "--to", name) == (0, "", "")
+        text = f"{tmp_path} is sent to {name}\n"
+        assert run_main(capsys, follow, tmp_path, "--to", name) == (0, text, "")
     for seen in (wandb, ReadByTensorBoard(tmp_path)):
         assert seen.losses() == VALID
         assert_events_arrived(tmp_path, seen.texts())

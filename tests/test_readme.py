@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -218,8 +219,9 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
     """data.py takes the flags of its commands, and tools.schedule draws what the pages show.
     (Other tools: a file of tests for each.)"""
     monkeypatch.chdir(tmp_path)
-    Path("PATH").mkdir()
-    Path("PATH/tokenizer.json").touch()
+    for tokenizer in ("PATH/tokenizer.json", "data/own/bpe-0123456789ab.tiktoken"):
+        Path(tokenizer).parent.mkdir(parents=True)
+        Path(tokenizer).touch()
     made = [data_flags.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [
         "data/python", "data/python", "data/mine", "data/fineweb", "data/tinystories",

@@ -53,6 +53,7 @@ def main() -> None:
     check(args.out, args.to)
     try:
         send(args.out, args.to)
+        print(f"{args.out} is sent to {args.to}")
     except Exception as error:          # of the network, the disk or the package
         sys.exit(f"tools.follow: {args.to} failed: {dashboards.describe(error)}")
 
