@@ -272,7 +272,7 @@ def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
-    residual = name.endswith(("attn.proj.weight", "mlp.down.weight"))
+    residual = name.endswith(("attn.proj.weight", ".down.weight"))
     std = 0.02 / math.sqrt(2 * cfg.n_layer) if residual else 0.02
     generator = torch.Generator().manual_seed(derive_seed(seed, name))
     return torch.empty(shape).normal_(0, std, generator=generator)

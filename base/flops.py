@@ -31,22 +31,36 @@ def parameter_count(cfg: GPTConfig) -> int:
     return one + (cfg.n_layer - 1) * (two - one)        # all blocks have as many
 
 
+def mlp_channels(cfg: GPTConfig) -> int:
+    """The hidden channels of a block that a token uses. In a mixture of experts they are those of
+    its active experts, and of the shared one."""
+    return cfg.hidden * getattr(cfg, "n_active", 1) + getattr(cfg, "shared", 0)
+
+
+def active_parameters(cfg: GPTConfig) -> int:
+    """The parameters that a token uses: all, but of a mixture's E experts only K."""
+    idle = getattr(cfg, "n_expert", 1) - getattr(cfg, "n_active", 1)
+    return parameter_count(cfg) - cfg.n_layer * idle * 3 * cfg.n_embd * cfg.hidden
+
+
 def flops_per_token(cfg: GPTConfig, recompute: bool = False) -> int:
     """Floating-point operations to train on one token: 6 N + 12 L H D T (PaLM, appendix B).
 
     A parameter takes two operations (multiply, add) forward and four backward. N leaves out the
     matrices that are looked up, of positions and of tokens; a tied one counts once, for the head.
+    It also leaves out the experts that a token does not use.
     Attention's two products take 4 H D T forward in each layer and twice that backward, although
     half of it is masked. Recomputation repeats a block's forward but for its last product: for a
     GPT, where H D is C, that is 16 C^2 + 4 C T.
     """
     width = cfg.n_head * cfg.head_dim
     attention = 4 * width * cfg.seq_len
-    N = parameter_count(cfg) - looked_up(cfg)
+    N = active_parameters(cfg) - looked_up(cfg)
     again = 0
     if recompute:
         inputs = 2 * width + 2 * cfg.n_kv_head * cfg.head_dim       # q, k, v, and proj's
-        up = 2 * cfg.hidden if cfg.gated else cfg.hidden
+        hidden = mlp_channels(cfg)
+        up = 2 * hidden if cfg.gated else hidden
         again = cfg.n_layer * (2 * cfg.n_embd * (inputs + up) + attention)
     return 6 * N + 3 * cfg.n_layer * attention + again
 

@@ -23,7 +23,7 @@ class Config:
                     choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
     model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model",
                       form="NAME", suggest=suggest_model)
-    n_layer: int = flag(None, "blocks (this and the next eight override --model)", low=1)
+    n_layer: int = flag(None, "blocks (this and the next thirteen override --model)", low=1)
     n_head: int = flag(None, "attention heads", low=1)
     n_embd: int = flag(None, "channels", low=1)
     seq_len: int = flag(None, "context length, in tokens", low=1)
@@ -33,6 +33,12 @@ class Config:
     head_dim: int = flag(None, "channels of a head", low=1)
     hidden: int = flag(None, "channels in the MLP", low=1)
     rope_theta: float = flag(None, "base of the rotary positions", low=1)
+    n_expert: int = flag(None, "of a mixture alone, as the next four: experts of a block", low=1)
+    n_active: int = flag(None, "experts that a token uses", low=1)
+    balance_loss: float = flag(None, "factor of the balancing loss of each sequence", low=0)
+    z_loss: float = flag(None, "factor of the squared logarithm of the router's sum", low=0)
+    balance_bias: float = flag(None, "speed of the router's bias, which balances without a loss; "
+                               "0: no bias", low=0)
     dropout: float = flag(0.0, "probability on embeddings, attention, residuals", low=0, below=1)
     batch_size: int = flag(16, "global batch size: sequences per step", low=1, group="optimization")
     batch_ramp: str = flag(None, "ramp the batch from START to --batch-size in INCREMENTs over "
@@ -105,7 +111,8 @@ class Config:
 
 
 OF_LLAMA = ("n_kv_head", "head_dim", "hidden", "rope_theta")
-SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation", *OF_LLAMA)
+OF_MIXTURE = ("n_expert", "n_active", "balance_loss", "z_loss", "balance_bias")
+SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation", *OF_LLAMA, *OF_MIXTURE)
 # These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
 # is stored as the resulting --steps.)
 LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "log_every", "plain", "tp", "pp",
@@ -185,6 +192,12 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
         flags = ", ".join(map(flag_name, of_llama))
         raise ValueError(f"{source} is a GPT, which has no {flags}: drop it, or give --model "
                          f"llama-nano or another of the models after it")
+    of_mixture = [name for name in OF_MIXTURE if name in given and "n_expert" not in base]
+    if of_mixture:
+        source = f"--model {config.model}" if state is None else file
+        flags = ", ".join(map(flag_name, of_mixture))
+        raise ValueError(f"{source} is no mixture of experts, which alone has {flags}: drop it, or "
+                         f"give --model moe-nano or another of the models after it")
     if state is None:
         return config, base | shape
     problems = []

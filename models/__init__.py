@@ -1,15 +1,19 @@
-"""The models: GPTs (model.py), and Llama and its relatives (llama.py). kv_cache.py samples."""
+"""The models: GPTs (model.py), Llama and its relatives (llama.py), mixtures of experts (moe.py).
+kv_cache.py samples."""
 import model
 from model import GPTConfig
-from models import llama
+from models import llama, moe
 from models.llama import LlamaConfig
+from models.moe import MoEConfig
 
-SIZES = model.SIZES | llama.SIZES           # of --model
-PEAK_LR = model.PEAK_LR | llama.PEAK_LR
+SIZES = model.SIZES | llama.SIZES | moe.SIZES           # of --model
+PEAK_LR = model.PEAK_LR | llama.PEAK_LR | moe.PEAK_LR
 
 
 def make_config(**fields) -> GPTConfig:
-    """The GPTConfig or LlamaConfig with these fields. Only the second has `n_kv_head`."""
+    """The config with these fields. Only a mixture has `n_expert`, and a GPT has no `n_kv_head`."""
+    if "n_expert" in fields:
+        return MoEConfig(**fields)
     if "n_kv_head" in fields:
         return LlamaConfig(**fields)
     return GPTConfig(**fields)

@@ -195,12 +195,14 @@ class Block(nn.Module):
 
 class Llama(GPT):
     """The whole model. As in a GPT, its ends may be None and blocks deleted."""
+    block_type = Block
 
     def __init__(self, cfg: LlamaConfig):
         nn.Module.__init__(self)        # Not super(): it would build the modules of a GPT.
         self.cfg = cfg
         self.embed = Embed(cfg)
-        self.blocks = nn.ModuleDict({str(i): Block(cfg, i) for i in range(cfg.n_layer)})
+        self.blocks = nn.ModuleDict(
+            {str(i): self.block_type(cfg, i) for i in range(cfg.n_layer)})
         weight = self.embed.token.weight
         if not cfg.tied:
             weight = nn.Parameter(torch.empty_like(weight))

@@ -142,6 +142,9 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     elif model_config.hidden % tp:
         problems.append(f"the MLP's {model_config.hidden} hidden channels are not divisible by tp "
                         f"{tp}: give a --tp or a --hidden that fits")
+    if hasattr(model_config, "n_expert") and (world > dp or config.exact or config.compile):
+        problems.append("a mixture of experts trains with tp 1, pp 1 and cp 1, and without --exact "
+                        "and --compile: drop these")
     if cp > 1 and seq_len % (2 * cp):
         problems.append(f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, "
                         f"which do not divide seq_len {seq_len}: change one")
@@ -198,7 +201,8 @@ def default_lr(model: str, shape: dict) -> float:
     """Published peak learning rate of the size with this depth and width (`model` first, but the
     weights of --init-from may have another shape); without one, that of `model`."""
     def of(shape):
-        return shape["n_layer"], shape["n_embd"], "n_kv_head" in shape      # a Llama, or a GPT
+        kind = "n_kv_head" in shape, "n_expert" in shape        # a GPT, a Llama, or a mixture
+        return shape["n_layer"], shape["n_embd"], kind
     for name in (model, *SIZES):
         if of(SIZES[name]) == of(shape):
             return PEAK_LR[name]

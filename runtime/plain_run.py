@@ -66,6 +66,10 @@ def facts_at_start(loaded: dict | None, config: Config, model_config: GPTConfig,
     if train_data.has_conversations:
         raise RunError(f"--plain reads text, and {config.data} has conversations: drop --plain, or "
                        f"give another --data", 2)
+    if getattr(model_config, "balance_bias", 0) > 0:
+        raise RunError(f"--plain moves no bias of a router, and this model has --balance-bias "
+                       f"{model_config.balance_bias:g}: drop --plain, or give --balance-bias 0 in "
+                       f"a new run", 2)
     if loaded is None:
         facts = dict(format=checkpoint.FORMAT, run=begin.run, step=0,
                      model=dataclasses.asdict(model_config))

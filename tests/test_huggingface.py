@@ -344,7 +344,7 @@ def test_train_py_names_the_import_for_a_model_of_the_hub(run_train, shards, tmp
 
 
 BROKEN = [      # changes of config.json and of the tensors (None: it is missing), and the answer
-    (dict(model_type="mixtral"), {}, "its model_type 'mixtral' is none of gpt2, opt"),
+    (dict(model_type="phi3"), {}, "its model_type 'phi3' is none of gpt2, opt"),
     (dict(model_type="opt", hidden_size=32, max_position_embeddings=16, num_hidden_layers=5,
           num_attention_heads=8, do_layer_norm_before=False, architectures=["OPTForCausalLM"]), {},
      "its do_layer_norm_before is F"),
@@ -380,7 +380,7 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
     torch.save(MakesAFolder(), "code/pytorch_model.bin")
     whole = json.loads(Path("hf/config.json").read_text()), {}
     for name, full in checkpoint.load(Path("a.pt"))["parameters"].items():
-        whole[1].update(huggingface.to_theirs(name, full, huggingface.FAMILIES["gpt2"], CFG))
+        whole[1].update(huggingface.to_theirs(name, full, huggingface.family_of("gpt2", CFG), CFG))
     for number, (*changes, _) in enumerate(BROKEN):
         config, tensors = ({name: x for name, x in (one | change).items() if x is not None}
                            for one, change in zip(whole, changes))
@@ -506,7 +506,7 @@ def test_a_model_of_pickles_is_downloaded(hub, capsys):
     whole = checkpoint.load(Path("a.pt"))["parameters"]
     tensors = {}
     for name, full in whole.items():
-        tensors |= huggingface.to_theirs(name, full, huggingface.FAMILIES["gpt2"], CFG)
+        tensors |= huggingface.to_theirs(name, full, huggingface.family_of("gpt2", CFG), CFG)
     torch.save(tensors, "hub/me/pickles/pytorch_model.bin")
     assert convert(capsys, "import", "me/pickles", "b.pt")[0] == 0
     found = checkpoint.load(Path("b.pt"))["parameters"]

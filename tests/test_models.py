@@ -20,7 +20,7 @@ import sample
 from base.flops import flops_per_token, parameter_count
 from base.options import parse_flags
 from model import GPTConfig
-from models import SIZES, kv_cache, llama, make_config
+from models import SIZES, kv_cache, llama, make_config, moe
 from models.llama import FAMILIES, LlamaConfig
 from parallelism import cpu_kernels
 from runtime import checks
@@ -228,7 +228,7 @@ def test_a_window_that_hides_nothing_is_none():
     ("llama", dict(rope_scaling=dict(type="linear", factor=2.0)), "its rope_type is 'linear'"),
     ("llama", dict(attention_bias=True), "its attention_bias is True"),
     ("llama", dict(hidden_act="mish"), "its hidden_act is 'mish'"),
-    ("llama", dict(model_type="mixtral"), "its model_type 'mixtral' is none of gpt2, opt, llama"),
+    ("llama", dict(model_type="phi3"), "its model_type 'phi3' is none of gpt2, opt, llama"),
     ("olmo", dict(clip_qkv=8.0), "its clip_qkv is 8.0"),
     ("gpt_neox", dict(attention_bias=False), "its attention_bias is False"),
     ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]),
@@ -555,8 +555,8 @@ def test_parameters_are_as_many_as_published(name, vocab, count):
 
 
 def test_a_plan_knows_the_vocabulary_of_every_published_size():
-    """llama-nano is none: like a GPT it has GPT-2's."""
-    assert VOCABULARIES.keys() == llama.SIZES.keys() - {"llama-nano"}
+    """llama-nano and moe-nano are none: like a GPT they have GPT-2's."""
+    assert VOCABULARIES.keys() == (llama.SIZES | moe.SIZES).keys() - {"llama-nano", "moe-nano"}
     for flags in (["--model", "llama-nano"], ["--model", "gpt2"], ["--n-layer", "3"]):
         text = answer(["--world", "1", "--gpu", "h100", *flags])
         assert ", vocabulary 50257 (GPT-2's; --vocab-size changes it)\n" in text

@@ -1,5 +1,5 @@
 """Convert weights from and to Hugging Face's formats: GPT-2, OPT, Llama, Mistral, Qwen2, Qwen3,
-GPT-NeoX and OLMo.
+GPT-NeoX, OLMo, and the mixtures Mixtral, OLMoE and Qwen3-MoE.
 
     python -m tools.huggingface import gpt2 gpt2.pt         # a name on the hub, or a folder
     python -m tools.huggingface export out/latest.pt folder
@@ -37,7 +37,7 @@ from model import GPTConfig
 from models import make_config
 from runtime.directory import new_run
 from tools.hub import IS_ADAPTER, check_source, fetch, note, tensor_readers, weight_files
-from tools.huggingface_formats import (BUFFERS, FAMILIES, Family, config_json, model_config,
+from tools.huggingface_formats import (BUFFERS, Family, config_json, family_of, model_config,
                                        their_names, to_ours, to_theirs)
 from tools.huggingface_unread_keys import notes_of_keys
 from tools.huggingface_wrapped_names import HEADS, find_names
@@ -86,7 +86,7 @@ def import_model(source: str, file: Path) -> None:
         folder = fetch(source, check=read_config)       # before gigabytes come
     config, cfg = read_config(folder)
     tell_keys(config, folder)
-    parameters = read_parameters(folder, FAMILIES[config["model_type"]], cfg)
+    parameters = read_parameters(folder, family_of(config["model_type"], cfg), cfg)
     tokenizer, path = find_tokenizer(folder, config)
     state = {key: {} for key in KEYS} | dict(
         format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
@@ -356,7 +356,7 @@ def export_model(file: Path, folder: Path) -> None:
     config = config_json(cfg, tokenizer, end)
     if has_tokenizer and encoding.prefix:
         config["bos_token_id"] = encoding.prefix[0]
-    family = FAMILIES[config["model_type"]]
+    family = family_of(config["model_type"], cfg)
     for name in state["parameters"]:
         their_names(name, family)
     parent = folder.absolute().parent

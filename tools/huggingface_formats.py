@@ -8,6 +8,8 @@ the layout of its tensors. tools/huggingface.py reads and writes the files.
     llama, mistral, qwen2, qwen3, olmo              q, k and v are three tensors, and so are gate
                     LlamaConfig of that family      and value; our qkv is ordered by heads of k
     gpt_neox        LlamaConfig of the family neox  none: qkv is ordered by heads, as ours
+    mixtral, olmoe, qwen3_moe                       as of llama; and each matrix of an expert is a
+                    MoEConfig of that family        tensor, which ours stack
 
 What a model of ours cannot be is refused by its key in config.json.
 """
@@ -21,8 +23,9 @@ import torch
 import torch.nn.functional as F
 
 from model import GPTConfig
-from models import llama
+from models import llama, moe
 from models.llama import LlamaConfig
+from models.moe import MoEConfig
 
 MODEL_TYPES = {"gelu": "gpt2", "relu": "opt"}      # a GPT's activation: who has it
 END_OF_TEXT = {"gpt2": 50256, "bytes": 256, "opt-50272": 2}     # token of a tokenizer
@@ -51,7 +54,8 @@ class Family(NamedTuple):
     prefix: str                         # of each tensor's name, but the head's
     ends: dict[str, str]                # our module outside of the blocks: theirs
     blocks: str                         # their list of blocks
-    block: dict[str, list[str]]         # our module in a block: theirs, stacked in this order
+    block: dict[str, list[str]]         # our module in a block: theirs, stacked in this order; {}:
+                                        # the number of an expert
     transposed: bool = False            # matrices in blocks are (in, out)
     unused_positions: int = 0           # rows before the first position
     fields: dict | None = None          # of every LlamaConfig of the family; None: a GPTConfig
@@ -126,6 +130,15 @@ NEOX = Family(
     only={"attention_bias": (True, True)},
     any_width=False)
 
+MOE = LLAMA._replace(
+    shape=LLAMA.shape | {"n_expert": "num_experts", "n_active": "num_experts_per_tok"},
+    block={ours: theirs for ours, theirs in LLAMA.block.items() if not ours.startswith("mlp.")} | {
+        "mlp.router": ["mlp.gate"],
+        "mlp.experts.up": ["mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"],
+        "mlp.experts.down": ["mlp.experts.{}.down_proj"]},
+    optional=LLAMA.optional | {"balance_loss": ("router_aux_loss_coef", 0.001)},
+    any_width=True)
+
 NO_WINDOW = {"use_sliding_window": (False, False)}
 KEYS_OF_QWEN = {"n_kv_head": ("num_key_value_heads", 32)}
 FAMILIES = {
@@ -147,6 +160,29 @@ FAMILIES = {
         only={"attention_bias": (False, False), "clip_qkv": (None, None)}, any_width=True,
         optional={name: LLAMA.optional[name] for name in ("n_kv_head", "head_dim", "tied")}),
     "gpt_neox": NEOX,
+    "mixtral": MOE._replace(
+        architecture="MixtralForCausalLM", fields=moe.FAMILIES["mixtral"],
+        shape=MOE.shape | {"n_expert": "num_local_experts"},
+        block=MOE.block | {
+            "mlp.router": ["block_sparse_moe.gate"],
+            "mlp.experts.up": ["block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"],
+            "mlp.experts.down": ["block_sparse_moe.experts.{}.w2"]},
+        optional=MOE.optional | {"n_kv_head": ("num_key_value_heads", 8),
+                                 "norm_eps": ("rms_norm_eps", 1e-5)},
+        only={"sliding_window": (None, None), "router_jitter_noise": (0.0, 0.0)}),
+    "olmoe": MOE._replace(
+        architecture="OlmoeForCausalLM", fields=moe.FAMILIES["olmoe"],
+        optional=MOE.optional | {"norm_eps": ("rms_norm_eps", 1e-5),
+                                 "balance_loss": ("router_aux_loss_coef", 0.01),
+                                 "normalised": ("norm_topk_prob", False)},
+        only={"attention_bias": (False, False), "clip_qkv": (None, None)}),
+    "qwen3_moe": MOE._replace(
+        architecture="Qwen3MoeForCausalLM", fields=moe.FAMILIES["qwen3-moe"],
+        shape=MOE.shape | {"hidden": "moe_intermediate_size"},
+        optional=MOE.optional | {"n_kv_head": ("num_key_value_heads", 4),
+                                 "normalised": ("norm_topk_prob", False)},
+        only=NO_WINDOW | {"attention_bias": (False, False), "decoder_sparse_step": (1, 1),
+                          "mlp_only_layers": ([], [])}),
 }
 # Tensors that older files have beside the parameters, which follow from config.json.
 BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
@@ -155,6 +191,22 @@ BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(ma
 # ---------------------------------------------------------------------------------------------
 # One parameter
 # ---------------------------------------------------------------------------------------------
+
+
+def family_of(model_type: str, cfg: GPTConfig) -> Family:
+    """The family, with the names of the tensors of each of this model's experts."""
+    family = FAMILIES[model_type]
+    block = {}
+    for ours, theirs in family.block.items():
+        block[ours] = theirs
+        if is_of_experts(ours):
+            block[ours] = [one.format(expert) for expert in range(cfg.n_expert) for one in theirs]
+    return family._replace(block=block)
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether our parameter, or module, stacks a matrix of every expert."""
+    return ".experts." in name
 
 
 def their_names(name: str, family: Family) -> list[str]:
@@ -188,6 +240,8 @@ def to_ours(name: str, tensors: list[torch.Tensor], family: Family,
         groups = [t.unflatten(0, (cfg.n_kv_head, -1)) for t in tensors]     # (K, G D or D, C)
         return torch.cat(groups, 1).flatten(0, 1)                           # (K (G + 2) D, C)
     full = torch.cat(tensors)
+    if is_of_experts(name):
+        return full.unflatten(0, (cfg.n_expert, -1))                        # (E, 2F, C)
     if name == "embed.position.weight":
         full = full[family.unused_positions:]
     return full.contiguous()
@@ -200,6 +254,8 @@ def to_theirs(name: str, full: torch.Tensor, family: Family,
     if name == "embed.position.weight":
         full = F.pad(full, (0, 0, family.unused_positions, 0))
     names = their_names(name, family)
+    if is_of_experts(name):
+        full = full.flatten(0, 1)                                           # (E 2F, C)
     if is_grouped(name, family):
         D = cfg.head_dim
         groups = full.unflatten(0, (cfg.n_kv_head, -1))                     # (K, (G + 2) D, C)
@@ -234,6 +290,8 @@ def model_config(config: dict) -> GPTConfig:
     config = {key: 0 if value is None else value for key, value in config.items()
               if value is not None or key in ("num_key_value_heads", "head_dim")}
     check_kind(config, family)
+    if "num_local_experts" in config:               # transformers 5 writes Qwen3-MoE's so
+        config.setdefault("num_experts", config["num_local_experts"])
     for theirs in family.shape.values():
         if theirs not in config:
             raise ValueError(f"it lacks {theirs}")
@@ -347,7 +405,10 @@ def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
         if turned != 1:
             raise ValueError(f"its partial_rotary_factor is {turned}, which {family.architecture} "
                              f"does not have here")
-    return LlamaConfig(**(family.fields | shape | dict(activation=LLAMA_ACTIVATIONS[activation])))
+    kind = LlamaConfig
+    if "n_expert" in shape:
+        kind = MoEConfig
+    return kind(**(family.fields | shape | dict(activation=LLAMA_ACTIVATIONS[activation])))
 
 
 def config_json(cfg: GPTConfig, tokenizer: str, end: int | None = None) -> dict:
@@ -390,7 +451,8 @@ def keys_of(family: Family, model_type: str, cfg: GPTConfig) -> dict:
 
 
 def llama_json(cfg: LlamaConfig) -> dict:
-    """The same for the first family that has this very model."""
+    """The same for the first family that has this very model. Dropout and z_loss are no part of
+    it: they change its training alone."""
     theirs = {ours: name for name, ours in reversed(LLAMA_ACTIVATIONS.items())}
     rope = dict(rope_type="default", rope_theta=cfg.rope_theta)
     if cfg.rope_scaling:
@@ -398,7 +460,10 @@ def llama_json(cfg: LlamaConfig) -> dict:
     if cfg.activation not in theirs:
         raise ValueError(f"no architecture of transformers has the activation {cfg.activation}")
     for model_type, family in FAMILIES.items():
-        if family.fields is None or cfg.n_embd % cfg.n_head and not family.any_width:
+        is_mixture = "n_expert" in family.shape
+        if family.fields is None or is_mixture != isinstance(cfg, MoEConfig):
+            continue
+        if cfg.n_embd % cfg.n_head and not family.any_width:
             continue
         config = keys_of(family, model_type, cfg) | dict(hidden_act=theirs[cfg.activation])
         config |= {key: value for key, (value, _) in family.only.items()}
@@ -409,7 +474,10 @@ def llama_json(cfg: LlamaConfig) -> dict:
                            rotary_emb_base=cfg.rope_theta)
             config["rope_parameters"]["partial_rotary_factor"] = cfg.rotary
         with suppress(ValueError):              # of a shape that the family cannot have
-            if model_config(config) == replace(cfg, dropout=0.0):
+            found = model_config(config)
+            trained_alike = {name: getattr(cfg, name) for name in ("dropout", "z_loss")
+                             if hasattr(found, name) and hasattr(cfg, name)}
+            if replace(found, **trained_alike) == cfg:
                 return config
     raise ValueError(f"no architecture of transformers that is known here has this model: "
                      f"{asdict(cfg)}")

@@ -31,6 +31,7 @@ OF_GPT2 = set("""n_ctx n_inner activation_function reorder_and_upcast_attn
 OF_OPT = set("""ffn_dim word_embed_proj_dim activation_function activation_dropout layerdrop
     init_std""".split()) | set(FIXED)
 OF_LLAMA = {"hidden_act", "pretraining_tp", "sliding_window", "max_window_layers"}
+OF_MIXTURE = OF_LLAMA | {"output_router_logits", "intermediate_size", "num_local_experts"}
 OF_NEOX = {"hidden_act", "use_parallel_residual", "rotary_emb_base", "classifier_dropout"}
 
 # What changes the tokens that transformers draws: the value that sample.py has, and its flag.
@@ -54,6 +55,8 @@ def known_keys(model_type: str) -> set[str]:
     """The keys of config.json that are read, refused by their value, or change nothing."""
     family = FAMILIES[model_type]
     own = {"gpt2": OF_GPT2, "opt": OF_OPT, "gpt_neox": OF_NEOX}.get(model_type, OF_LLAMA)
+    if "n_expert" in family.shape:
+        own = OF_MIXTURE
     optional = {key for key, _ in family.optional.values()}
     return (HARMLESS | own | set(ANY) | set(family.shape.values()) | set(family.dropout)
             | optional | set(family.only))

@@ -18,7 +18,8 @@ VOCABULARIES = {
     "olmo-1b": 50304, "neox-20b": 50432,
     "pythia-70m": 50304, "pythia-160m": 50304, "pythia-410m": 50304, "pythia-1b": 50304,
     "pythia-1.4b": 50304, "pythia-2.8b": 50304, "pythia-6.9b": 50432, "pythia-12b": 50688,
-    "palm-8b": 256000}
+    "palm-8b": 256000, "mixtral-8x7b": 32000, "mixtral-8x22b": 32768, "olmoe-1b-7b": 50304,
+    "qwen3-30b-a3b": 151936, "qwen3-235b-a22b": 151936}
 
 
 LEAST_PARAMETERS = 60e6         # of a model whose batch is that of a published one by default

@@ -1,0 +1,272 @@
+"""Mixtures of experts: decoders whose MLP is many small ones, of which each token uses a few. Read
+models/llama.py first.
+
+    Llama        y = MLP(x)
+    mixture      y = sum over the K experts e that the router chooses for x of  w_e(x) MLP_e(x)
+
+               +-> expert 0 --
+      x -------+-> expert 1 --+-> w_1 y_1 + w_3 y_3         E = 4 experts, of which K = 2 are active
+      |        +-> expert 2 --
+      router --+-> expert 3 --+
+
+The experts of a block have E / K times the parameters that a token uses. So the model is larger at
+the cost of a small one. An expert has no capacity: it computes all tokens that choose it, and no
+token is dropped.
+
+                    scores s             weights w         q and k are normed     family here
+    Mixtral         softmax over E       s / sum over K    not                    mixtral
+    OLMoE           the same             s                 over all heads         olmoe
+    Qwen3-MoE       the same             s / sum over K    head by head           qwen3-moe
+
+A router that is left alone soon sends most tokens to few experts. There are two remedies. Each is a
+function of the data, not of the layout.
+
+    balance_loss    a loss of each sequence (DeepSeek-V3, section 2.1.2). It multiplies how many of
+                    the T tokens chose an expert by the mean of the expert's scores:
+                    E / K sum_e (count_e / T) (sum_t s_te / T)      1 if all experts are used alike
+    balance_bias    no loss (Wang et al. 2024). The K largest of s + b are chosen. After each step
+                    b_e rises by this speed if fewer tokens of the batch than the mean over experts
+                    chose e, and falls if more did. The weights are those of s.
+
+A third loss, z_loss, keeps the logits z of the router small (ST-MoE, Zoph et al. 2022). It is the
+mean over tokens of (log sum_e exp z_e)^2.
+
+    model = MoEConfig(vocab_size=257).build().initialize(seed=0)
+    loss = model(tokens, targets) / targets.numel()     # the cross-entropy alone. Its gradient has
+                                                        # the router's losses of each block, too
+Shapes, besides those of model.py and llama.py:
+    E experts, K of them active for a token, F hidden channels of each, N = B T tokens
+
+Papers: Shazeer et al. 2017, Switch (Fedus et al. 2021), Mixtral (Jiang et al. 2024), OLMoE
+(Muennighoff et al. 2024), DeepSeekMoE (Dai et al. 2024), DeepSeek-V3 (2024), Qwen3 (2025).
+"""
+from __future__ import annotations      # MoEConfig comes last
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from models import llama
+from models.llama import ACTIVATIONS, Llama, LlamaConfig
+
+
+class Router(nn.Module):
+    """x (B, T, C) -> the weights (B, T, K) of the chosen experts, and their numbers (B, T, K).
+
+    It computes in fp32 or wider, because rounding may choose another expert. A forward sets
+
+        load     (B, E)   how many tokens of each sequence chose an expert
+        losses   ()       the balancing loss and z_loss, summed over the tokens
+    """
+
+    def __init__(self, cfg: MoEConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.weight = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd))
+        self.bias = None
+        if cfg.balance_bias > 0:
+            self.bias = nn.Parameter(torch.zeros(cfg.n_expert), requires_grad=False)
+
+    def forward(self, x):
+        logits, scores, weights, chosen = self.choose(x)
+        self.load = self.count(chosen)
+        self.losses = self.balance_loss(scores, self.load, x.shape[1]) + self.z_loss(logits)
+        return weights, chosen
+
+    def choose(self, x):
+        """The logits and scores of all experts (B, T, E), then what `forward` returns."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.weight.to(wide))                 # (B, T, E)
+        scores = logits.softmax(-1)
+        ranked = scores
+        if self.bias is not None:
+            ranked = scores + self.bias
+        chosen = ranked.topk(self.cfg.n_active).indices                     # (B, T, K)
+        weights = scores.gather(-1, chosen)
+        if self.cfg.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, scores, weights.to(x.dtype), chosen
+
+    def count(self, chosen):
+        """(B, E): how many tokens of each sequence chose an expert."""
+        flat = chosen.flatten(1)                                            # (B, T K)
+        counts = flat.new_zeros(len(flat), self.cfg.n_expert)
+        return counts.scatter_add_(1, flat, torch.ones_like(flat))
+
+    def balance_loss(self, scores, counts, positions):
+        """Its sum over these tokens, whose `scores` are (B, T, E). Their sequences have so many
+        positions and these `counts` (B, E), which are constants."""
+        factor = self.cfg.balance_loss * self.cfg.n_expert / (self.cfg.n_active * positions)
+        return factor * (counts * scores.sum(1)).sum()
+
+    def z_loss(self, logits):
+        """Its sum over these tokens."""
+        if self.cfg.z_loss == 0:
+            return 0.0
+        return self.cfg.z_loss * logits.logsumexp(-1).square().sum()
+
+    @torch.no_grad()
+    def move_bias(self, counts: torch.Tensor) -> None:
+        """After a step. `counts` (E,) are those of the whole batch."""
+        excess = self.cfg.n_expert * counts - counts.sum()
+        self.bias -= self.cfg.balance_bias * excess.sign()
+
+
+class ExpertLinear(nn.Module):
+    """E linear layers, x (n, in) -> (n, out). The first counts[0] rows of x are for expert 0, the
+    next counts[1] rows for expert 1, and so on."""
+
+    def __init__(self, n_expert: int, inputs: int, outputs: int, stacked: int = 1):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_expert, outputs, inputs))
+        self.stacked = stacked
+
+    def forward(self, x, counts: list[int]):
+        # An expert without rows has a product, too: its gradient is zero, not None.
+        products = [self.product(rows, weight) for rows, weight in zip(x.split(counts),
+                                                                       self.weight)]
+        return torch.cat(products)
+
+    def product(self, rows, weight):
+        return F.linear(rows, weight)
+
+
+class Experts(nn.Module):
+    """x (B, T, C) -> the weighted sum (B, T, C) of what its chosen experts compute. The tokens are
+    sorted by expert, so each expert multiplies all of its tokens at once."""
+
+    def __init__(self, cfg: MoEConfig):
+        super().__init__()
+        self.n_expert = cfg.n_expert
+        self.up = ExpertLinear(cfg.n_expert, cfg.n_embd, 2 * cfg.hidden, stacked=2)
+        self.down = ExpertLinear(cfg.n_expert, cfg.hidden, cfg.n_embd)
+        self.activation = ACTIVATIONS[cfg.activation]
+
+    def forward(self, x, weights, chosen):
+        flat = chosen.flatten()                                             # (N K,)
+        order = flat.argsort(stable=True)           # by expert, then by token
+        counts = flat.bincount(minlength=self.n_expert)                     # (E,)
+        tokens = order // chosen.shape[-1]
+        y = self.run(x.flatten(0, 1)[tokens], counts)                       # (N K, C)
+        y = y[order.argsort()].view(*chosen.shape, -1)                      # (B, T, K, C)
+        return (y * weights.unsqueeze(-1)).sum(-2)
+
+    def run(self, x, counts):
+        """x (n, C), sorted by expert -> (n, C). counts (E,): the rows of each expert."""
+        return self.mlp(x, counts.tolist())
+
+    def mlp(self, x, counts: list[int]):
+        gate, value = self.up(x, counts).chunk(2, dim=-1)                   # 2 of (n, F)
+        return self.down(self.activation(gate) * value, counts)
+
+
+class Mixture(nn.Module):
+    """x (B, T, C) -> (B, T, C). The `shared` expert, if there is one, computes every token, with
+    weight 1."""
+
+    def __init__(self, cfg: MoEConfig):
+        super().__init__()
+        self.router = Router(cfg)
+        self.experts = Experts(cfg)
+        self.shared = None
+        if cfg.shared > 0:
+            self.shared = llama.MLP(replace(cfg, hidden=cfg.shared))
+
+    def forward(self, x):
+        weights, chosen = self.router(x)
+        y = self.experts(x, weights, chosen)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y
+
+
+class AllHeadsNorm(nn.RMSNorm):
+    """OLMoE's norm of q (B, H, T, D), or of k: RMSNorm over the channels of all heads."""
+
+    def forward(self, q):
+        y = super().forward(q.transpose(1, 2).flatten(2))                   # (B, T, H D)
+        return y.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
+
+
+class Block(llama.Block):
+    """One block, (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, cfg: MoEConfig, layer: int):
+        super().__init__(cfg, layer)
+        self.mlp = Mixture(cfg)
+        if cfg.norm_all_heads:
+            self.attn.q_norm = AllHeadsNorm(cfg.n_head * cfg.head_dim, cfg.norm_eps)
+            self.attn.k_norm = AllHeadsNorm(cfg.n_kv_head * cfg.head_dim, cfg.norm_eps)
+
+
+class MoE(Llama):
+    """The whole model. Given targets, its value is the cross-entropy alone. Its gradient is that of
+    the cross-entropy and of the losses of all routers."""
+    block_type = Block
+
+    def forward(self, x, targets=None, dropout_seed=None, positions=None):
+        y = super().forward(x, targets, dropout_seed, positions)
+        if targets is None or self.head is None:
+            return y
+        for block in self.blocks.values():
+            losses = block.mlp.router.losses
+            y = y + (losses - losses.detach())      # adds 0, and the gradient of the losses
+        return y
+
+    def loads(self) -> torch.Tensor:
+        """(L, E): how many tokens of the last forward chose each expert of each block."""
+        return torch.stack([block.mlp.router.load.sum(0) for block in self.blocks.values()])
+
+
+# ---------------------------------------------------------------------------------------------
+# Options, families and sizes
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MoEConfig(LlamaConfig):
+    """The shape of a model. The defaults are a Mixtral of the size `nano`. `hidden` is of one
+    expert."""
+    n_expert: int = 8               # E
+    n_active: int = 2               # K
+    normalised: bool = True         # the weights of a token's experts add up to 1
+    shared: int = 0                 # hidden channels of the expert that computes every token
+    norm_all_heads: bool = False    # q and k are normed over all heads
+    balance_loss: float = 0.01      # the factors of the two losses
+    z_loss: float = 0.0
+    balance_bias: float = 0.0       # the speed of the bias
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 1 <= self.n_active <= self.n_expert:
+            raise ValueError(f"n_active {self.n_active} is not between 1 and n_expert "
+                             f"{self.n_expert}")
+        if not self.gated or self.bias != "none":
+            raise ValueError("an expert is a gated MLP without biases: its config has gated "
+                             f"{self.gated} and bias {self.bias!r}")
+
+    def build(self) -> MoE:
+        return MoE(self)
+
+
+# balance_loss is that of their config.json. There the loss is of a microbatch, here of a sequence.
+FAMILIES = {
+    "mixtral": dict(rope_theta=1e6, balance_loss=0.02),
+    "olmoe": dict(normalised=False, norm_all_heads=True, z_loss=0.001),
+    "qwen3-moe": llama.FAMILIES["qwen3"] | dict(balance_loss=0.001),
+}
+# As in llama.py, with n_expert and n_active after `hidden`.
+_TABLE = {
+    "moe-nano": ("mixtral", 2, 4, 2, 192, 256, 8, 2, 128, 4e-3, dict(rope_theta=1e4)),
+    "mixtral-8x7b": ("mixtral", 32, 32, 8, 4096, 14336, 8, 2, 32768, 3e-4, {}),
+    "mixtral-8x22b": ("mixtral", 56, 48, 8, 6144, 16384, 8, 2, 65536, 3e-4, {}),
+    "olmoe-1b-7b": ("olmoe", 16, 16, 16, 2048, 1024, 64, 8, 4096, 4e-4, {}),
+    "qwen3-30b-a3b": ("qwen3-moe", 48, 32, 4, 2048, 768, 128, 8, 32768, 3e-4, dict(head_dim=128)),
+    "qwen3-235b-a22b": ("qwen3-moe", 94, 64, 4, 4096, 1536, 128, 8, 32768, 3e-4,
+                        dict(head_dim=128)),
+}
+_FIELDS = ("n_layer", "n_head", "n_kv_head", "n_embd", "hidden", "n_expert", "n_active", "seq_len")
+SIZES = {name: FAMILIES[family] | dict(zip(_FIELDS, shape)) | others
+         for name, (family, *shape, _, others) in _TABLE.items()}
+PEAK_LR = {name: row[-2] for name, row in _TABLE.items()}

@@ -1,0 +1,321 @@
+"""Mixtures of experts: the same numbers as transformers, and one process's in every layout.
+
+    python -m pytest tests/test_moe.py
+"""
+import dataclasses
+import json
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import checkpoint
+import sample
+from base.flops import active_parameters, flops_per_token, parameter_count
+from models import SIZES, make_config
+from models.moe import FAMILIES, MoEConfig
+from tests.harness import random_gpt, tokens_of
+from tools import huggingface, huggingface_formats, huggingface_keys
+from tools.huggingface_names import find_names
+
+# ---------------------------------------------------------------------------------------------
+# transformers
+# ---------------------------------------------------------------------------------------------
+
+# (model_type, what differs from SMALL in config.json)
+SMALL = dict(vocab_size=160, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
+             num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=64,
+             num_experts_per_tok=2)
+OF_OLMOE = dict(pad_token_id=None, eos_token_id=None)
+THEIRS = {
+    "mixtral": ("mixtral", dict(num_local_experts=5)),
+    "olmoe": ("olmoe", OF_OLMOE | dict(num_experts=7, num_experts_per_tok=3)),
+    "olmoe, grouped": ("olmoe", OF_OLMOE | dict(num_experts=4, num_key_value_heads=3,
+                                                norm_topk_prob=True)),
+    "qwen3_moe": ("qwen3_moe", dict(num_experts=6, moe_intermediate_size=32, head_dim=16,
+                                    norm_topk_prob=True, tie_word_embeddings=True))}
+
+
+@pytest.fixture(scope="module")
+def theirs_and_ours(tmp_path_factory):
+    """theirs_and_ours(name) -> a folder of a transformers model with random weights, that model,
+    and the file that `import` makes of it."""
+    transformers = pytest.importorskip("transformers")
+    made = {}
+
+    def make(name):
+        if name not in made:
+            model_type, changes = THEIRS[name]
+            config = transformers.AutoConfig.for_model(model_type, **SMALL | changes)
+            torch.manual_seed(0)
+            theirs = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", experts_implementation="eager").eval()
+            for parameter in theirs.parameters():
+                torch.nn.init.normal_(parameter, 0 if parameter.dim() > 1 else 1, 0.15)
+            folder = tmp_path_factory.mktemp("theirs") / model_type
+            theirs.save_pretrained(folder)
+            file = folder.parent / "model.pt"
+            huggingface.import_model(str(folder), file)
+            made[name] = folder, theirs, file
+        return made[name]
+    return make
+
+
+@contextmanager
+def in_their_widest(dtype):
+    """Let transformers compute norms, rotary positions and routers in fp64 for a model in it."""
+    if dtype == torch.float32:
+        yield
+        return
+    with mock.patch.object(torch, "float32", dtype), mock.patch.object(torch, "float", dtype), \
+            mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield
+
+
+def difference(x, y):
+    return ((x.double() - y.double()).abs().max() / y.double().abs().max()).item()
+
+
+def their_gradients(theirs, family, cfg):
+    """{the name of a tensor in a file: its gradient}. In memory the experts are stacked."""
+    parameters = dict(theirs.named_parameters())
+    gradients = {}
+    for name, original in find_names(parameters, family, cfg.tied).items():
+        grad = parameters[original].grad.double()
+        if "experts" not in name:
+            gradients[name.replace("mlp.gate.", f"{family.block['mlp.router'][0]}.")] = grad
+            continue
+        part = "up" if "gate_up" in name else "down"
+        layer = name.split(".")[1]
+        files = huggingface_formats.their_names(f"blocks.{layer}.mlp.experts.{part}.weight", family)
+        gradients |= dict(zip(files, grad.flatten(0, 1).chunk(len(files))))
+    return gradients
+
+
+@pytest.mark.claim("Logits and gradients of mixtures are those of three transformers classes.")
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("name", THEIRS)
+def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name, dtype, bound):
+    """With the same weights, logits and the gradient of each parameter relative to its largest.
+    The losses of the routers are left out, because transformers' is of a microbatch."""
+    _, theirs, file = theirs_and_ours(name)
+    theirs = theirs.to(dtype)
+    trained, _ = checkpoint.load_model(file)
+    ours = replace(trained.cfg, balance_loss=0.0, z_loss=0.0).build()
+    ours.load_state_dict(trained.state_dict())
+    ours = ours.to(dtype)
+    tokens = tokens_of(replace(ours.cfg, seq_len=40), 2)
+    with in_their_widest(dtype):
+        expected = theirs(tokens).logits
+    assert difference(ours(tokens), expected) < bound
+
+    targets = tokens.roll(-1, 1)
+    ours(tokens, targets).backward()
+    F.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    family = huggingface_formats.family_of(THEIRS[name][0], ours.cfg)
+    gradients = their_gradients(theirs, family, ours.cfg)
+    theirs.zero_grad()
+    for name, parameter in ours.named_parameters():
+        names = huggingface_formats.their_names(name, family)
+        full = huggingface_formats.to_ours(name, [gradients[one] for one in names], family,
+                                           ours.cfg)
+        assert difference(parameter.grad[:len(full)], full) < 10 * bound, name
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_round_trip_changes_no_bit(theirs_and_ours, tmp_path, name):
+    """transformers opens the export. Its weights are the imported ones, and so is its config."""
+    transformers = pytest.importorskip("transformers")
+    folder, _, file = theirs_and_ours(name)
+    huggingface.export_model(file, tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    before = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ours, expected = again.state_dict(), before.state_dict()
+    assert ours.keys() == expected.keys()
+    assert all(ours[key].equal(expected[key]) for key in expected)
+    tokens = torch.arange(40)[None] % 160
+    assert again(tokens).logits.equal(before(tokens).logits)
+    huggingface.import_model(str(tmp_path / "out"), tmp_path / "again.pt")
+    assert checkpoint.load(tmp_path / "again.pt")["model"] == checkpoint.load(file)["model"]
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_greedy_text_is_that_of_full_recomputation_by_transformers(theirs_and_ours, name):
+    """Thirty tokens with our cache, beside transformers' model without one."""
+    _, theirs, file = theirs_and_ours(name)
+    ours, _ = checkpoint.load_model(file)
+    tokens = [3, 1, 4, 1, 5]
+    found = [drawn[0] for drawn in sample.generate(ours.double(), tokens, 30, set(), temperature=0)]
+    theirs = theirs.double()
+    for _ in found:
+        tokens.append(theirs(torch.tensor([tokens])).logits[0, -1].argmax().item())
+    assert found == tokens[5:]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen3_moe"])
+def test_every_key_of_transformers_is_read_refused_or_known_to_change_nothing(theirs_and_ours,
+                                                                              name):
+    folder, theirs, _ = theirs_and_ours(name)
+    fields = {field.name for field in dataclasses.fields(theirs.config)}
+    written = json.loads((folder / "config.json").read_text()).keys()
+    assert (fields | written) - huggingface_keys.known_keys(theirs.config.model_type) == set()
+
+
+@pytest.mark.parametrize("name, changes, words", [
+    ("mixtral", dict(sliding_window=32), "its sliding_window is 32"),
+    ("mixtral", dict(num_experts_per_tok=6), "n_active 6 is not between 1 and n_expert 5"),
+    ("mixtral", dict(num_local_experts="5"), "its num_local_experts is '5', not a whole number"),
+    ("olmoe", dict(clip_qkv=8.0), "its clip_qkv is 8.0"),
+    ("olmoe", dict(norm_topk_prob=1), "its norm_topk_prob is 1, not true or false"),
+    ("qwen3_moe", dict(mlp_only_layers=[0]), "its mlp_only_layers is [0]"),
+    ("qwen3_moe", dict(decoder_sparse_step=2), "its decoder_sparse_step is 2")])
+def test_what_a_mixture_cannot_be_is_refused_by_its_key(theirs_and_ours, name, changes, words):
+    folder, *_ = theirs_and_ours(name)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    with pytest.raises(ValueError) as refused:
+        huggingface_formats.model_config(config)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("changes", [dict(balance_bias=0.01), dict(shared=16)])
+def test_what_no_architecture_has_is_not_exported(changes):
+    cfg = MoEConfig(**FAMILIES["mixtral"] | changes)
+    with pytest.raises(ValueError, match="no architecture of transformers"):
+        huggingface_formats.config_json(cfg, "bytes")
+
+
+# ---------------------------------------------------------------------------------------------
+# The model
+# ---------------------------------------------------------------------------------------------
+
+SHAPE = dict(vocab_size=257, seq_len=16, n_layer=5, n_head=8, n_embd=32, hidden=16, n_kv_head=4,
+             balance_loss=0.1)
+CFGS = {
+    "mixtral": MoEConfig(**FAMILIES["mixtral"] | SHAPE),
+    "shared, bias": MoEConfig(**FAMILIES["mixtral"] | SHAPE | dict(balance_bias=0.01, shared=24,
+                                                                  n_active=3, z_loss=0.01)),
+    "olmoe": MoEConfig(**FAMILIES["olmoe"] | SHAPE | dict(n_expert=16, n_active=4)),
+    "qwen3-moe": MoEConfig(**FAMILIES["qwen3-moe"] | SHAPE | dict(n_expert=16, n_active=4)),
+    "few tokens": MoEConfig(**FAMILIES["mixtral"] | SHAPE | dict(n_expert=64, n_active=1))}
+
+
+@pytest.mark.parametrize("name, vocab, count, active", [
+    ("mixtral-8x7b", 32000, 46_702_792_704, 12.9e9),
+    ("mixtral-8x22b", 32768, 140_630_071_296, 39.2e9),
+    ("olmoe-1b-7b", 50304, 6_919_161_856, 1.28e9),
+    ("qwen3-30b-a3b", 151936, 30_532_122_624, 3.35e9),
+    ("qwen3-235b-a22b", 151936, 235_093_634_560, 22.2e9)])
+def test_parameters_are_as_many_as_published(name, vocab, count, active):
+    cfg = make_config(vocab_size=vocab, **SIZES[name])
+    assert parameter_count(cfg) == count
+    assert active_parameters(cfg) == pytest.approx(active, rel=0.005)
+
+
+def test_flops_count_the_experts_of_a_token_alone():
+    """K experts cost what an MLP of K times the channels costs. The router comes on top."""
+    cfg = MoEConfig(n_expert=8, n_active=2, hidden=64, shared=32)
+    dense = MoEConfig(n_expert=1, n_active=1, hidden=2 * 64 + 32)
+    routers = 6 * cfg.n_layer * (8 - 1) * cfg.n_embd
+    assert flops_per_token(cfg) - routers == flops_per_token(dense)
+    assert flops_per_token(cfg, True) - routers == flops_per_token(dense, True)
+
+
+@pytest.mark.parametrize("name", CFGS)
+def test_a_mixture_is_the_sum_over_tokens_of_their_experts(name):
+    """A block's mixture beside a loop over tokens and over their experts."""
+    model = random_gpt(CFGS[name])
+    mixture = model.blocks["0"].mlp
+    x = torch.randn(2, 7, 32, dtype=torch.float64)
+    y = mixture(x)
+    scores = F.linear(x, mixture.router.weight).softmax(-1)
+    expected = torch.zeros_like(x)
+    for place in ((b, t) for b in range(2) for t in range(7)):
+        ranked = scores[place]
+        if mixture.router.bias is not None:
+            ranked = ranked + mixture.router.bias
+        chosen = ranked.argsort(descending=True)[:model.cfg.n_active]
+        weights = scores[place][chosen]
+        if model.cfg.normalised:
+            weights = weights / weights.sum()
+        for expert, weight in zip(chosen, weights):
+            gate, value = F.linear(x[place], mixture.experts.up.weight[expert]).chunk(2)
+            hidden = F.silu(gate) * value
+            expected[place] += weight * F.linear(hidden, mixture.experts.down.weight[expert])
+    if mixture.shared is not None:
+        expected += mixture.shared(x)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_balancing_loss_is_one_where_experts_are_used_alike():
+    """Per token, with a factor of 1; E / K where all tokens choose the same K with score 1 / K."""
+    cfg = MoEConfig(n_expert=4, n_active=2, balance_loss=1.0)
+    router = cfg.build().blocks["0"].mlp.router
+    scores = torch.full((1, 6, 4), 0.25)
+    even = torch.full((1, 4), 3)
+    assert router.balance_loss(scores, even, 6).item() == pytest.approx(6)
+    scores = torch.tensor([0.5, 0.5, 0, 0]).expand(1, 6, 4)
+    assert router.balance_loss(scores, torch.tensor([[6, 6, 0, 0]]), 6).item() == pytest.approx(12)
+
+
+def test_the_value_is_the_cross_entropy_and_the_gradient_has_the_losses_of_all_routers():
+    """Beside autograd of the cross-entropy plus the losses, by their formulas."""
+    cfg = CFGS["shared, bias"]
+    tokens = tokens_of(cfg, 2)
+    targets = tokens.roll(-1, 1)
+    model = random_gpt(cfg)
+    value = model(tokens, targets)
+    value.backward()
+    ours = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    found = []
+    for block in model.blocks.values():
+        block.mlp.router.register_forward_pre_hook(lambda router, x: found.append((router, *x)))
+    model.zero_grad()
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(value, expected)
+    for router, x in found:
+        logits = F.linear(x, router.weight)
+        scores = logits.softmax(-1)
+        chosen = (scores + router.bias).topk(cfg.n_active).indices
+        count = F.one_hot(chosen, cfg.n_expert).sum((1, 2))
+        T = tokens.shape[1]
+        per_sequence = (count / T * scores.sum(1) / T).sum(-1) * cfg.n_expert / cfg.n_active
+        expected = expected + cfg.balance_loss * T * per_sequence.sum()
+        expected = expected + cfg.z_loss * logits.logsumexp(-1).square().sum()
+    expected.backward()
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-10,
+                                   atol=1e-12)
+
+
+def test_a_bias_balances_without_a_loss():
+    """Tokens that all choose two experts are spread over eight, and the weights do not change."""
+    cfg = MoEConfig(balance_bias=0.002, balance_loss=0.0)
+    router = cfg.build().initialize(0).blocks["0"].mlp.router
+    x = 1 + 0.3 * torch.randn(4, 64, cfg.n_embd)
+    router(x)
+    first = router.load.sum(0)
+    for _ in range(300):
+        router.move_bias(router.load.sum(0))
+        weights, chosen = router(x)
+    assert first.max() > 2 * first.float().mean()
+    assert router.load.sum(0).max() < 1.5 * first.float().mean()
+    scores = F.linear(x, router.weight).softmax(-1).gather(-1, chosen)
+    assert weights.equal(scores / scores.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("fields, words", [
+    (dict(n_active=0), "n_active 0 is not between 1 and n_expert 8"),
+    (dict(gated=False), "an expert is a gated MLP without biases"),
+    (dict(bias="all"), "an expert is a gated MLP without biases")])
+def test_a_shape_that_cannot_be_is_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        MoEConfig(**fields)
+
+
+def test_a_config_is_stored_and_made_again():
+    cfg = CFGS["shared, bias"]
+    assert make_config(**asdict(cfg)) == cfg and isinstance(make_config(**asdict(cfg)), MoEConfig)
