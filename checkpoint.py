@@ -108,7 +108,8 @@ def plain_load(model: GPT, optimizer: torch.optim.AdamW, path: Path) -> dict:
 # ---------------------------------------------------------------------------------------------
 #
 #     full tensor                    in the file, under its global name
-#     part 0        | part 1         tensor parallelism: one part for each tp rank (ParamSpec.cut)
+#     part 0        | part 1         tensor parallelism: one part for each tp rank; of experts, also
+#                                    for each ep rank (ParamSpec.cut)
 #     piece | piece | piece | piece  ZeRO: a part is flattened, then cut where the shards of its
 #                                    bucket end
 
@@ -147,25 +148,26 @@ def file_order(model_config: GPTConfig, grid: Grid, num_shards: int) -> list[Sca
         for bucket in make_buckets(specs, grid.replicas):
             order |= {spec.name: Scattered(spec, []) for spec in bucket.specs
                       if not spec.is_tied_copy}
-        for shard in range(num_shards):
+        for replica in range(max(num_shards, grid.ep)):         # those that own something
+            shard = replica if num_shards > 1 else 0
             buckets = make_buckets(specs, grid.replicas, num_shards, shard)
-            for rank in ranks[shard].tolist():
+            for rank in ranks[replica].tolist():
                 place = at_rank(grid, rank)
                 for _, spec, _, param_slice in owned_slices(buckets, place, num_shards):
-                    piece = Piece(rank, place.tp_rank, param_slice)
+                    piece = Piece(rank, spec.part_of(place), param_slice)
                     order[spec.name].pieces.append(piece)
     return list(order.values())
 
 
 def at_rank(grid: Grid, rank: int) -> Grid:
     """The place of another rank in the same layout."""
-    return Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks, cp=grid.cp)
+    return Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks, cp=grid.cp, ep=grid.ep)
 
 
 def join_pieces(parameter: Scattered, dtype: torch.dtype, inbox) -> torch.Tensor:
     """The full tensor. Its pieces come from `inbox`, which is a checkpoint_writer.Inbox."""
     spec = parameter.spec
-    parts = torch.empty(1 if spec.partition_dim is None else spec.tp, spec.numel, dtype=dtype)
+    parts = torch.empty(spec.num_parts, spec.numel, dtype=dtype)
     for piece in parameter.pieces:
         inbox.receive(piece.rank, parts[piece.part, piece.numbers])
     inbox.wait()
@@ -181,7 +183,7 @@ def restore(state: dict, flat: FlatParameters) -> None:
         full = state.pop(key)
         for bucket in flat.buckets:
             for spec, shard_slice, param_slice in bucket.shard_ranges:
-                part = spec.cut(full[spec.name], flat.grid.tp_rank)
+                part = spec.cut(full[spec.name], flat.grid.tp_rank, flat.grid.ep_rank)
                 bucket.shard[flat_name][shard_slice].copy_(part.flatten()[param_slice])
     flat.sync_params()
     flat.wait_params()

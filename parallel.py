@@ -54,7 +54,8 @@ from model import GPT, GPTConfig, ceil_div
 # ---------------------------------------------------------------------------------------------
 
 
-GROUPS = ("tp", "cp", "replicas", "pp", "world", "embedding")       # see Grid.members
+GROUPS = ("tp", "cp", "replicas", "ep", "same_experts", "pp", "world", "embedding")
+# Grid.members says which ranks they have.
 
 
 class Grid:
@@ -63,11 +64,12 @@ class Grid:
 
     A replica is a full copy of the model, on pp x tp ranks. There are dp x cp replicas: dp cuts the
     rows of the batch, and cp cuts their positions. With cp 2 each replica of the drawing becomes
-    two. The gradients of the replicas are summed, and ZeRO shards over the replicas."""
+    two. The gradients of the replicas are summed, and ZeRO shards over the replicas. With `ep`,
+    every ep consecutive replicas divide the experts of a mixture among them (section 6)."""
 
-    def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, *, cp: int = 1,
+    def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, *, cp: int = 1, ep: int = 1,
                  sequence_parallel: bool = False):
-        self.dp, self.pp, self.cp, self.tp = dp, pp, cp, tp
+        self.dp, self.pp, self.cp, self.tp, self.ep = dp, pp, cp, tp, ep
         self.rank = rank
         self.world = dp * pp * cp * tp
         self.ranks = torch.arange(self.world).view(dp, pp, cp, tp)
@@ -75,6 +77,7 @@ class Grid:
         self.dp_rank, self.stage, self.cp_rank, self.tp_rank = place
         self.replicas = dp * cp
         self.replica = self.dp_rank * cp + self.cp_rank
+        self.ep_rank = self.replica % ep
         self.is_first = self.stage == 0
         self.is_last = self.stage == pp - 1
         self.sequence_parallel = sequence_parallel
@@ -83,10 +86,16 @@ class Grid:
     def members(self, kind: str) -> list[int]:
         """The ranks in this rank's group of this kind."""
         d, p, c, t = self.dp_rank, self.stage, self.cp_rank, self.tp_rank
+        replicas = self.ranks[:, p, :, t].reshape(-1, self.ep)          # a row shares the experts
+        same_experts = replicas[:, self.ep_rank]
+        if self.ep == 1:        # experts are like all other weights: no second group of replicas
+            same_experts = self.ranks[d, p, c, t]
         members = dict(
             tp=self.ranks[d, p, c, :],                  # share each matrix
             cp=self.ranks[d, p, :, t],                  # share each sequence
-            replicas=self.ranks[:, p, :, t],            # hold the same weights: one of each replica
+            replicas=replicas,                          # hold the same weights: one of each replica
+            ep=replicas[self.replica // self.ep],       # hold all experts together
+            same_experts=same_experts,                  # hold the same experts
             pp=self.ranks[d, :, c, t],                  # share the layers
             world=self.ranks,
             embedding=self.ranks[d, [0, -1], c, t])     # hold the tied matrix: first and last stage

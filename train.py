@@ -364,11 +364,13 @@ class Run:
         loss_factor = self.scaler.scale / targets_in_batch
         # It also notes the loss scale, and with --exact the two counts.
         flat.zero_grad(self.scaler.scale, tokens_in_batch, targets_in_batch)
-        if grid.is_last:
-            # To save memory, the parallel head computes its gradients in forward, so it needs the
-            # factor now. The product with loss_factor below tells backward the same factor, which
-            # is not applied again. This call also sets head.norms, read in step_stats, to 0.
-            model.head.set_loss_factor(loss_factor)
+        # To save memory, the parallel head computes its gradients in forward, so it needs the
+        # factor now. The product with loss_factor below tells backward the same factor, which is
+        # not applied again. This call also sets head.norms, read in step_stats, to 0. The routers
+        # of a mixture of experts have losses of their own, which need the factor, too.
+        for module in model.modules():
+            if hasattr(module, "set_loss_factor"):
+                module.set_loss_factor(loss_factor)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
             for m, (inputs, targets, dropout_seed, positions) in enumerate(microbatches):
@@ -454,8 +456,8 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     state = startup.load_start(begin)               # a checkpoint, None for a new run
     train_data, val_data = startup.open_data(config, model_config, state, job)
     dp = job.world // (config.pp * config.cp * config.tp)
-    grid = Grid(dp, config.pp, config.tp, job.rank, cp=config.cp, chunks=config.pp_chunks,
-                sequence_parallel=config.sequence_parallel)
+    grid = Grid(dp, config.pp, config.tp, job.rank, cp=config.cp, ep=config.ep,
+                chunks=config.pp_chunks, sequence_parallel=config.sequence_parallel)
     stack.enter_context(advice_on_memory(config, grid))
     make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process

@@ -63,6 +63,7 @@ class Config:
     tp: int = flag(1, "tensor-parallel ranks", low=1)
     pp: int = flag(1, "pipeline stages", low=1)
     cp: int = flag(1, "context-parallel ranks: each has a part of every sequence", low=1)
+    ep: int = flag(1, "replicas that divide a mixture's experts among them", low=1)
     pp_schedule: str = flag("gpipe", "order of the microbatches in the pipeline",
                             choices=list(SCHEDULES))
     pp_chunks: int = flag(1, "interleaved: parts of the model on each stage", low=1)
@@ -116,8 +117,8 @@ SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation", *OF_LLAMA, *OF_
 # These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
 # is stored as the resulting --steps.)
 LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "log_every", "plain", "tp", "pp",
-         "cp", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch", "zero",
-         "recompute", "sequence_parallel", "offload", "dtype", "exact", "epochs"}
+         "cp", "ep", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch",
+         "zero", "recompute", "sequence_parallel", "offload", "dtype", "exact", "epochs"}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 # Losses under different values of these flags are not compared (`losses_stay_comparable`).
 FLAGS_THAT_CHANGE_THE_LOSS = (

@@ -28,6 +28,7 @@ from parallelism.collectives import all_gather_object, all_reduce, on_hosts
 from parallelism.context import CP_PLAN, ContextParallelAttention, recompute_attention
 from parallelism.cpu_kernels import use_kernels
 from parallelism.exact import EXACT_PLAN, ExactParameters, make_exact, new_sums
+from parallelism.experts import EXPERT_PLAN, ParallelExperts, ParallelRouter
 from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
 from parallelism.tensor import TP_PLAN, ParamSpec, TensorParallel, param_specs, softmax_over_ranks
 from parallelism.zero import FlatParameters, gather_before_use
@@ -45,19 +46,23 @@ class Grid(parallel.Grid):
     exact       exact_sums.ExactSums, with --exact
     """
 
-    def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, *, cp: int = 1, chunks: int = 1,
-                 sequence_parallel: bool = False):
-        super().__init__(dp, pp, tp, rank, cp=cp, sequence_parallel=sequence_parallel)
+    def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, *, cp: int = 1, ep: int = 1,
+                 chunks: int = 1, sequence_parallel: bool = False):
+        super().__init__(dp, pp, tp, rank, cp=cp, ep=ep, sequence_parallel=sequence_parallel)
         self.chunks = chunks
         self.hosts = ["this machine"] * self.world
         self.exact = None
 
     def all_groups(self, kind: str) -> list[list[int]]:
-        """The ranks of each group of a kind (tp, replicas, embedding), also of those without this
-        rank."""
+        """The ranks of each group of a kind (tp, replicas, same_experts, embedding), also of those
+        without this rank."""
         pipelines = self.ranks.permute(0, 2, 3, 1).reshape(-1, self.pp)
         replicas = self.ranks.permute(1, 3, 0, 2).reshape(-1, self.replicas)
+        # (stage and tp rank, number of the ep group, ep rank)
+        experts = replicas.reshape(len(replicas), -1, self.ep)
+        same_experts = experts.transpose(1, 2).reshape(-1, self.replicas // self.ep)
         groups = dict(tp=self.ranks.reshape(-1, self.tp), replicas=replicas,
+                      same_experts=same_experts,
                       embedding=pipelines[:, [0, -1]])
         return groups[kind].tolist()
 
@@ -117,7 +122,7 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
         model = model_config.build()
     use_kernels(model)
     keep_stage(model, grid, set().union(*chunk_layers(model_config.n_layer, grid)))
-    plan = dict(TP_PLAN)
+    plan = TP_PLAN | EXPERT_PLAN
     if grid.exact is not None:
         plan |= EXACT_PLAN
     if grid.cp > 1:
@@ -161,19 +166,21 @@ def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
 
 
 @lru_cache
-def stage_specs(model_config: GPTConfig, tp: int, is_first: bool,
+def stage_specs(model_config: GPTConfig, tp: int, ep: int, is_first: bool,
                 is_last: bool) -> list[ParamSpec]:
     """The parameters of such a stage if it has one block."""
     pp = 1 + (not is_first) + (not is_last)         # a stage before it, and one behind it
-    grid = Grid(1, pp, tp, rank=0 if is_first else tp)
+    grid = Grid(ep, pp, tp, ep=ep)
+    if not is_first:
+        grid = Grid(ep, pp, tp, int(grid.ranks[0, 1, 0, 0]), ep=ep)
     model_config = replace(model_config, n_layer=pp)
     return param_specs(build_stage(model_config, grid), model_config, grid)
 
 
 def rank_buckets(model_config: GPTConfig, grid: Grid, zero: int) -> list[tuple[Bucket, int]]:
     """The buckets of this rank, as [(bucket, how many like it)]. All blocks are alike,
-    so those of one block stand for all. They are the last two, its attention and its MLP."""
-    specs = stage_specs(model_config, grid.tp, grid.is_first, grid.is_last)
+    so those of one block stand for all. They come last."""
+    specs = stage_specs(model_config, grid.tp, grid.ep, grid.is_first, grid.is_last)
     num_shards, shard_rank = (grid.replicas, grid.replica) if zero > 0 else (1, 0)
     buckets = make_buckets(specs, grid.replicas, num_shards, shard_rank)
     blocks = sum(map(len, chunk_layers(model_config.n_layer, grid)))
@@ -191,8 +198,8 @@ def rank_parameters(buckets: list[tuple[Bucket, int]]) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------------
 # --compile: what torch.compile may turn into fewer kernels
 #
-# Communication and dropout stay eager: they break a block's graph, or the compiler would take a
-# mask's seed for a constant. The rest of a block is one graph without them, compiled once for all
+# Communication, experts and dropout stay eager: they break a block's graph, or the compiler would
+# take a mask's seed, or the number of an expert's tokens, for a constant. The rest of a block is one graph without them, compiled once for all
 # blocks.
 # ---------------------------------------------------------------------------------------------
 
@@ -200,7 +207,8 @@ def rank_parameters(buckets: list[tuple[Bucket, int]]) -> tuple[int, int]:
 def runs_eagerly(module: nn.Module) -> bool:
     if isinstance(module, TensorParallel):      # it communicates if it cuts a parameter
         return module.grid.tp > 1 and len(module.partition_dim) > 0
-    if isinstance(module, ContextParallelAttention):
+    # The sizes of products of experts depend on the data.
+    if isinstance(module, ContextParallelAttention | ParallelRouter | ParallelExperts):
         return True
     return isinstance(module, Dropout) and module.p > 0
 

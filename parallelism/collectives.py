@@ -3,6 +3,7 @@
     all_reduce(x, group)        every rank has the sum
     reduce_scatter(x, group)    every rank has its slice of the sum
     all_gather(x, group)        every rank has all slices
+    all_to_all(x, .., group)    every rank has what each other has for it
 
 Each starts at once and returns a `Work`; `wait` returns the result. A group of one rank is None: a
 collective over it does nothing. (What PyTorch 2.13 calls reduce_scatter_single and
@@ -146,6 +147,18 @@ def all_gather(x: torch.Tensor, group) -> Work:
         else:
             handles = _exchange([slices[rank]] * len(slices), slices, group)
     return Work(x, handles, "all-gather", group)
+
+
+def all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group) -> Work:
+    """The first sent[0] rows of x go to rank 0 of the group, the next sent[1] to rank 1, and so on.
+    The result is new memory, with received[r] rows from each rank r. A number may be 0."""
+    if group is None:
+        return Work(x)
+    result = x.new_empty(sum(received), *x.shape[1:])
+    with comm_errors("all-to-all", group):
+        handles = [dist.all_to_all_single(result, x.contiguous(), received, sent, group,
+                                          async_op=True)]
+    return Work(result, handles, "all-to-all", group)
 
 
 def all_gather_object(value, group=None) -> list:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import model
 from model import CoreAttention
+from models import moe
 
 # ---- Products -------------------------------------------------------------------------------
 
@@ -179,8 +180,14 @@ class Head(model.Head):
         return linear(self.norm(x), self.weight)[..., :self.vocab_size]
 
 
+class ExpertLinear(moe.ExpertLinear):
+    def product(self, rows, weight):
+        return linear(rows, weight)
+
+
 KERNELS = {nn.Linear: Linear, nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm,
-           nn.Embedding: Embedding, CoreAttention: FastCoreAttention, model.Head: Head}
+           nn.Embedding: Embedding, CoreAttention: FastCoreAttention, model.Head: Head,
+           moe.ExpertLinear: ExpertLinear}
 
 
 def use_kernels(plain: nn.Module) -> None:

@@ -138,8 +138,6 @@ def own_part(flat: FlatParameters, bucket: Bucket, spec: ParamSpec, kind: str) -
         if of_shard is spec:
             local[param_slice].copy_(bucket.shard[kind][shard_slice])
     local = local.view(spec.local_shape)
-    if spec.partition_dim is None:
-        return local
-    parts = [torch.zeros_like(local) for _ in range(flat.grid.tp)]
-    parts[flat.grid.tp_rank] = local
+    parts = [torch.zeros_like(local) for _ in range(spec.num_parts)]
+    parts[spec.part_of(flat.grid)] = local
     return spec.join(parts)

@@ -26,8 +26,6 @@ from model import GPT
 from parallel import stage_layers
 from parallelism.collectives import PeerError, Work, all_gather, comm_errors, on_hosts, sum_dtype
 from parallelism.schedules import split_in_turns
-from parallelism.sequence import gather_positions
-from parallelism.tensor import matmul
 
 
 def chunk_layers(n_layer: int, grid) -> list[range]:
@@ -117,9 +115,7 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
         factors = postponed.pop(0)
         while factors:                                  # each product frees its own
             module, dy, x = factors.pop(0)
-            if len(x) < len(dy):                        # TP2: x has this rank's positions alone
-                x = gather_positions(x, grid).wait()
-            module.weight.grad = matmul(dy.flatten(0, 1).t(), x.flatten(0, 1))
+            module.weight.grad = module.weight_grad(dy, x)
             flat.grad_ready(module.weight)
 
     run_turns(split_in_turns(schedule, grid.chunks), grid,

@@ -15,7 +15,7 @@ It computes the same as the plain forms in parallel.py, which already have TP2. 
 Shapes: B sequences, T positions, C channels, H heads, V vocabulary.
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Callable
 
@@ -42,10 +42,12 @@ class ParamSpec:
     owners: list                # (module, attribute): two if embedding and head are on one stage
     is_tied_copy: bool          # the last stage's copy of a weight tied across stages
     is_tied: bool = False       # embedding and head share it
+    ep: int = 1                 # so many replicas divide its dimension 0, the experts
+    sign_step: float = 0.0      # above 0: the size of its steps, against the sign of its gradient
 
     @property
     def local_shape(self) -> list[int]:
-        shape = [self.padded_rows, *self.shape[1:]]
+        shape = [self.padded_rows // self.ep, *self.shape[1:]]
         if self.partition_dim is not None:
             shape[self.partition_dim] //= self.tp
         return shape
@@ -64,8 +66,21 @@ class ParamSpec:
         """Weight decay is for matrices, not vectors (Loshchilov and Hutter 2019, algorithm 2)."""
         return len(self.shape) >= 2
 
-    def cut(self, full: torch.Tensor, tp_rank: int) -> torch.Tensor:
-        """Full parameter -> one tensor-parallel rank's part."""
+    @property
+    def num_parts(self) -> int:
+        return self.ep if self.partition_dim is None else self.ep * self.tp
+
+    def part_of(self, grid) -> int:
+        """The number of a rank's part. With ep the parts of one ep rank follow one another."""
+        if self.num_parts == 1:
+            return 0
+        return grid.ep_rank % self.ep * self.tp + grid.tp_rank
+
+    def cut(self, full: torch.Tensor, tp_rank: int, ep_rank: int = 0) -> torch.Tensor:
+        """Full parameter -> one tensor-parallel rank's part, of experts that of one ep rank, too.
+        """
+        if self.ep > 1:
+            full = full.chunk(self.ep)[ep_rank]
         if self.partition_dim is None:
             return full
         if self.padded_rows > self.shape[0]:            # the vocabulary: rows at the end are zero
@@ -79,7 +94,12 @@ class ParamSpec:
         return mine.flatten(dim, dim + 1)                               # (3C / tp, C)
 
     def join(self, parts: list) -> torch.Tensor:
-        """The parts of all tensor-parallel ranks -> full parameter."""
+        """All parts, in their order -> full parameter."""
+        if self.ep > 1:
+            of_one = replace(self, ep=1)
+            tp = len(parts) // self.ep
+            return torch.cat([of_one.join(parts[first:first + tp])
+                              for first in range(0, len(parts), tp)])
         if self.partition_dim is None:
             return parts[0]
         dim = self.partition_dim
@@ -153,6 +173,12 @@ class TensorParallel(nn.Module):
             self.postponed[-1].append((self, dy, x.detach()))
         y.register_hook(keep_factors)
         return y
+
+    def weight_grad(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The op W: the gradient of the weight by the factors that `multiply` kept."""
+        if len(x) < len(dy):                        # TP2: x has this rank's positions alone
+            x = gather_positions(x, self.grid).wait()
+        return matmul(dy.flatten(0, 1).t(), x.flatten(0, 1))
 
 
 class ColumnParallelLinear(TensorParallel):
@@ -426,6 +452,8 @@ TP_PLAN = {         # which module of model.py becomes what (build_stage)
     "attn.proj": AttentionOutput,
     "mlp.up": ColumnParallelLinear,
     "mlp.down": RowParallelLinear,
+    "mlp.shared.up": ColumnParallelLinear,          # of a mixture of experts
+    "mlp.shared.down": RowParallelLinear,
     "embed.token": VocabParallelEmbedding,
     "embed.position": PositionEmbedding,
     "head": VocabParallelHead,
@@ -451,5 +479,7 @@ def param_specs(model: GPT, model_config: GPTConfig, grid) -> list[ParamSpec]:
                 partition_dim=getattr(module, "partition_dim", {}).get(attribute),
                 stacked=getattr(module, "stacked", 1), tp=grid.tp, owners=[(module, attribute)],
                 is_tied_copy=local_name in tied and not grid.is_first,
-                is_tied=name in tied.values())
+                is_tied=name in tied.values(), ep=grid.ep if hasattr(module, "is_expert") else 1)
+            if local_name.endswith("mlp.router.bias"):
+                specs[name].sign_step = model_config.balance_bias
     return list(specs.values())

@@ -62,8 +62,8 @@ class FlatParameters:
         host = device if host is None else torch.device(host)
         self.grid, self.zero, self.training = grid, zero, training
         self.num_shards = grid.replicas if zero > 0 else 1
-        self.shard_rank = grid.replica if zero > 0 else 0
-        self.buckets = make_buckets(specs, grid.replicas, self.num_shards, self.shard_rank)
+        shard_rank = grid.replica if zero > 0 else 0
+        self.buckets = make_buckets(specs, grid.replicas, self.num_shards, shard_rank)
         self.buckets_to_sync = []       # those that this backward communicates, the next one last
         self.in_flight = []             # [(bucket, Work)] of gradients
         self.grads_are_summed = False
@@ -76,16 +76,18 @@ class FlatParameters:
         # --offload: two rows, in turn: a bucket's gradients arrive in one, its parameters leave
         self.staging = None
         if training and device != host:
-            longest = max(bucket.numel for bucket in self.buckets) // self.num_shards
+            longest = max(bucket.numel // bucket.num_shards for bucket in self.buckets)
             self.staging = torch.empty(2, longest, dtype=master_dtype, device=host,
                                        pin_memory=device.type == "cuda")
 
     def _allocate(self, bucket: Bucket, dtype, master_dtype, device, host) -> None:
         """Create the bucket's tensors, all zero, of the sizes in the table of ZeRO stages."""
-        length = bucket.numel // self.num_shards
+        length = bucket.numel // bucket.num_shards
         shard = bucket.shard
+        if bucket.is_wide:
+            dtype = master_dtype
         bucket.data = torch.zeros(bucket.numel, dtype=dtype, device=device)
-        shard["data"] = bucket.data.chunk(self.num_shards)[self.shard_rank]
+        shard["data"] = bucket.data.chunk(bucket.num_shards)[bucket.shard_rank]
         if self.zero == 3:
             shard["data"] = shard["data"].clone()
         shard["master"] = shard["data"]
@@ -94,7 +96,7 @@ class FlatParameters:
         grad_dtype = self.grad_dtype(master_dtype)
         if self.zero < 2:
             bucket.grad = torch.zeros(bucket.numel, dtype=grad_dtype, device=device)
-            shard["grad"] = bucket.grad.chunk(self.num_shards)[self.shard_rank]
+            shard["grad"] = bucket.grad.chunk(bucket.num_shards)[bucket.shard_rank]
         else:
             shard["grad"] = torch.zeros(length, dtype=grad_dtype, device=device)
         if dtype != master_dtype or device != host:
@@ -152,7 +154,7 @@ class FlatParameters:
         """Fill this rank's tensors `name` from full parameters: full(name, shape) -> tensor."""
         for bucket in self.buckets:
             for spec, shard_slice, param_slice in bucket.shard_ranges:
-                value = spec.cut(full(spec.name, spec.shape), self.grid.tp_rank)
+                value = spec.cut(full(spec.name, spec.shape), self.grid.tp_rank, self.grid.ep_rank)
                 bucket.shard[name][shard_slice].copy_(value.flatten()[param_slice])
 
     def initialize(self, model_config: GPTConfig, seed: int,
@@ -175,17 +177,18 @@ class FlatParameters:
     def sync_params(self) -> None:
         """masters -> parameters, rounded to the parameters' type. Starts to share them with all
         replicas: `gather_before_use` waits."""
-        data = [bucket.shard["data"] for bucket in self.buckets]
-        masters = [bucket.shard["master"] for bucket in self.buckets]
-        if masters[0] is not data[0]:
-            torch._foreach_copy_(data, masters)
+        rounded = [bucket.shard for bucket in self.buckets
+                   if bucket.shard["master"] is not bucket.shard["data"]]
+        if rounded:
+            torch._foreach_copy_([shard["data"] for shard in rounded],
+                                 [shard["master"] for shard in rounded])
         for bucket in self.buckets:
             self._start_gather(bucket)
 
     def _start_gather(self, bucket: Bucket) -> None:
         assert bucket.unsharding is None, "the last update's parameters are still on their way"
         if self.zero in (1, 2):                 # (ZeRO 3 gathers in `unshard`)
-            bucket.unsharding = all_gather(bucket.data, self.grid.groups["replicas"])
+            bucket.unsharding = all_gather(bucket.data, self.grid.groups[bucket.group])
 
     def wait_params(self) -> None:
         """Wait for the all-gathers that `sync_params` started, where no forward does."""
@@ -228,7 +231,7 @@ class FlatParameters:
 
     def _start_grad_sync(self, bucket: Bucket) -> None:
         """DP4, DP7 to DP9: start the communication of a complete bucket."""
-        group = self.grid.groups["replicas"]
+        group = self.grid.groups[bucket.group]
         if self.zero == 0:
             self.in_flight.append((bucket, all_reduce(bucket.grad, group)))
         # `grad` is None if nothing was added since the last sync (see main_grad).
@@ -274,11 +277,14 @@ class FlatParameters:
     def grad_norm_squares(self) -> dict[str, torch.Tensor]:
         """Sums of squares of this rank's gradients, numbers of `sum_dtype`, for a sum over all
         ranks: `squares` for the global norm, each parameter of the model once, and `all_squares`,
-        also every copy of a parameter, only to detect inf or NaN."""
+        also every copy of a parameter, only to detect inf or NaN. A router's bias has no gradient,
+        but counts of tokens in its place."""
         counted, others = [], []
         for bucket in self.buckets:
             for spec, shard_slice, _ in bucket.shard_ranges:
                 pieces = bucket.shard["grad"][shard_slice].split(2 ** 20)
+                if spec.sign_step > 0:
+                    continue
                 if is_owner(spec, self.grid, self.num_shards):
                     counted += pieces
                 else:
@@ -333,8 +339,8 @@ class FlatParameters:
         for bucket in (*buckets, *prefetch):
             if bucket.data.untyped_storage().size() == 0:
                 bucket.data.untyped_storage().resize_(bucket.data.nbytes)
-                bucket.data.chunk(self.num_shards)[self.shard_rank].copy_(bucket.shard["data"])
-                bucket.unsharding = all_gather(bucket.data, self.grid.groups["replicas"])
+                bucket.data.chunk(bucket.num_shards)[bucket.shard_rank].copy_(bucket.shard["data"])
+                bucket.unsharding = all_gather(bucket.data, self.grid.groups[bucket.group])
         for bucket in buckets:
             if bucket.unsharding is not None:
                 bucket.unsharding.wait()
@@ -352,14 +358,21 @@ class FlatParameters:
 
 def adamw_update(buckets: list[Bucket], grads: list[torch.Tensor], updates: int, lr: float,
                  beta1: float, beta2: float, weight_decay: float) -> None:
-    """torch's fused AdamW on the parameters in this rank's shards, whose gradients are `grads`."""
+    """torch's fused AdamW on the parameters in this rank's shards, whose gradients are `grads`. A
+    router's bias takes a step of a fixed size instead."""
+    for bucket, grad in zip(buckets, grads):
+        for spec, shard_slice, _ in bucket.shard_ranges:
+            if spec.sign_step > 0:
+                step = spec.sign_step * grad[shard_slice].sign()
+                bucket.shard["master"][shard_slice] -= step
     for decays, decay in ((True, weight_decay), (False, 0.0)):
         # (Slices end at a multiple of 32, in the padding: the same instructions for each number,
         # wherever a shard or a tensor-parallel part ends.)
         parts = [(bucket.shard | dict(grad=grad),
                   slice(shard_slice.start, ceil_div(shard_slice.stop, 32) * 32))
                  for bucket, grad in zip(buckets, grads)
-                 for spec, shard_slice, _ in bucket.shard_ranges if spec.decays == decays]
+                 for spec, shard_slice, _ in bucket.shard_ranges
+                 if spec.decays == decays and spec.sign_step == 0]
         tensors = [[shard[name][shard_slice] for shard, shard_slice in parts]
                    for name in ("master", "grad", "exp_avg", "exp_avg_sq")]
         # adamw adds 1 to each count. (The empty list is amsgrad's.)
@@ -382,8 +395,8 @@ def gather_before_use(model: GPT, flat: FlatParameters) -> None:
         return [bucket for bucket in flat.buckets if bucket.name in names]
 
     tied, embed, ends, head = named("tied"), named("embed"), named("ends"), named("head")
-    halves = [bucket for bucket in flat.buckets if bucket.name[0].isdigit()]
-    blocks = list(zip(halves[::2], halves[1::2]))                   # [(attention, MLP)]
+    blocks = [[bucket for bucket in flat.buckets if bucket.name.split(".")[0] == number]
+              for number in model.blocks]                           # [[attention, MLP ...]]
 
     def run_embed(forward, *args):
         flat.unshard(tied + embed + ends, prefetch=blocks[0])

@@ -30,6 +30,7 @@ def check_grid(world: int, config) -> None:
                                     config.pp_chunks)
     problems = []
     fewest = tp * pp * cp
+    replicas = world // fewest * cp
     if world % fewest:
         factors, flags = f"tp {tp} x pp {pp}", f"--tp {tp} --pp {pp}"
         if cp > 1:
@@ -57,6 +58,9 @@ def check_grid(world: int, config) -> None:
     if schedule == "zb-h1" and (pp == 1 or config.zero == 2 or config.recompute or config.compile):
         problems.append("--pp-schedule zb-h1 requires --pp 2 or more, and cannot be combined "
                         "with --zero 2, --recompute or --compile: drop these, or use 1f1b")
+    if world % fewest == 0 and replicas % config.ep:
+        problems.append(f"ep {config.ep} does not divide the {replicas} replicas (dp x cp) that "
+                        f"would divide the experts: give an --ep that does, or more processes")
     if config.exact and MOST_STRIPS % tp:
         problems.append(f"--exact computes in {MOST_STRIPS} strips at most, which tp {tp} does "
                         f"not divide: give --tp 1, 2, 4 or 8")
@@ -142,9 +146,7 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     elif model_config.hidden % tp:
         problems.append(f"the MLP's {model_config.hidden} hidden channels are not divisible by tp "
                         f"{tp}: give a --tp or a --hidden that fits")
-    if hasattr(model_config, "n_expert") and (world > dp or config.exact or config.compile):
-        problems.append("a mixture of experts trains with tp 1, pp 1 and cp 1, and without --exact "
-                        "and --compile: drop these")
+    problems += problems_of_experts(model_config, config)
     if cp > 1 and seq_len % (2 * cp):
         problems.append(f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, "
                         f"which do not divide seq_len {seq_len}: change one")
@@ -180,6 +182,25 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
             which = f"--batch-ramp {config.batch_ramp}: {which}"
         problems.append(f"{which} is not divisible by {factors}: {advice}")
     refuse(problems)
+
+
+def problems_of_experts(model_config: GPTConfig, config) -> list[str]:
+    """What a mixture of experts cannot have, and what it alone can."""
+    problems = []
+    if not hasattr(model_config, "n_expert"):
+        if config.ep > 1:
+            problems.append(f"--ep {config.ep} divides the experts of a mixture, and this model "
+                            f"has none: drop it, or give --model moe-nano or another after it")
+        return problems
+    if model_config.n_expert % config.ep:
+        problems.append(f"ep {config.ep} does not divide the {model_config.n_expert} experts: give "
+                        f"an --ep or an --n-expert that fits")
+    if model_config.shared % config.tp:
+        problems.append(f"the shared expert's {model_config.shared} hidden channels are not "
+                        f"divisible by tp {config.tp}: give a --tp that fits")
+    if config.exact:
+        problems.append("--exact has no mixtures of experts: drop it")
+    return problems
 
 
 def largest_microbatch(pp: int, device_type: str) -> int:

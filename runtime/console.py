@@ -35,6 +35,8 @@ def print_summary(run) -> None:
     if config.dtype == "fp32" and torch.get_float32_matmul_precision() == "high":
         device += " (multiplies fp32 in TF32)"
     cp = f" x cp {grid.cp}" if grid.cp > 1 else ""
+    if grid.ep > 1:
+        cp += f" (ep {grid.ep})"
     layout = (f"dp {grid.dp} x pp {grid.pp}{cp} x tp {grid.tp}, {device}, {config.dtype}, "
               f"zero {config.zero}")
     if grid.pp > 1:
@@ -49,9 +51,8 @@ def print_summary(run) -> None:
              f"{config.micro_batch} sequences")
     if config.batch_ramp is not None:
         batch += f", after a ramp {config.batch_ramp}"
-    sizes = [bucket.numel for bucket in run.flat.buckets]
     offload = config.offload and run.device.type != "cpu"
-    on_device, on_host = state_bytes(sum(sizes), max(sizes), grid.replicas,
+    on_device, on_host = state_bytes([(bucket, 1) for bucket in run.flat.buckets],
                                      PRECISIONS[config.dtype], config.zero, offload, config.exact)
     memory = [f"{kind} {size / 1e6:,.1f} MB" for kind, size in on_device.items()]
     memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]

@@ -6,6 +6,7 @@ A bit that flips in memory, or a processor that errs, changes one copy in silenc
 must be equal, by the group of ranks that hold them:
 
     replicas     ZeRO 0: parameters, masters, moments; ZeRO 1 and 2: the gathered parameters
+    same_experts the same of experts that --ep divides
     tp           the same of LayerNorms, biases after g and positions; with ZeRO, of their shards
                  (on GPUs only with --sequence-parallel, which sums their gradients, or --exact:
                  else each rank computes these, by kernels that may add in any order)
@@ -29,8 +30,9 @@ from parallelism.zero import FlatParameters
 from runtime import run_state
 from runtime.directory import latest_valid
 
-KINDS = ("replicas", "tp", "embedding")     # of groups, the one that names a parameter best first:
-                                        # replicas share all gradients, so one tensor alone differs
+# Kinds of groups, the one that names a parameter best first: replicas share all gradients, so one
+# tensor alone differs.
+KINDS = ("replicas", "same_experts", "tp", "embedding")
 PIECE = 2 ** 18                         # words that are hashed at once
 
 
@@ -63,16 +65,18 @@ def shared_hashes(flat: FlatParameters, in_flight: bool) -> dict[str, dict]:
 
     for bucket in flat.buckets:
         for spec, part, _ in bucket.shard_ranges:
-            shares = dict(replicas=flat.zero == 0, tp=tp_is_equal and spec.partition_dim is None,
-                          embedding=bucket.name == "tied")
-            kinds = [kind for kind in KINDS if shares[kind] and grid.groups[kind] is not None]
+            shares = {bucket.group: flat.zero == 0,
+                      "tp": tp_is_equal and spec.partition_dim is None,
+                      "embedding": bucket.name == "tied"}
+            kinds = [kind for kind in KINDS if shares.get(kind) and grid.groups[kind] is not None]
             for name in ("exp_avg", "exp_avg_sq", "master", "data"):    # cause before effect
                 if name != "master" or bucket.shard["master"] is not bucket.shard["data"]:
                     add(kinds, spec, name, bucket.shard[name], part.start, part.stop)
         if flat.zero in (1, 2) and not in_flight:
             for spec in bucket.specs:
                 first = bucket.offsets[spec.name]
-                add(["replicas"], spec, "data", bucket.data, first, first + spec.numel)
+                if grid.groups[bucket.group] is not None:
+                    add([bucket.group], spec, "data", bucket.data, first, first + spec.numel)
     return shared
 
 

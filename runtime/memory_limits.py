@@ -55,9 +55,10 @@ def check_memory(model_config: GPTConfig, grid: Grid, config, dtypes: tuple, dev
     limits = []                         # (bytes by kind, bytes available, what to add)
     on_machine = Counter()
     for rank in range(local_world):
-        place = Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks, cp=grid.cp)
-        numel, longest = rank_parameters(rank_buckets(model_config, place, config.zero))
-        on_device, on_host = state_bytes(numel, longest, grid.replicas, dtypes, config.zero,
+        place = Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks, cp=grid.cp, ep=grid.ep)
+        buckets = rank_buckets(model_config, place, config.zero)
+        _, longest = rank_parameters(buckets)
+        on_device, on_host = state_bytes(buckets, dtypes, config.zero,
                                          config.offload and device.type != "cpu", config.exact)
         if config.eval_only:
             on_device = dict(parameters=on_device["parameters"])

@@ -84,7 +84,7 @@ def resolve(given: dict, job: Job, device: torch.device,
     config, model_config = checks.validate(given, load_state(begin.path), job.world, device.type,
                                            begin.kind == "init-from", begin.path)
     grid = Grid(job.world // (config.tp * config.pp * config.cp), config.pp, config.tp,
-                chunks=config.pp_chunks, cp=config.cp)
+                chunks=config.pp_chunks, cp=config.cp, ep=config.ep)
     memory_limits.check_memory(model_config, grid, config, PRECISIONS[config.dtype], device,
                                job.local_world)
     if not config.eval_only:

@@ -304,10 +304,10 @@ def on_ranks(body):
 
 
 @contextmanager
-def gridded(rank, world, tp, pp, sequence_parallel=False, chunks=1, cp=1):
+def gridded(rank, world, tp, pp, sequence_parallel=False, chunks=1, cp=1, ep=1):
     """This rank's grid, whose process groups end with the block: the gradient hooks of its
     parameters keep it alive for ever, and each group is two threads."""
-    grid = Grid(world // (tp * pp * cp), pp, tp, rank, cp=cp, chunks=chunks,
+    grid = Grid(world // (tp * pp * cp), pp, tp, rank, cp=cp, ep=ep, chunks=chunks,
                 sequence_parallel=sequence_parallel)
     make_groups(grid)
     try:
@@ -443,7 +443,7 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None,
     """Train with train.Run on this rank."""
     dp, tp, pp = layout
     with gridded(rank, world, tp, pp, config.sequence_parallel, config.pp_chunks,
-                 config.cp) as grid:
+                 config.cp, config.ep) as grid:
         datasets = Memory(cfg), Memory(cfg, 13, seed=1)
         if config.data != Config.data:
             datasets = [data.TokenDataset(config.data, split, cfg.seq_len)

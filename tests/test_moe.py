@@ -15,9 +15,11 @@ import torch.nn.functional as F
 import checkpoint
 import sample
 from base.flops import active_parameters, flops_per_token, parameter_count
+from base.options import Config
 from models import SIZES, make_config
 from models.moe import FAMILIES, MoEConfig
-from tests.harness import random_gpt, tokens_of
+from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, Memory, differences, plain_gradient,
+                           random_gpt, relative, tokens_of, trained, whole_gradient, without_saves)
 from tools import huggingface, huggingface_formats, huggingface_keys
 from tools.huggingface_names import find_names
 
@@ -319,3 +321,61 @@ def test_a_shape_that_cannot_be_is_refused(fields, words):
 def test_a_config_is_stored_and_made_again():
     cfg = CFGS["shared, bias"]
     assert make_config(**asdict(cfg)) == cfg and isinstance(make_config(**asdict(cfg)), MoEConfig)
+
+
+# ---------------------------------------------------------------------------------------------
+# Layouts
+# ---------------------------------------------------------------------------------------------
+
+# (dp x tp x pp, flags). By default two of ep, and one of each other kind.
+LAYOUTS = {
+    "dp": ((2, 1, 1), {}), "tp": ((1, 2, 1), {}),
+    "tp, sequence": ((1, 2, 1), dict(sequence_parallel=True)),
+    "gpipe": ((1, 1, 2), dict(pp_schedule="gpipe")),
+    "1f1b, zero 2": ((2, 1, 2), dict(pp_schedule="1f1b", zero=2)),
+    "interleaved": ((1, 1, 2), INTERLEAVED), "zb-h1": ((1, 1, 2), dict(pp_schedule="zb-h1")),
+    "zero 1": ((2, 1, 1), dict(zero=1)),
+    "zero 3, recompute": ((2, 1, 1), dict(zero=3, recompute=True)),
+    "zero 3, tp": ((2, 2, 1), dict(zero=3)), "cp": ((1, 1, 1), dict(cp=2)),
+    "cp, tp, sequence": ((1, 2, 1), dict(cp=2, sequence_parallel=True)),
+    "all": ((2, 2, 2), dict(zero=2, pp_schedule="1f1b", sequence_parallel=True)),
+    "ep": ((2, 1, 1), dict(ep=2)), "ep 4": ((4, 1, 1), dict(ep=4, recompute=True)),
+    "ep of 4": ((4, 1, 1), dict(ep=2)), "ep, zero 1": ((4, 1, 1), dict(ep=2, zero=1)),
+    "ep, zero 2": ((4, 1, 1), dict(ep=2, zero=2)), "ep, zero 3": ((4, 1, 1), dict(ep=2, zero=3)),
+    "ep, zero 3, all": ((4, 1, 1), dict(ep=4, zero=3, recompute=True)),
+    "ep, tp": ((2, 2, 1), dict(ep=2)), "ep, pp": ((2, 1, 2), dict(ep=2, pp_schedule="1f1b")),
+    "ep, zb-h1": ((2, 2, 2), dict(ep=2, pp_schedule="zb-h1")),
+    "ep, cp": ((1, 1, 1), dict(ep=2, cp=2)), "ep, dp, cp": ((2, 1, 1), dict(ep=4, cp=2, zero=1)),
+    "ep, all": ((2, 2, 2), dict(ep=2, zero=2, pp_schedule="1f1b", sequence_parallel=True))}
+BY_DEFAULT = [("few tokens", "ep, tp"), ("shared, bias", "zb-h1"), ("olmoe", "tp")]
+
+
+def gradient_of_plain(cfg):
+    """harness.plain_gradient. Of a router's bias it is E counts less their sum."""
+    gradients = dict(plain_gradient(cfg))
+    if cfg.balance_bias > 0:
+        plain = cfg.build().initialize(Config.seed).double()
+        dataset = Memory(cfg)
+        tokens = torch.from_numpy(dataset.tokens_of(dataset.window_ids(Config.seed, 0, 8)))
+        plain(tokens[:, :-1])
+        loads = plain.loads()
+        for layer, excess in enumerate(cfg.n_expert * loads - loads.sum(1, keepdim=True)):
+            gradients[f"blocks.{layer}.mlp.router.bias"] = excess
+    return gradients
+
+
+@pytest.mark.claim("A mixture of experts trains in every layout, its experts divided over "
+                   "replicas, too, as it does in one process.")
+@pytest.mark.parametrize("name, layout", [
+    pytest.param(name, layout, marks=() if (name, layout) in BY_DEFAULT else pytest.mark.slow)
+    for name in CFGS for layout in LAYOUTS])
+def test_mixtures_train_in_every_layout_as_in_one_process(pool, tmp_path, reference, name, layout):
+    """Loss, gradient, norm and final weights of two steps in fp64 are those of one process, and the
+    first gradients those of the plain model by autograd: relative difference at most 1e-10."""
+    shape, flags = LAYOUTS[layout]
+    ours = trained(pool, shape, tmp_path, CFGS[name], whole_gradient, prepare=without_saves,
+                   dtype="fp64", **TWO_STEPS, **flags)
+    one = reference(CFGS[name], dtype="fp64", **TWO_STEPS)
+    assert max(differences(ours, one)) <= BOUNDS["fp64"]
+    assert relative(ours.seen[0], gradient_of_plain(CFGS[name])) <= BOUNDS["fp64"]
+    assert relative(ours.state["master"], one.state["master"]) <= BOUNDS["fp64"]

@@ -56,8 +56,8 @@ def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
         specs = param_specs(build_stage(CFG, grid), CFG, grid)
         flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu")
         numel = sum(bucket.numel for bucket in flat.buckets)
-        longest = max(bucket.numel for bucket in flat.buckets)
-        on_device, on_host = state_bytes(numel, longest, grid.dp, dtypes, zero, offload)
+        buckets = [(bucket, 1) for bucket in flat.buckets]
+        on_device, on_host = state_bytes(buckets, dtypes, zero, offload)
         expected = {(device, kind): size for kind, size in on_device.items() if size > 0}
         expected |= {("cpu", kind): size for kind, size in on_host.items()}
         assert held_by(flat) == expected

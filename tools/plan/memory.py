@@ -15,8 +15,8 @@ def memory_bytes(stage: Stage, on_gpu: bool = True) -> dict:
     """Peak memory of this rank in bytes, by kind; what --offload keeps on the host has the prefix
     host_."""
     config = stage.config
-    sizes, on_host = state_bytes(stage.numel, stage.longest, stage.grid.replicas,
-                                 PRECISIONS[config.dtype], config.zero, config.offload and on_gpu)
+    sizes, on_host = state_bytes(stage.buckets, PRECISIONS[config.dtype], config.zero,
+                                 config.offload and on_gpu)
     sizes |= {f"host_{kind}": size for kind, size in on_host.items()}
     return sizes | dict(buffers=buffer_bytes(stage, on_gpu), logits=logits_bytes(stage, on_gpu),
                         activations=activation_bytes(stage))

@@ -1,0 +1,340 @@
+"""Mixtures of experts (models/moe.py) as train.py runs them, and expert parallelism (GShard,
+Lepikhin et al. 2020).
+
+With --ep, every ep consecutive replicas divide the experts among them. A replica sends each of its
+tokens to the ranks that have the experts which the token chose, and gets the results back. For ep 2
+and 4 experts:
+
+    replica 0    router -> sort -> tokens for experts 0 1 -+   +-> experts 0 1 -+   +-> own tokens
+                                   tokens for experts 2 3 -|-x-|                |-x-|
+    replica 1    router -> sort -> tokens for experts 0 1 -|   |-> experts 2 3 -+   +-> own tokens
+                                   tokens for experts 2 3 -+   +
+
+Each x is an all-to-all of as many rows as there are tokens. Backward sends the gradients the other
+way. A rank whose experts nobody chose takes part with no rows, and their gradients are zero. Every
+ep-th replica has the same experts. So their gradients are summed, and ZeRO shards, over these
+(`Bucket.group`).
+
+Tensor parallelism cuts each expert as it cuts an MLP (parallelism/tensor.py). f and g:
+
+    x -------f-+-> [up, act, down of its hidden channels] -+-(times weights)-> sum -g-> y
+    weights -f-+                                           +
+
+The router is whole on every tp rank. The gradient of the weights is a sum over the tp ranks, too.
+
+It computes the same as models/moe.py, and as `PlainExperts` in parallel.py. The differences:
+
+         difference                             gain                           where
+    EP1  a rank has E / ep experts              memory / ep                    ParamSpec.cut
+    EP2  routers of every stage add the         no loss travels through the    _AddLosses
+         gradients of their losses              pipeline
+    EP3  only counts of tokens are summed over  the balancing loss of whole    ParallelRouter.share
+         cp, and with sequence parallelism tp   sequences sends B E integers
+    EP4  each tp rank sends a tp-th of the      all-to-all / tp; the tp ranks  ParallelExperts.run
+         rows. Those that arrive are gathered   share a machine
+    EP5  the router's parameters are in the     16 bits do not choose other    Bucket.is_wide
+         type of the masters                    experts
+    EP6  a router's bias moves by the sign of   no state, and no message of    _AddLosses,
+         counts that add up as a gradient       its own                        zero.adamw_update
+
+Shapes: B sequences, T positions, C channels, E experts, K of them active for a token, F hidden
+channels of an expert.
+"""
+import torch
+import torch.nn as nn
+
+from models.moe import AllHeadsNorm, Experts, Router
+from parallelism.collectives import all_reduce, all_to_all
+from parallelism.cpu_kernels import linear
+from parallelism.sequence import gather_positions, sum_over_ranks
+from parallelism.tensor import TensorParallel, _Reduce, matmul
+
+# ---- Router ---------------------------------------------------------------------------------
+
+
+class _AddLosses(torch.autograd.Function):
+    """EP2: returns x. Backward gives `losses` the gradient that they would have as a part of the
+    loss of the last stage. It runs once for each microbatch, so the router counts here, too."""
+
+    @staticmethod
+    def forward(ctx, x, losses, bias, router, counts):
+        # The bias is an input so that autograd calls its hook. EP6: its gradient is None, because
+        # `count_in` has added it.
+        ctx.router, ctx.counts = router, counts
+        ctx.save_for_backward(losses)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        losses, = ctx.saved_tensors
+        ctx.router.count_in(ctx.counts, losses)
+        return dx, losses.new_full((), ctx.router.loss_factor), None, None, None
+
+
+class ParallelRouter(Router):
+    """The router of this rank's positions. `set_loss_factor` begins a step: it says by what the
+    caller multiplies the loss before backward(). From then on these add up, of all backwards:
+
+        load            (E,) how many of this rank's tokens chose each expert
+        loss_sum        the losses of the router, summed over this rank's tokens
+    """
+    partition_dim = {}
+
+    def __init__(self, plain: Router, grid):
+        nn.Module.__init__(self)
+        self.cfg, self.grid = plain.cfg, grid
+        self.weight, self.bias = plain.weight, plain.bias
+        self.losses = torch.zeros(())           # of the plain router: `_AddLosses` replaces them
+        self.set_loss_factor(1.0)
+
+    def set_loss_factor(self, loss_factor: float) -> None:
+        self.loss_factor = loss_factor
+        self.load = 0
+        self.loss_sum = 0.0
+
+    def forward(self, x):
+        logits, scores, weights, chosen = self.choose(x)
+        if not torch.is_grad_enabled():
+            return weights, chosen
+        own = self.count(chosen)
+        counts, positions = self.share(own, x.shape[1])
+        losses = self.balance_loss(scores, counts, positions) + self.z_loss(logits)
+        return _AddLosses.apply(weights, losses, self.bias, self, own.sum(0)), chosen
+
+    def share(self, counts, positions):
+        """EP3: the counts of whole sequences, and their length."""
+        kinds = ["cp"]
+        if self.grid.sequence_parallel:
+            kinds.append("tp")
+        for kind in kinds:
+            counts = all_reduce(counts.clone(), self.grid.groups[kind]).wait()
+            positions *= getattr(self.grid, kind)
+        return counts, positions
+
+    def count_in(self, counts, losses) -> None:
+        """Of one microbatch, the counts (E,) of this rank's tokens, and their losses."""
+        self.load = self.load + counts
+        self.loss_sum = self.loss_sum + losses
+        if self.bias is not None:
+            # EP6: whole numbers, above 0 where more tokens than the mean chose the expert.
+            grad = self.bias.main_grad()
+            grad += (self.cfg.n_expert * counts - counts.sum()).to(grad.dtype)
+
+
+# ---- Experts --------------------------------------------------------------------------------
+
+
+class ParallelExpertLinear(TensorParallel):
+    """moe.ExpertLinear of this rank's experts."""
+    is_expert = True
+
+    def forward(self, x, counts: list[int]):
+        products = [linear(rows, weight) for rows, weight in zip(x.split(counts), self.factors())]
+        y = torch.cat(products)
+        if self.postponed is not None:
+            x = x.detach()
+
+            def keep_factors(dy):           # as in `TensorParallel.multiply`
+                self.postponed[-1].append((self, dy, (x, counts)))
+            y.register_hook(keep_factors)
+        return y
+
+    def factors(self):
+        return self.weight if self.postponed is None else self.weight.detach()
+
+    def weight_grad(self, dy, x_and_counts):
+        x, counts = x_and_counts
+        products = [matmul(dy_e.t(), x_e) for dy_e, x_e in zip(dy.split(counts), x.split(counts))]
+        return torch.stack(products)
+
+
+class ExpertColumns(ParallelExpertLinear):
+    partition_dim = {"weight": 1}
+
+
+class ExpertRows(ParallelExpertLinear):
+    partition_dim = {"weight": 2}
+
+
+class _CopyToRanks(torch.autograd.Function):
+    """f alone. That of tensor.py is fused with a product."""
+
+    @staticmethod
+    def forward(ctx, x, grid):
+        ctx.grid = grid
+        return gather_positions(x.view_as(x), grid).wait()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return sum_over_ranks(dx.clone(), ctx.grid).wait(), None
+
+
+class Exchange(torch.autograd.Function):
+    """An all-to-all of rows. Backward sends the gradients of the rows back."""
+
+    @staticmethod
+    def forward(ctx, x, sent, received, group):
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return all_to_all(x, sent, received, group).wait()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return all_to_all(dy, ctx.received, ctx.sent, ctx.group).wait(), None, None, None
+
+
+def gather_rows(x: torch.Tensor, lengths: list[int], group) -> torch.Tensor:
+    """The rows of all ranks, in the order of the ranks. `lengths`: how many each has."""
+    sent = [len(x)] * len(lengths)
+    return all_to_all(x.repeat(len(lengths), 1), sent, lengths, group).wait()
+
+
+def sum_rows(x: torch.Tensor, lengths: list[int], own: int, group) -> torch.Tensor:
+    """The sum of all ranks' x, at those rows that `gather_rows` took from this rank."""
+    terms = all_to_all(x, lengths, [own] * len(lengths), group).wait()
+    return terms.unflatten(0, (len(lengths), own)).sum(0)
+
+
+class _GatherRows(torch.autograd.Function):
+    """EP4: what f does, for the rows of an all-to-all."""
+
+    @staticmethod
+    def forward(ctx, x, lengths, group):
+        ctx.lengths, ctx.own, ctx.group = lengths, len(x), group
+        return gather_rows(x, lengths, group)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return sum_rows(dy, ctx.lengths, ctx.own, ctx.group), None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """EP4: what g does."""
+
+    @staticmethod
+    def forward(ctx, x, lengths, own, group):
+        ctx.lengths, ctx.group = lengths, group
+        return sum_rows(x, lengths, own, group)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return gather_rows(dy, ctx.lengths, ctx.group), None, None, None
+
+
+def transpose_blocks(x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """The rows of x are blocks, of sizes (a, b), in order -> the same, of sizes.T (b, a)."""
+    blocks = x.split(sizes.flatten().tolist())
+    columns = sizes.shape[1]
+    return torch.cat([block for i in range(columns) for block in blocks[i::columns]])
+
+
+def counts_of_part(counts: torch.Tensor, part: int, parts: int) -> torch.Tensor:
+    """counts (..., E) of rows that are sorted by expert -> how many of each expert are among rows
+    part, part + parts, part + 2 parts ..."""
+    ends = counts.cumsum(-1)
+    starts = ends - counts
+    return (ends - part + parts - 1) // parts - (starts - part + parts - 1) // parts
+
+
+class ParallelExperts(Experts):
+    """This rank's part of the experts: E / ep of them, and of each its F / tp hidden channels."""
+
+    def __init__(self, plain: Experts, grid):
+        nn.Module.__init__(self)
+        self.n_expert, self.activation = plain.n_expert, plain.activation
+        self.up, self.down = plain.up, plain.down
+        self.grid = grid
+
+    def forward(self, x, weights, chosen):
+        grid = self.grid
+        if grid.tp == 1:
+            return super().forward(x, weights, chosen)
+        x, weights = _CopyToRanks.apply(x, grid), _CopyToRanks.apply(weights, grid)
+        y = super().forward(x, weights, gather_positions(chosen, grid).wait())
+        return _Reduce.apply(y, grid)
+
+    def run(self, x, counts):
+        """x (n, C), sorted by expert, the same on all tp ranks -> this rank's term of the sum."""
+        grid = self.grid
+        if grid.ep == 1:
+            return super().run(x, counts)
+        mine = x[grid.tp_rank::grid.tp]                     # EP4
+        sizes = self.sizes(counts)                          # (tp, ep, ep, E / ep)
+        to_ranks = sizes[grid.tp_rank, grid.ep_rank].sum(1).tolist()
+        arriving = sizes[:, :, grid.ep_rank]                # (tp, from each ep rank, E / ep)
+        from_ranks = arriving[grid.tp_rank].sum(1).tolist()
+        lengths = arriving.sum((1, 2)).tolist()             # of each tp rank
+
+        rows = Exchange.apply(mine, to_ranks, from_ranks, grid.groups["ep"])
+        if grid.tp > 1:
+            rows = _GatherRows.apply(rows, lengths, grid.groups["tp"])
+        blocks = arriving.flatten(0, 1)                     # by tp rank, by ep rank, by expert
+        y = self.mlp(transpose_blocks(rows, blocks), blocks.sum(0).tolist())
+        y = transpose_blocks(y, blocks.T)
+        if grid.tp > 1:
+            y = _SumRows.apply(y, lengths, lengths[grid.tp_rank], grid.groups["tp"])
+        y = Exchange.apply(y, from_ranks, to_ranks, grid.groups["ep"])
+        if grid.tp == 1:
+            return y
+        # The rows of other tp ranks are zero here: g adds them.
+        places = torch.arange(grid.tp_rank, len(x), grid.tp, device=x.device)
+        return torch.zeros_like(x).index_copy(0, places, y)
+
+    def sizes(self, counts):
+        """counts (E,) of this rank's rows -> (tp, ep, ep, E / ep), on the host: how many rows each
+        tp rank of each replica has for each expert of each replica."""
+        grid = self.grid
+        ones = [1] * grid.ep
+        all_counts = all_to_all(counts.repeat(grid.ep, 1), ones, ones, grid.groups["ep"]).wait()
+        all_counts = all_counts.cpu()                       # (ep, E)
+        parts = [counts_of_part(all_counts, part, grid.tp) for part in range(grid.tp)]
+        return torch.stack(parts).unflatten(2, (grid.ep, -1))
+
+
+# ---- OLMoE's norm of all heads --------------------------------------------------------------
+
+
+class _SumBothWays(torch.autograd.Function):
+    """The sum over the tp ranks, each of which uses it for its own heads."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return all_reduce(x.clone(), group).wait()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return all_reduce(dy.clone(), ctx.group).wait(), None
+
+
+class ParallelAllHeadsNorm(TensorParallel):
+    """RMSNorm over the channels of all heads, of which q (B, H / tp, T, D) has this rank's."""
+    partition_dim = {"weight": 0}
+
+    def __init__(self, plain: AllHeadsNorm, grid):
+        super().__init__(plain, grid)
+        self.channels, self.eps = plain.weight.numel(), plain.eps
+
+    def forward(self, q):
+        wide = q.to(torch.promote_types(q.dtype, torch.float32))
+        squares = wide.square().sum((1, 3), keepdim=True)                   # (B, 1, T, 1)
+        if self.grid.tp > 1:
+            squares = _SumBothWays.apply(squares, self.grid.groups["tp"])
+        normal = (wide * (squares / self.channels + self.eps).rsqrt()).to(q.dtype)
+        return normal * self.weight.view(q.shape[1], 1, -1)
+
+
+def norm_of_heads(plain: nn.Module, grid) -> nn.Module:
+    """Of the norms of q and k, tensor parallelism cuts that of all heads alone."""
+    if isinstance(plain, AllHeadsNorm):
+        return ParallelAllHeadsNorm(plain, grid)
+    return plain
+
+
+EXPERT_PLAN = {     # which module of models/moe.py becomes what (build_stage)
+    "mlp.router": ParallelRouter,
+    "mlp.experts": ParallelExperts,
+    "mlp.experts.up": ExpertColumns,
+    "mlp.experts.down": ExpertRows,
+    "attn.q_norm": norm_of_heads,
+    "attn.k_norm": norm_of_heads,
+}
