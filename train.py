@@ -22,7 +22,7 @@ if __name__ == "__main__":      # Ctrl-C during the slow import of torch exits a
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Iterator
@@ -44,7 +44,7 @@ from parallelism.build import Grid, build_rank, make_groups
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import console, directory, evaluation, plain_run, run_state, startup
+from runtime import console, directory, evaluation, expert_loads, plain_run, run_state, startup
 from runtime.checkpoint_writer import Writer
 from runtime.loader import Loader
 from runtime.memory_limits import advice_on_memory
@@ -234,6 +234,7 @@ class StepStats:
     skipped: str                # why the update is skipped, such as NOT_FINITE, or ""
     loss_scale: float           # the loss scale used in this step
     local_loss: torch.Tensor    # this rank's summed loss, to find where an inf or NaN began
+    expert_loads: dict = field(default_factory=dict)    # of a mixture (expert_loads.measure)
 
 
 class Run:
@@ -413,7 +414,7 @@ class Run:
             loss=total["loss"] / targets_in_batch,
             activation_norm=total["activation_norm"] / tokens_in_batch,
             grad_norm=norm / scaler.scale, skipped=skipped, loss_scale=scaler.scale,
-            local_loss=loss_sum)
+            local_loss=loss_sum, expert_loads=expert_loads.measure(self, tokens_in_batch))
 
     def update(self, stats: StepStats, lr: float) -> None:
         """Update the weights. Every rank skips it if the loss or a gradient is inf or NaN, or with

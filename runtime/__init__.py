@@ -9,6 +9,7 @@ imports train.py:
     loader                              the rows of the batches that a rank reads
     plain_run                           what train.py --plain needs beside training
     monitors                            what watches a run: divergence, rollback, flipped_bits
+    expert_loads                        how a mixture's experts are used, for the log
     run_log, console                    metrics.jsonl and the steps; what else a run prints
     evaluation, eval_answers            the validation loss; answers that are right
     dashboards                          TensorBoard and Weights & Biases, for --log

@@ -17,6 +17,7 @@ from data import Batch
 from model import ceil_div
 from parallelism.build import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
+from runtime import expert_loads
 from runtime.directory import Metrics
 from runtime.evaluation import eval_sequences
 
@@ -51,7 +52,7 @@ class RunLog:
             step=batch.step, tokens=run.batches.sequences_trained * seq_len, loss=stats.loss,
             lr=lr, batch_size=batch.size, grad_norm=stats.grad_norm, loss_scale=stats.loss_scale,
             activation_norm=stats.activation_norm,
-            tokens_per_second=round(batch.size * seq_len / seconds, 1))
+            tokens_per_second=round(batch.size * seq_len / seconds, 1), **stats.expert_loads)
         return self.unwritten
 
     def print_step(self, run, row: dict) -> None:
@@ -83,6 +84,8 @@ class RunLog:
         self.unwritten = None
         if "val_loss" in row:
             print_rank0(format_eval(row, run))
+            if "dead_experts" in row:
+                print_rank0(expert_loads.in_words(row, run.model_config))
         # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
         on_cpus = run.grid.world > 1 and run.device.type == "cpu"
         if row["step"] % COMPARE_RANKS_EVERY == 0 and on_cpus:

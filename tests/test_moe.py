@@ -6,6 +6,7 @@ import dataclasses
 import json
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -17,9 +18,15 @@ import sample
 from base.flops import active_parameters, flops_per_token, parameter_count
 from base.options import Config
 from models import SIZES, make_config
+from models.llama import LlamaConfig
 from models.moe import FAMILIES, MoEConfig
-from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, Memory, differences, plain_gradient,
-                           random_gpt, relative, tokens_of, trained, whole_gradient, without_saves)
+from runtime import checks
+from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, Command, Memory, assert_same_rows,
+                           differences, expect_mistake, launch, nothing, own_processes,
+                           plain_gradient, random_gpt, read_metrics, relative, settings, tokens_of,
+                           trained, whole_gradient, without_saves)
+from tests.test_combinations import compiled_steps
+from tests.test_flipped_bits import STEPS, Flip, equal_states, events_of, inject
 from tools import huggingface, huggingface_formats, huggingface_keys
 from tools.huggingface_names import find_names
 
@@ -379,3 +386,190 @@ def test_mixtures_train_in_every_layout_as_in_one_process(pool, tmp_path, refere
     assert max(differences(ours, one)) <= BOUNDS["fp64"]
     assert relative(ours.seen[0], gradient_of_plain(CFGS[name])) <= BOUNDS["fp64"]
     assert relative(ours.state["master"], one.state["master"]) <= BOUNDS["fp64"]
+
+
+@pytest.mark.parametrize("layout, flags", [
+    ((2, 1, 1), dict(ep=2)),
+    pytest.param((2, 2, 2), dict(ep=2, sequence_parallel=True, recompute=True,
+                                 pp_schedule="1f1b"), marks=pytest.mark.slow),
+    pytest.param((1, 2, 1), dict(cp=2, ep=2), marks=pytest.mark.slow)])
+def test_the_log_has_the_load_of_each_block_and_the_losses_of_the_routers(pool, tmp_path, layout,
+                                                                          flags):
+    """Beside the plain model's, of the first step. The loss stays the cross-entropy."""
+    cfg = CFGS["shared, bias"]
+    ours = trained(pool, layout, tmp_path, cfg, prepare=without_saves, dtype="fp64", steps=1,
+                   **flags).rows[0]
+    plain = cfg.build().initialize(Config.seed).double()
+    losses = []
+    for block in plain.blocks.values():
+        block.mlp.router.register_forward_hook(lambda router, *_: losses.append(router.losses))
+    tokens = torch.from_numpy(Memory(cfg).tokens_of(Memory(cfg).window_ids(Config.seed, 0, 8)))
+    logits = plain(tokens[:, :-1])
+    loads = plain.loads().double()
+    assert [ours[f"load/{layer}"] for layer in range(cfg.n_layer)] == pytest.approx(
+        (loads.amax(1) / loads.mean(1)).tolist())
+    assert ours["dead_experts"] == (loads == 0).sum()
+    count = tokens[:, 1:].numel()
+    assert ours["router_loss"] == pytest.approx(sum(losses).item() / count)
+    assert ours["loss"] == pytest.approx(
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item())
+
+
+def choose_one(run):
+    """All tokens choose the first experts: routers of zeros, whose equal scores topk orders."""
+    for bucket in run.flat.buckets:
+        if bucket.is_wide:
+            bucket.shard["master"].zero_()
+    run.flat.sync_params()
+    run.flat.wait_params()
+    without_saves(run)
+
+
+@pytest.mark.parametrize("layout, flags", [
+    ((4, 1, 1), dict(ep=4)),
+    pytest.param((2, 2, 1), dict(ep=2, zero=2), marks=pytest.mark.slow)])
+def test_a_rank_whose_experts_nobody_chose_takes_part(pool, tmp_path, layout, flags):
+    """All tokens go to two of sixteen experts, which one rank has."""
+    def run(layout, **flags):
+        return trained(pool, layout, tmp_path, replace(CFGS["qwen3-moe"], n_active=2),
+                       whole_gradient, prepare=choose_one, dtype="fp64", steps=1, **flags)
+    ours, one = run(layout, **flags), run((1, 1, 1))
+    assert ours.rows[0]["dead_experts"] == 5 * 14 and ours.rows[0]["load/0"] == 8
+    # Not the loss after the update: the gradients of these routers are rounding alone.
+    assert relative(ours.rows[0]["loss"], one.rows[0]["loss"]) <= BOUNDS["fp64"]
+    assert relative(ours.seen[0], one.seen[0]) <= BOUNDS["fp64"]
+
+
+@pytest.mark.claim("A checkpoint of divided experts has no layout.")
+@pytest.mark.parametrize("layout, flags", [
+    ((2, 1, 2), dict(ep=2, zero=2)),
+    pytest.param((1, 1, 1), {}, marks=pytest.mark.slow),
+    pytest.param((2, 2, 1), dict(ep=2, zero=3), marks=pytest.mark.slow)])
+def test_a_run_continues_with_other_parts_of_the_experts(pool, tmp_path, reference, layout, flags):
+    """Four steps with ep 4 and ZeRO 1, saved, then four more in another layout: the numbers of
+    eight steps in one process."""
+    cfg = CFGS["shared, bias"]
+    run = dict(dtype="fp64", steps=8, lr=1e-2, warmup_steps=1)
+    trained(pool, (4, 1, 1), tmp_path / "half", cfg, ep=4, zero=1, save_every=4, **run)
+    half = tmp_path / "half" / "step_00000004.pt"
+    assert checkpoint.load(half)["parameters"].keys() == checkpoint.parameter_shapes(cfg).keys()
+    ours = trained(pool, layout, tmp_path / "rest", cfg, state=half, prepare=without_saves, **run,
+                   **flags)
+    one = reference(cfg, **run)
+    assert relative(ours.state["master"], one.state["master"]) <= 1e-9
+    assert relative(ours.rows[-1]["val_loss"], one.rows[-1]["val_loss"]) <= BOUNDS["fp64"]
+
+
+def types_of_routers(run):
+    router = run.model.blocks["0"].mlp.router
+    return router.weight.dtype, router.bias.dtype, run.model.blocks["0"].norm1.weight.dtype
+
+
+@pytest.mark.parametrize("dtype, layout, flags", [
+    ("bf16", (2, 1, 1), dict(ep=2, zero=1)),
+    pytest.param("fp16", (2, 2, 1), dict(ep=2, zero=3), marks=pytest.mark.slow)])
+def test_a_router_in_16_bits_computes_with_its_masters(pool, tmp_path, reference, dtype, layout,
+                                                       flags):
+    """So a bias of many small steps is not rounded. Losses of two steps are those of fp64 to 0.001,
+    norms to 0.03."""
+    cfg = CFGS["shared, bias"]
+    ours = trained(pool, layout, tmp_path, cfg, types_of_routers, prepare=without_saves,
+                   dtype=dtype, steps=2, **flags)
+    half = dict(bf16=torch.bfloat16, fp16=torch.float16)[dtype]
+    assert ours.seen[0] == (torch.float32, torch.float32, half)
+    one = reference(cfg, dtype="fp64", steps=2)
+    for row, expected in zip(ours.rows, one.rows):
+        assert abs(row["loss"] - expected["loss"]) <= 0.001
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.03)
+
+
+@pytest.mark.parametrize("flip, flags", [
+    (Flip(2, 4, "update", "data", "blocks.2.mlp.experts.up.weight", 20), dict(zero=1)),
+    pytest.param(Flip(3, 5, "update", "exp_avg", "blocks.0.mlp.experts.down.weight", 20), {},
+                 marks=pytest.mark.slow)])
+def test_a_flipped_bit_of_an_expert_is_found_named_and_undone(pool, tmp_path, flip, flags):
+    """On four replicas, of which two have the same experts. The run ends with the bits of one
+    without the flip."""
+    def run(out, prepare=nothing):
+        _, seen, state = trained(pool, (4, 1, 1), tmp_path / out, CFGS["mixtral"], events_of,
+                                 prepare=prepare, ep=2, **STEPS, **flags)
+        return seen[-1], state
+    _, healthy = run("healthy")
+    events, state = run("flipped", partial(inject, flip, False))
+    assert [event["event"] for event in events] == ["replicas", "rollback"], events
+    assert flip.rank in events[0]["ranks"] and events[0]["parameter"] == flip.place
+    assert equal_states(state, healthy)
+
+
+@pytest.mark.parametrize("model, world, flags, words", [
+    ("mixtral", 6, dict(ep=3), "ep 3 does not divide the 8 experts: give an --ep or an --n-expert"),
+    ("mixtral", 2, dict(ep=4), "ep 4 does not divide the 2 replicas (dp x cp) that would divide"),
+    ("shared, bias", 16, dict(tp=16), "the shared expert's 24 hidden channels are not divisible"),
+    ("mixtral", 1, dict(exact=True), "--exact has no mixtures of experts"),
+    ("dense", 2, dict(ep=2), "--ep 2 divides the experts of a mixture, and this model has none")])
+def test_a_layout_that_cannot_be_is_refused_with_its_numbers(model, world, flags, words):
+    cfg = (CFGS | dict(dense=LlamaConfig()))[model]
+    with pytest.raises(ValueError) as refused:
+        checks.check_layout(cfg, world, 48, settings("", micro_batch=1, **flags))
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("cfg, layout, flags, backend", [
+    ("olmoe", (2, 1, 1), dict(ep=2), "aot_eager"),
+    ("qwen3-moe", (1, 2, 1), dict(tp=2, recompute=True, dtype="bf16"), "inductor")])
+@pytest.mark.slow
+def test_compiled_blocks_train_as_they_are(tmp_path, cfg, layout, flags, backend):
+    """Routers and experts run eagerly between the compiled parts."""
+    config = settings(tmp_path, steps=3, **flags)
+    cfg = replace(CFGS[cfg], n_layer=2)
+    with own_processes(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) as fresh:
+        (plain, expected), (compiled, seen) = (
+            fresh.run(2, compiled_steps, layout, replace(config, compile=c), cfg, backend,
+                      seconds=400)[-1] for c in (False, True))
+    half = config.dtype == "bf16"
+    assert_same_rows(compiled, plain, 0.02 if half else 1e-5)
+    assert relative(seen[0][1], expected[0][1]) <= (0.05 if half else 1e-5)
+
+
+# ---------------------------------------------------------------------------------------------
+# train.py
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--n-expert", 4], "--model nano is no mixture of experts, which alone has --n-expert: drop "
+     "it, or give --model moe-nano"),
+    (["--model", "llama-nano", "--balance-loss", 0.1], "--model llama-nano is no mixture of "
+     "experts, which alone has --balance-loss"),
+    (["--model", "moe-nano", "--n-active", 9], "n_active 9 is not between 1 and n_expert 8")])
+def test_flags_of_a_mixture_are_refused_in_one_line(shards, run_train, flags, words):
+    expect_mistake(run_train("--data", shards, *flags), words)
+
+
+def test_plain_moves_no_bias(shards, run_train, tmp_path):
+    flags = ["--data", shards, "--out", tmp_path, "--model", "moe-nano", "--balance-bias", 0.01]
+    expect_mistake(run_train("--plain", *flags), "--plain moves no bias of a router, and this model "
+                   "has --balance-bias 0.01")
+
+
+@pytest.mark.slow
+def test_a_run_on_four_ranks_goes_on_in_one_process_and_speaks(shards, tmp_path):
+    """By the commands, with the experts divided over all, then over none; and another run with
+    --plain from the same seed has the losses of its first steps."""
+    common = ["--data", shards, "--model", "moe-nano", "--n-layer", 1, "--n-embd", 32, "--n-expert",
+              4, "--seq-len", 16, "--batch-size", 8, "--dtype", "fp64", "--eval-every", 0]
+    out = tmp_path / "out"
+    ranks = launch(4, *common, "--steps", 4, "--ep", 4, "--zero", 1, "--out", out)
+    for status, _, error in [rank.finish() for rank in ranks]:
+        assert status == 0, error
+    status, text, error = Command("train.py", *common, "--steps", 6, "--out", out).finish()
+    assert status == 0 and "experts: the largest load is " in text, error
+    plain = tmp_path / "plain"
+    status, _, error = Command("train.py", "--plain", *common, "--steps", 6, "--out",
+                               plain).finish()
+    assert status == 0, error
+    losses = [[row["loss"] for row in read_metrics(folder)[0][:4]] for folder in (out, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    status, text, error = Command("sample.py", "--ckpt", out / "latest.pt", "--max-tokens", 4,
+                                  "--prompt", "def").finish()
+    assert status == 0 and text.startswith("def"), error

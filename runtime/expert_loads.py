@@ -1,0 +1,43 @@
+"""How a mixture's experts are used: train.Run.step_stats calls `measure`, run_log.write_row
+`in_words`. Of each step metrics.jsonl has
+
+    load/3          in block 3, the tokens of the expert that most chose, relative to the mean of
+                    all its experts: 1 if all are used alike, E / K at most
+    dead_experts    how many experts of all blocks no token of the batch chose
+    router_loss     the balancing loss and z_loss times their factors, summed over the blocks, in
+                    the mean over the tokens. `loss` is the cross-entropy alone
+"""
+import torch
+
+from parallelism.collectives import all_reduce, sum_dtype, to_host
+
+
+def measure(run, tokens: int) -> dict:
+    """The fields of a step's row, for a batch of so many tokens. Every rank calls it. {} if the
+    model is no mixture."""
+    cfg, grid = run.model_config, run.grid
+    if not hasattr(cfg, "n_expert"):
+        return {}
+    # A row for each block, and in the last column the losses of its router.
+    sums = torch.zeros(cfg.n_layer, cfg.n_expert + 1, dtype=sum_dtype(run.device),
+                       device=run.device)
+    # All tp ranks count the same tokens, unless sequence parallelism splits the positions.
+    if grid.tp_rank == 0 or grid.sequence_parallel:
+        for layer, block in run.model.blocks.items():
+            sums[int(layer), :-1] += block.mlp.router.load
+            sums[int(layer), -1] += block.mlp.router.loss_sum
+    sums = to_host(all_reduce(sums, grid.groups["world"]).wait(), run.config.timeout)
+    loads = sums[:, :-1]                                                    # (L, E)
+    relative = loads.amax(1) / loads.mean(1)
+    row = {f"load/{layer}": load for layer, load in enumerate(relative.tolist())}
+    return row | dict(dead_experts=int((loads == 0).sum()),
+                      router_loss=sums[:, -1].sum().item() / tokens)
+
+
+def in_words(row: dict, cfg) -> str:
+    """The line of the console beside an evaluation."""
+    loads = [row[f"load/{layer}"] for layer in range(cfg.n_layer)]
+    largest = max(loads)
+    return (f"experts: the largest load is {largest:.2f} of the mean, in block "
+            f"{loads.index(largest)}; {row['dead_experts']} of {cfg.n_layer * cfg.n_expert} had no "
+            f"token in this step")
