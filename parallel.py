@@ -1,5 +1,5 @@
 """3D parallelism of the GPT in its plainest form: data, pipeline and tensor parallelism, with
-sequence and context parallelism and ZeRO. It runs on CPUs.
+sequence, context and expert parallelism and ZeRO. It runs on CPUs.
 
     python data.py && python parallel.py                                # in one process
     torchrun --nproc_per_node=8 parallel.py --tp 2 --pp 2 --zero 1      # dp = 8 / (tp pp) = 2
@@ -14,10 +14,12 @@ for speed, but buckets overlap communication with backward. Read it, run it, cha
     3. Pipeline parallelism     the layers are cut             --pp, --pp-schedule
     4. Data parallelism         the batch is cut               --zero (dp is what remains)
     5. Context parallelism      the sequence is cut            --cp
-    6. All together             one step, and the program
+    6. Expert parallelism       the experts are divided        --mixture --ep
+    7. All together             one step, and the program
 
 parallelism/ has the versions that train.py runs. They are faster and need less memory. tensor.py,
-pipeline.py, zero.py and context.py there begin with a table of what they add to the plain form.
+pipeline.py, zero.py, context.py and experts.py there begin with a table of what they add to the
+plain form.
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V vocabulary.
 """
@@ -542,12 +544,15 @@ class PlainBucket:
 
 def plain_buckets(model: GPT, grid: Grid) -> list[PlainBucket]:
     """A bucket for each block, the token matrix, the position matrix and the last LayerNorm. The
-    gradient of the token matrix is complete last: head and embedding add to it."""
+    gradient of the token matrix is complete last: head and embedding add to it. Experts, which not
+    all replicas have (section 6), are in buckets of their own."""
     contents = {}
     for name, parameter in model.named_parameters():            # lists the tied matrix once
         module = ".".join(name.split(".")[:2])                  # blocks.0, embed.token, head.norm
-        contents.setdefault(module, []).append(parameter)
-    return [PlainBucket(parameters, grid.groups["replicas"]) for parameters in contents.values()]
+        kind = "same_experts" if hasattr(parameter, "is_expert") else "replicas"
+        contents.setdefault((module, kind), []).append(parameter)
+    return [PlainBucket(parameters, grid.groups[kind])
+            for (_, kind), parameters in contents.items() if grid.groups[kind] is not None]
 
 
 # AdamW keeps two moments for each parameter, its averages of the gradient and of the gradient's
@@ -708,7 +713,79 @@ def plain_context_parallel(model: GPT, grid: Grid) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# 6. All together
+# 6. Expert parallelism (GShard, Lepikhin et al. 2020)
+#
+# In a mixture of experts (models/moe.py) a token uses few of the E experts. So most of the memory
+# is for experts that have few tokens of this rank. Let each of `ep` replicas keep E / ep experts.
+# A replica sends its tokens to the ranks that have the experts which they chose, and gets the
+# results back:
+#
+#     replica 0    tokens for experts 0 1 | 2 3    ->    experts 0 1 of both    ->    own tokens
+#     replica 1    tokens for experts 0 1 | 2 3    ->    experts 2 3 of both    ->    own tokens
+#
+# The gradient of an expert is then that of the tokens of ep replicas. It is summed over those
+# replicas that have the same experts. All other gradients are summed over all replicas. In
+# train.py: parallelism/experts.py.
+# ---------------------------------------------------------------------------------------------
+
+
+class Exchange(torch.autograd.Function):
+    """The first sent[0] rows of x go to rank 0 of the group, the next sent[1] to rank 1, and so on.
+    The result has received[0] rows from rank 0, then received[1] from rank 1. Backward sends the
+    gradients of the rows back."""
+
+    @staticmethod
+    def forward(ctx, x, sent, received, group):
+        ctx.arguments = received, sent, group
+        result = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(result, x.contiguous(), received, sent, group)
+        return result
+
+    @staticmethod
+    def backward(ctx, dy):
+        return Exchange.apply(dy, *ctx.arguments), None, None, None
+
+
+class PlainExperts(nn.Module):
+    """The experts of a block, of which this rank keeps E / ep: the first rank of an ep group the
+    first ones, and so on. `whole` has all. Its forward sorts the tokens by expert, calls its `run`,
+    and sorts the results back."""
+
+    def __init__(self, whole: nn.Module, grid: Grid):
+        super().__init__()
+        self.whole, self.grid = whole, grid
+        for layer in (whole.up, whole.down):
+            own = layer.weight.detach().chunk(grid.ep)[grid.ep_rank]
+            layer.weight = nn.Parameter(own.clone())
+            layer.weight.is_expert = True
+        whole.run = self.run
+
+    def forward(self, x, weights, chosen):
+        return self.whole(x, weights, chosen)
+
+    def run(self, x, counts):
+        """x (n, C), counts (E,): the rows of each expert, one expert after another -> (n, C)."""
+        grid, group = self.grid, self.grid.groups["ep"]
+        counts = counts.view(grid.ep, -1)                   # (ep, E / ep): for each rank's experts
+        ones = [1] * grid.ep
+        theirs = Exchange.apply(counts, ones, ones, group)  # (ep, E / ep): of each rank, for mine
+        sent, received = counts.sum(1).tolist(), theirs.sum(1).tolist()
+        x = Exchange.apply(x, sent, received, group)
+        # The rows that arrive are sorted by rank, then by expert. Sort them by expert alone.
+        expert = torch.arange(theirs.shape[1]).repeat(grid.ep).repeat_interleave(theirs.flatten())
+        order = expert.argsort(stable=True)
+        y = self.whole.mlp(x[order], theirs.sum(0).tolist())
+        return Exchange.apply(y[order.argsort()], received, sent, group)
+
+
+def plain_expert_parallel(model: GPT, grid: Grid) -> None:
+    """Divide the experts of every block."""
+    for block in model.blocks.values():
+        block.mlp.experts = PlainExperts(block.mlp.experts, grid)
+
+
+# ---------------------------------------------------------------------------------------------
+# 7. All together
 # ---------------------------------------------------------------------------------------------
 
 
@@ -725,9 +802,10 @@ def plain_norm_squared(owned: dict, grid: Grid, zero: int) -> torch.Tensor:
     """This rank's share of the squared gradient norm: summed over all ranks, the shares count each
     parameter of the whole model once."""
     squares = torch.zeros((), dtype=torch.float64)
-    if grid.replica > 0 and zero == 0:
-        return squares                          # replicas have the same gradients
     for name, parameter in owned.items():
+        first_replicas = grid.ep if hasattr(parameter, "is_expert") else 1
+        if grid.replica >= first_replicas and zero == 0:
+            continue                            # replicas have the same gradients
         is_counted = grid.tp_rank == 0 or hasattr(parameter, "is_cut")
         if name == "head.weight":
             is_counted = False      # the last stage's copy of the tied matrix, which stage 0 counts
@@ -783,16 +861,22 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
     return loss_sum / tokens_in_batch
 
 
-def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain_gpipe) -> None:
-    """Train `nano` on this rank's part of a data.TokenDataset with train.py's defaults: its batch
-    size, seed, optimizer, and learning rate, which rises for 50 steps. The decay of train.py, which
-    starts after step 50, is left out."""
+def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain_gpipe,
+                  config: GPTConfig | None = None) -> None:
+    """Train `nano`, or the mixture of experts of a `config`, on this rank's part of a
+    data.TokenDataset with train.py's defaults: its batch size, seed, optimizer, and learning rate,
+    which rises for 50 steps. The decay of train.py, which starts after step 50, is left out."""
     batch_size, seed, peak_lr, warmup_steps = 16, 1337, 4e-3, 50
-    config = GPTConfig(vocab_size=dataset.meta["vocab_size"])
-    model = GPT(config).initialize(seed)        # the whole model
+    is_mixture = config is not None
+    if not is_mixture:
+        config = GPTConfig(vocab_size=dataset.meta["vocab_size"])
+    model = config.build().initialize(seed)     # the whole model
 
     # This rank's part: of the matrices, of the positions, of the layers, then what it owns.
-    plain_tensor_parallel(model, grid)
+    if not is_mixture:
+        plain_tensor_parallel(model, grid)
+    if grid.ep > 1:
+        plain_expert_parallel(model, grid)
     if grid.cp > 1:
         plain_context_parallel(model, grid)
     keep_stage(model, grid, stage_layers(config.n_layer, grid.pp, grid.stage))
@@ -847,6 +931,9 @@ def read_flags(rank: int, world: int) -> argparse.Namespace:
                         help="what to shard. 1: AdamW's moments; 2: also gradients; "
                              "3: also parameters")
     parser.add_argument("--cp", type=int, default=1, help="ranks that share each sequence")
+    parser.add_argument("--mixture", action="store_true",
+                        help="train a tiny mixture of experts, on replicas alone")
+    parser.add_argument("--ep", type=int, default=1, help="replicas that divide the experts")
     parser.add_argument("--steps", type=int, default=20,
                         help="train.py has the same learning rate up to step 50")
     args = parser.parse_args()
@@ -865,11 +952,18 @@ def read_flags(rank: int, world: int) -> argparse.Namespace:
     if config.n_head % tp or pp > config.n_layer or config.seq_len % (2 * cp * tp):
         fail(rank, f"{layout}: tp must divide the model's {config.n_head} heads, pp be at most its "
              f"{config.n_layer} layers, and 2 x cp x tp divide its {config.seq_len} positions")
+    if args.mixture and (size > 1 or args.zero > 0):
+        fail(rank, f"--mixture with {layout} --zero {args.zero}: its plain form has replicas and "
+             f"--ep alone; train.py has all of them")
+    if args.ep < 1 or world % args.ep or 8 % args.ep or (args.ep > 1 and not args.mixture):
+        fail(rank, f"--ep {args.ep} must divide the 8 experts of --mixture, and the {world} "
+             f"processes")
     return args
 
 
 def main() -> None:
     from data import TokenDataset
+    from models.moe import SIZES, MoEConfig
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     args = read_flags(rank, world)
@@ -880,10 +974,13 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("gloo")
     dp = world // (args.tp * args.pp * args.cp)
-    grid = Grid(dp, args.pp, args.tp, rank, cp=args.cp,
+    grid = Grid(dp, args.pp, args.tp, rank, cp=args.cp, ep=args.ep,
                 sequence_parallel=args.sequence_parallel)
     make_groups(grid)
-    train_plainly(dataset, args.steps, grid, args.zero, SCHEDULES[args.pp_schedule])
+    config = None
+    if args.mixture:
+        config = MoEConfig(vocab_size=dataset.meta["vocab_size"], **SIZES["moe-nano"])
+    train_plainly(dataset, args.steps, grid, args.zero, SCHEDULES[args.pp_schedule], config)
     if world > 1:
         dist.destroy_process_group()
 

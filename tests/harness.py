@@ -480,11 +480,11 @@ def reference(pool, tmp_path_factory):
     return run
 
 
-def losses_of_plain_program(rank, world, tp, pp, folder, steps, cp=1, sequence_parallel=False,
+def losses_of_plain_program(rank, world, tp, pp, folder, steps, cp=1, ep=1, sequence_parallel=False,
                             **options):
     """The losses that parallel.py prints on rank 0."""
     train_data = data.TokenDataset(folder, "train", seq_len=128)
-    grid = parallel.Grid(world // (tp * pp * cp), pp, tp, rank, cp=cp,
+    grid = parallel.Grid(world // (tp * pp * cp), pp, tp, rank, cp=cp, ep=ep,
                          sequence_parallel=sequence_parallel)
     parallel.make_groups(grid)
     try:

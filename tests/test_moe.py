@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
+import parallel
 import sample
 from base.flops import active_parameters, flops_per_token, parameter_count
 from base.options import Config
@@ -22,9 +23,9 @@ from models.llama import LlamaConfig
 from models.moe import FAMILIES, MoEConfig
 from runtime import checks
 from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, Command, Memory, assert_same_rows,
-                           differences, expect_mistake, launch, nothing, own_processes,
-                           plain_gradient, random_gpt, read_metrics, relative, settings, tokens_of,
-                           trained, whole_gradient, without_saves)
+                           differences, expect_mistake, launch, losses_of_plain_program, nothing,
+                           on_ranks, own_processes, plain_gradient, random_gpt, read_metrics,
+                           relative, settings, tokens_of, trained, whole_gradient, without_saves)
 from tests.test_combinations import compiled_steps
 from tests.test_flipped_bits import STEPS, Flip, equal_states, events_of, inject
 from tools import huggingface, huggingface_formats, huggingface_keys
@@ -388,6 +389,44 @@ def test_mixtures_train_in_every_layout_as_in_one_process(pool, tmp_path, refere
     assert relative(ours.state["master"], one.state["master"]) <= BOUNDS["fp64"]
 
 
+@on_ranks
+def test_plain_experts_have_the_gradients_of_all(rank, world=4):
+    """Four replicas, two of which share the experts: parallel.PlainExperts, for 64 experts of which
+    most get no token."""
+    cfg = CFGS["few tokens"]
+    tokens = tokens_of(cfg, 5)
+    inputs, targets = tokens[:4], tokens[1:]
+    whole = random_gpt(cfg)
+    whole(inputs, targets).backward()
+    grid = parallel.Grid(world, 1, 1, rank, ep=2)
+    parallel.make_groups(grid)
+    part = random_gpt(cfg)
+    parallel.plain_expert_parallel(part, grid)
+    buckets = parallel.plain_buckets(part, grid)
+    for bucket in buckets:
+        bucket.begin_step(1)
+    part(inputs[rank:rank + 1], targets[rank:rank + 1]).backward()
+    for bucket in buckets:
+        bucket.finish()
+    for name, parameter in part.named_parameters():
+        expected = whole.get_parameter(name.replace(".whole.", ".")).grad
+        if hasattr(parameter, "is_expert"):
+            expected = expected.chunk(2)[grid.ep_rank]
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-10, atol=1e-10)
+    grid.groups.clear()
+
+
+@pytest.mark.parametrize("world, ep", [(4, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_the_plain_program_trains_a_mixture_as_train_py_does(pool, shards, tmp_path, world, ep):
+    """In fp32, from the first step on while the learning rate is small: to 1e-5."""
+    vocab = json.loads((shards / "meta.json").read_text())["vocab_size"]
+    cfg = MoEConfig(vocab_size=vocab, **SIZES["moe-nano"])
+    found = pool.run(world, partial(losses_of_plain_program, ep=ep, config=cfg), 1, 1, shards, 3)[0]
+    rows = trained(pool, (1, 1, 1), tmp_path, cfg, prepare=without_saves, data=str(shards),
+                   steps=3, batch_size=16, warmup_steps=50, lr=4e-3, min_lr_ratio=1.0).rows
+    assert found == pytest.approx([row["loss"] for row in rows], rel=1e-5)
+
+
 @pytest.mark.parametrize("layout, flags", [
     ((2, 1, 1), dict(ep=2)),
     pytest.param((2, 2, 2), dict(ep=2, sequence_parallel=True, recompute=True,
@@ -548,8 +587,8 @@ def test_flags_of_a_mixture_are_refused_in_one_line(shards, run_train, flags, wo
 
 def test_plain_moves_no_bias(shards, run_train, tmp_path):
     flags = ["--data", shards, "--out", tmp_path, "--model", "moe-nano", "--balance-bias", 0.01]
-    expect_mistake(run_train("--plain", *flags), "--plain moves no bias of a router, and this model "
-                   "has --balance-bias 0.01")
+    expect_mistake(run_train("--plain", *flags), "--plain moves no bias of a router, and this "
+                   "model has --balance-bias 0.01")
 
 
 @pytest.mark.slow

@@ -177,8 +177,8 @@ def main() -> None:
         help="interleaved: parts of the model on each stage (default %(default)s)")
     add("--svg", metavar="FILE", help="draw to this file; without --pp-schedule all four "
         "schedules, the interleaved one with 2 chunks or more")
-    parser.set_defaults(tp=1, cp=1, zero=0, micro_batch=1, sequence_parallel=False, recompute=False,
-                        compile=False, exact=False)
+    parser.set_defaults(tp=1, cp=1, ep=1, zero=0, micro_batch=1, sequence_parallel=False,
+                        recompute=False, compile=False, exact=False)
     args = parser.parse_args()
     p, m = args.pp, args.microbatches
     layouts = [(args.pp_schedule or "gpipe", args.pp_chunks)]
