@@ -28,6 +28,7 @@ from parallelism.collectives import all_gather_object, all_reduce, on_hosts
 from parallelism.context import CP_PLAN, ContextParallelAttention, recompute_attention
 from parallelism.cpu_kernels import use_kernels
 from parallelism.exact import EXACT_PLAN, ExactParameters, make_exact, new_sums
+from parallelism.exact_experts import EXACT_EXPERT_PLAN
 from parallelism.experts import EXPERT_PLAN, ParallelExperts, ParallelRouter
 from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
 from parallelism.tensor import TP_PLAN, ParamSpec, TensorParallel, param_specs, softmax_over_ranks
@@ -124,7 +125,7 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
     keep_stage(model, grid, set().union(*chunk_layers(model_config.n_layer, grid)))
     plan = TP_PLAN | EXPERT_PLAN
     if grid.exact is not None:
-        plan |= EXACT_PLAN
+        plan |= EXACT_PLAN | EXACT_EXPERT_PLAN
     if grid.cp > 1:
         plan |= CP_PLAN
     for name, module in list(model.named_modules()):
@@ -199,8 +200,8 @@ def rank_parameters(buckets: list[tuple[Bucket, int]]) -> tuple[int, int]:
 # --compile: what torch.compile may turn into fewer kernels
 #
 # Communication, experts and dropout stay eager: they break a block's graph, or the compiler would
-# take a mask's seed, or the number of an expert's tokens, for a constant. The rest of a block is one graph without them, compiled once for all
-# blocks.
+# take a mask's seed, or the number of an expert's tokens, for a constant. The rest of a block is one
+# graph without them, compiled once for all blocks.
 # ---------------------------------------------------------------------------------------------
 
 

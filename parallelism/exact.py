@@ -42,6 +42,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import GPT, IGNORE_INDEX, GPTConfig
+from models.moe import Mixture
 from parallelism.collectives import all_reduce
 from parallelism.cpu_kernels import linear, use_kernels
 from parallelism.exact_sums import ExactSums
@@ -383,7 +384,8 @@ def new_sums(model_config: GPTConfig, config, device: torch.device) -> ExactSums
     if device.type == "cpu":
         torch.set_num_threads(1)
     positions = config.micro_batch * model_config.seq_len
-    strips = math.gcd(MOST_STRIPS, model_config.n_kv_head, model_config.hidden)
+    strips = math.gcd(MOST_STRIPS, model_config.n_kv_head, model_config.hidden,
+                      getattr(model_config, "shared", 0))
     return ExactSums(strips, positions, device)
 
 
@@ -397,7 +399,11 @@ def make_exact(model: GPT, model_config: GPTConfig, grid) -> None:
             if hasattr(block.attn, norm):
                 setattr(narrow.attn, norm, getattr(block.attn, norm))
         block.attn.forward = InStrips(block.attn, narrow.attn, ("qkv", "proj"), grid)
-        block.mlp.forward = InStrips(block.mlp, narrow.mlp, ("up", "down"), grid)
+        mlp, narrow_mlp = block.mlp, narrow.mlp
+        if isinstance(mlp, Mixture):        # exact_experts.py has its experts
+            mlp, narrow_mlp = mlp.shared, narrow_mlp.shared
+        if mlp is not None:
+            mlp.forward = InStrips(mlp, narrow_mlp, ("up", "down"), grid)
     for module in model.modules():
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             module.forward = partial(exact_norm, module, grid.exact)

@@ -43,8 +43,9 @@ channels of an expert.
 import torch
 import torch.nn as nn
 
-from models.moe import AllHeadsNorm, Experts, Router
-from parallelism.collectives import all_reduce, all_to_all
+from models.moe import Experts, Router
+from parallelism.all_heads_norm import norm_of_heads
+from parallelism.collectives import all_reduce, all_to_all, sum_dtype
 from parallelism.cpu_kernels import linear
 from parallelism.sequence import gather_positions, sum_over_ranks
 from parallelism.tensor import TensorParallel, _Reduce, matmul
@@ -89,8 +90,9 @@ class ParallelRouter(Router):
 
     def set_loss_factor(self, loss_factor: float) -> None:
         self.loss_factor = loss_factor
-        self.load = 0
-        self.loss_sum = 0.0
+        device = self.weight.device
+        self.load = torch.zeros(self.cfg.n_expert, dtype=torch.int64, device=device)
+        self.loss_sum = torch.zeros((), dtype=sum_dtype(device), device=device)
 
     def forward(self, x):
         logits, scores, weights, chosen = self.choose(x)
@@ -113,8 +115,12 @@ class ParallelRouter(Router):
 
     def count_in(self, counts, losses) -> None:
         """Of one microbatch, the counts (E,) of this rank's tokens, and their losses."""
-        self.load = self.load + counts
-        self.loss_sum = self.loss_sum + losses
+        self.load += counts
+        exact = self.grid.exact
+        if exact is None:
+            self.loss_sum += losses
+        else:
+            exact.add(self.loss_sum, losses, exact.LOSS, exact.terms(exact.positions))
         if self.bias is not None:
             # EP6: whole numbers, above 0 where more tokens than the mean chose the expert.
             grad = self.bias.main_grad()
@@ -283,51 +289,14 @@ class ParallelExperts(Experts):
         """counts (E,) of this rank's rows -> (tp, ep, ep, E / ep), on the host: how many rows each
         tp rank of each replica has for each expert of each replica."""
         grid = self.grid
-        ones = [1] * grid.ep
-        all_counts = all_to_all(counts.repeat(grid.ep, 1), ones, ones, grid.groups["ep"]).wait()
-        all_counts = all_counts.cpu()                       # (ep, E)
-        parts = [counts_of_part(all_counts, part, grid.tp) for part in range(grid.tp)]
+        counts = self.all_counts(counts)
+        parts = [counts_of_part(counts, part, grid.tp) for part in range(grid.tp)]
         return torch.stack(parts).unflatten(2, (grid.ep, -1))
 
-
-# ---- OLMoE's norm of all heads --------------------------------------------------------------
-
-
-class _SumBothWays(torch.autograd.Function):
-    """The sum over the tp ranks, each of which uses it for its own heads."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return all_reduce(x.clone(), group).wait()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return all_reduce(dy.clone(), ctx.group).wait(), None
-
-
-class ParallelAllHeadsNorm(TensorParallel):
-    """RMSNorm over the channels of all heads, of which q (B, H / tp, T, D) has this rank's."""
-    partition_dim = {"weight": 0}
-
-    def __init__(self, plain: AllHeadsNorm, grid):
-        super().__init__(plain, grid)
-        self.channels, self.eps = plain.weight.numel(), plain.eps
-
-    def forward(self, q):
-        wide = q.to(torch.promote_types(q.dtype, torch.float32))
-        squares = wide.square().sum((1, 3), keepdim=True)                   # (B, 1, T, 1)
-        if self.grid.tp > 1:
-            squares = _SumBothWays.apply(squares, self.grid.groups["tp"])
-        normal = (wide * (squares / self.channels + self.eps).rsqrt()).to(q.dtype)
-        return normal * self.weight.view(q.shape[1], 1, -1)
-
-
-def norm_of_heads(plain: nn.Module, grid) -> nn.Module:
-    """Of the norms of q and k, tensor parallelism cuts that of all heads alone."""
-    if isinstance(plain, AllHeadsNorm):
-        return ParallelAllHeadsNorm(plain, grid)
-    return plain
+    def all_counts(self, counts):
+        """The counts (E,) of each rank of the ep group, (ep, E), on the host."""
+        ep, group = self.grid.ep, self.grid.groups["ep"]
+        return all_to_all(counts.repeat(ep, 1), [1] * ep, [1] * ep, group).wait().cpu()
 
 
 EXPERT_PLAN = {     # which module of models/moe.py becomes what (build_stage)

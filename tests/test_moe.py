@@ -16,20 +16,27 @@ import torch.nn.functional as F
 import checkpoint
 import parallel
 import sample
+from amp import PRECISIONS
 from base.flops import active_parameters, flops_per_token, parameter_count
 from base.options import Config
 from models import SIZES, make_config
 from models.llama import LlamaConfig
 from models.moe import FAMILIES, MoEConfig
+from parallelism.buckets import state_bytes
+from parallelism.build import Grid, build_stage, rank_buckets
+from parallelism.tensor import param_specs
+from parallelism.zero import FlatParameters
 from runtime import checks
 from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, Command, Memory, assert_same_rows,
-                           differences, expect_mistake, launch, losses_of_plain_program, nothing,
-                           on_ranks, own_processes, plain_gradient, random_gpt, read_metrics,
-                           relative, settings, tokens_of, trained, whole_gradient, without_saves)
+                           different_bits, differences, expect_mistake, launch,
+                           losses_of_plain_program, nothing, on_ranks, own_processes,
+                           plain_gradient, random_gpt, read_metrics, relative, settings, tokens_of,
+                           trained, whole_gradient, without_saves)
 from tests.test_combinations import compiled_steps
 from tests.test_flipped_bits import STEPS, Flip, equal_states, events_of, inject
 from tools import huggingface, huggingface_formats, huggingface_keys
 from tools.huggingface_names import find_names
+from tools.plan.__main__ import answer
 
 # ---------------------------------------------------------------------------------------------
 # transformers
@@ -499,6 +506,24 @@ def test_a_run_continues_with_other_parts_of_the_experts(pool, tmp_path, referen
     assert relative(ours.rows[-1]["val_loss"], one.rows[-1]["val_loss"]) <= BOUNDS["fp64"]
 
 
+@pytest.mark.claim("--exact: a mixture has the same bits in every layout.")
+@pytest.mark.parametrize("name, layout, flags", [
+    ("shared, bias", (2, 2, 1), dict(ep=2, zero=2)),
+    *(pytest.param(name, *row, marks=pytest.mark.slow)
+      for name in ("shared, bias", "qwen3-moe", "few tokens")
+      for row in [((1, 2, 1), {}), ((4, 1, 1), dict(ep=2)), ((4, 1, 1), dict(ep=4, zero=3)),
+                  ((2, 2, 2), dict(zero=2, ep=2)),
+                  ((1, 2, 2), dict(pp_schedule="zb-h1", recompute=False)),
+                  ((2, 1, 1), dict(ep=2, recompute=True, dtype="bf16"))])])
+def test_exact_layouts_have_the_bits_of_one_process(pool, tmp_path, name, layout, flags):
+    """Losses, norms, gradients, loads and the final state of three steps."""
+    def run(layout, **flags):
+        return trained(pool, layout, tmp_path, CFGS[name], whole_gradient, prepare=without_saves,
+                       micro_batch=2, exact=True, steps=3, lr=1e-2, warmup_steps=1, **flags)
+    one = {name: flags[name] for name in ("dtype",) if name in flags}
+    assert different_bits(run(layout, **flags), run((1, 1, 1), **one)) == ""
+
+
 def types_of_routers(run):
     router = run.model.blocks["0"].mlp.router
     return router.weight.dtype, router.bias.dtype, run.model.blocks["0"].norm1.weight.dtype
@@ -544,7 +569,9 @@ def test_a_flipped_bit_of_an_expert_is_found_named_and_undone(pool, tmp_path, fl
     ("mixtral", 6, dict(ep=3), "ep 3 does not divide the 8 experts: give an --ep or an --n-expert"),
     ("mixtral", 2, dict(ep=4), "ep 4 does not divide the 2 replicas (dp x cp) that would divide"),
     ("shared, bias", 16, dict(tp=16), "the shared expert's 24 hidden channels are not divisible"),
-    ("mixtral", 1, dict(exact=True), "--exact has no mixtures of experts"),
+    ("olmoe", 1, dict(exact=True), "--exact has no norm over the channels of all heads"),
+    ("mixtral", 2, dict(exact=True, tp=2, sequence_parallel=True), "--exact of a mixture cannot be "
+     "combined with --sequence-parallel, where a router's gradient"),
     ("dense", 2, dict(ep=2), "--ep 2 divides the experts of a mixture, and this model has none")])
 def test_a_layout_that_cannot_be_is_refused_with_its_numbers(model, world, flags, words):
     cfg = (CFGS | dict(dense=LlamaConfig()))[model]
@@ -612,3 +639,44 @@ def test_a_run_on_four_ranks_goes_on_in_one_process_and_speaks(shards, tmp_path)
     status, text, error = Command("sample.py", "--ckpt", out / "latest.pt", "--max-tokens", 4,
                                   "--prompt", "def").finish()
     assert status == 0 and text.startswith("def"), error
+
+
+# ---------------------------------------------------------------------------------------------
+# tools.plan
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_plan_has_total_and_active_parameters_and_the_rows_of_experts():
+    flags = ["--model", "mixtral-8x7b", "--world", "64", "--gpu", "h100", "--tp", "2", "--ep", "8",
+             "--dtype", "bf16", "--seq-len", "4096", "--zero", "1", "--micro-batch", "1"]
+    text = answer(flags)
+    assert "46,702,792,704 parameters, of which a token uses 12,879,925,248: 32 layers" in text
+    plan = json.loads(answer([*flags, "--json"]))
+    positions = plan["tokens_per_step"] // 32
+    # To the experts and back, forward and backward, in 16 bits; 7 of 8 leave the rank.
+    assert plan["bytes_ep"] == 4 * 32 * 2 * positions * 4096 * 2 / 2 * 7 / 8
+    whole = json.loads(answer([*flags, "--ep", "1", "--json"]))
+    experts = 32 * 8 * 3 * 4096 * 14336 / 2
+    saved = whole["memory_gradients"] - plan["memory_gradients"]
+    assert saved == pytest.approx(4 * experts * 7 / 8, rel=1e-3)
+    assert plan["memory_moments"] == pytest.approx(whole["memory_moments"], rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero, ep", [(0, 2), (1, 2), (2, 4), (3, 2), (3, 1)])
+def test_state_bytes_are_what_flat_parameters_allocate(dtype, zero, ep):
+    """Of a rank among four replicas, times tp 2."""
+    cfg = CFGS["shared, bias"]
+    grid = Grid(4, 1, 2, 3, ep=ep)
+    dtypes = PRECISIONS[dtype]
+    flat = FlatParameters(param_specs(build_stage(cfg, grid), cfg, grid), grid, *dtypes, "cpu",
+                          zero)
+    kept = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
+    for bucket in flat.buckets:
+        shard = bucket.shard
+        own_master = shard["master"] is not shard["data"]
+        kept["parameters"] += shard["data"].nbytes if zero == 3 else bucket.data.nbytes
+        kept["gradients"] += shard["grad"].nbytes if zero >= 2 else bucket.grad.nbytes
+        kept["masters"] += shard["master"].nbytes if own_master else 0
+        kept["moments"] += shard["exp_avg"].nbytes + shard["exp_avg_sq"].nbytes
+    assert state_bytes(rank_buckets(cfg, grid, zero), dtypes, zero, False) == (kept, {})

@@ -3,7 +3,7 @@ cost, and what scaling laws say.
 """
 import math
 
-from base.flops import flops_per_token, parameter_count
+from base.flops import active_parameters, flops_per_token, parameter_count
 from model import GPTConfig
 from tools.plan.flags import LAYOUT, PlanConfig
 from tools.plan.memory import gpu_bytes, memory_bytes
@@ -76,10 +76,12 @@ def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
     tokens_per_step = config.batch_size * cfg.seq_len
     tokens = config.steps * tokens_per_step
     flops = flops_per_token(cfg)
-    optimal = compute_optimal(6 * N * tokens)
+    active = active_parameters(cfg)             # what laws for dense models are asked about
+    optimal = compute_optimal(6 * active * tokens)
     return dict(
-        parameters=N, tokens_per_step=tokens_per_step, tokens=tokens, flops_per_token=flops,
-        flops_6nd=6 * N * tokens, flops_with_attention=flops * tokens,
+        parameters=N, active_parameters=active, tokens_per_step=tokens_per_step, tokens=tokens,
+        flops_per_token=flops,
+        flops_6nd=6 * active * tokens, flops_with_attention=flops * tokens,
         flops_with_recomputation=hardware_flops_per_token(cfg, config) * tokens,
         pf_days=flops * tokens / PF_DAY, compute_optimal_tokens=20 * N,
         **{f"compute_optimal_parameters_{name}": x for name, x in optimal.items()},

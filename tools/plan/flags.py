@@ -78,9 +78,9 @@ class PlanConfig(options.Config):
         return self.cp > 1 and not self.recompute
 
 
-LAYOUT = ("tp", "pp", "cp", "micro_batch", "zero", "recompute", "sequence_parallel", "pp_schedule",
-          "pp_chunks", "steps")
-RUN_FLAGS = ["model", *options.SHAPE, "batch_size", "steps", "tp", "pp", "cp", "pp_schedule",
+LAYOUT = ("tp", "pp", "cp", "ep", "micro_batch", "zero", "recompute", "sequence_parallel",
+          "pp_schedule", "pp_chunks", "steps")
+RUN_FLAGS = ["model", *options.SHAPE, "batch_size", "steps", "tp", "pp", "cp", "ep", "pp_schedule",
              "pp_chunks", "micro_batch", "zero", "recompute", "sequence_parallel", "offload",
              "compile", "dtype"]
 OWN_FLAGS = list(PlanConfig.__annotations__)

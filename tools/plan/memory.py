@@ -4,6 +4,7 @@ activations are estimates.
 from itertools import accumulate
 
 from amp import PRECISIONS
+from base.flops import mlp_channels
 from parallelism.buckets import state_bytes
 from parallelism.schedules import make_schedule
 from parallelism.tensor import tile_size
@@ -60,14 +61,15 @@ def bucket_bytes(stage: Stage) -> int:
     if stage.grid.pp > 1:
         head += tied
         tied = 0
-    block = numel["attn"] + numel["mlp"]
+    mlp = sum(numel.get(name, 0) for name in ("mlp", "router", "experts"))
+    block = numel["attn"] + mlp
     two_blocks = min(2, stage.layers) * block
     sent = tied + embed if stage.microbatches > 1 else 0    # of the last microbatch, on their way
     moments = [                                             # (parameters, gradients)
         (tied + embed + ends + block, sent),                                    # the embedding
         (tied + ends + two_blocks, sent),                                       # blocks, forward
         (tied + head + ends + block, tied + head),                              # the head
-        (ends + two_blocks, tied + ends + numel["mlp"] + max(embed, head, numel["attn"]))]
+        (ends + two_blocks, tied + ends + mlp + max(embed, head, numel["attn"]))]
     if config.zero == 2:
         moments = [(0, gradients) for _, gradients in moments]
     return max(config.size * parameters + config.master_size * gradients
@@ -90,8 +92,14 @@ def logits_bytes(stage: Stage, on_gpu: bool = True) -> int:
 def kept_by_mlp(stage: Stage) -> int:
     """How many numbers a block keeps of the norm before its MLP, and of the MLP: the F channels
     before and after the activation, which are one tensor with ReLU; if it is gated, gate and value,
-    the activated gate, and what `down` takes."""
-    cfg = stage.cfg
+    the activated gate, and what `down` takes. A mixture also keeps, for each expert of a position,
+    what the expert takes and what it gives. With --ep it keeps both three times: sent, received and
+    sorted. The counts are those of experts that are used alike."""
+    cfg, grid = stage.cfg, stage.grid
+    if hasattr(cfg, "n_expert"):
+        copies = 2 if grid.ep == 1 else 6
+        rows = copies * cfg.n_active * cfg.n_embd
+        return 2 * stage.own_x + stage.positions * (rows + 4 * mlp_channels(cfg) // grid.tp)
     wide = 2 * cfg.hidden
     if cfg.gated:
         wide = 4 * cfg.hidden

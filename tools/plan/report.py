@@ -61,6 +61,8 @@ def format_run(config: PlanConfig, plan: dict) -> str:
 def format_shape(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: str) -> list[str]:
     """The model, the layout, and the batch that it divides."""
     options = [f"zero {config.zero}"]
+    if config.ep > 1:
+        options.append(f"ep {config.ep}")
     if config.pp > 1:
         options.append(config.pp_schedule)
     if config.pp_chunks > 1:
@@ -72,10 +74,14 @@ def format_shape(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: s
     if config.vocab_size is None:
         owner = config.model if config.model in VOCABULARIES else "GPT-2"
         assumed = f" ({owner}'s; --vocab-size changes it)"
+    active = ""
+    if plan["active_parameters"] < plan["parameters"]:
+        active = f", of which a token uses {plan['active_parameters']:,}"
     cp = f" x cp {config.cp}" if config.cp > 1 else ""
     return [
-        f"model    {plan['parameters']:,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
-        f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}{assumed}",
+        f"model    {plan['parameters']:,} parameters{active}: {cfg.n_layer} layers, "
+        f"{cfg.n_head} heads, width {cfg.n_embd}, {cfg.seq_len} positions, "
+        f"vocabulary {cfg.vocab_size}{assumed}",
         f"layout   dp {plan['dp']} x pp {config.pp}{cp} x tp {config.tp}, {config.gpu}, "
         f"{config.dtype}, {', '.join(options)}",
         f"batch    {config.batch_size} sequences = dp {plan['dp']} x {num_microbatches} "

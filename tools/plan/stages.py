@@ -70,7 +70,7 @@ def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Stage], li
     in_stage = config.cp * config.tp
     dp = config.world // (config.pp * in_stage)
     stages = [Stage(cfg, config, Grid(dp, config.pp, config.tp, stage * in_stage,
-                                      cp=config.cp, chunks=config.pp_chunks,
+                                      cp=config.cp, ep=config.ep, chunks=config.pp_chunks,
                                       sequence_parallel=config.sequence_parallel))
               for stage in range(config.pp)]
     kind_of = [(stage.layers, stage.grid.is_first, stage.grid.is_last) for stage in stages]

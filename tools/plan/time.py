@@ -2,6 +2,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
+from base.flops import mlp_channels
 from parallelism.schedules import SCHEDULES
 from tools.plan.flags import PlanConfig
 from tools.plan.stages import Stage
@@ -36,6 +37,7 @@ def link_speeds(config: PlanConfig) -> dict[str, float]:
     links["dp"] = links["cp"]
     if replicas > cp:
         links["dp"] = speed(replicas, tp * pp, max(beside // pp, min(beside, cp)))
+    links["ep"] = links["dp"]           # neighbors among the replicas may be nearer
     return links
 
 
@@ -69,7 +71,7 @@ def block_seconds(stage: Stage) -> BlockTimes:
     gpu = config.spec
     cfg, C = stage.cfg, stage.cfg.n_embd
     own, keys, hidden = (channels / config.tp for channels in (
-        cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim, cfg.hidden))
+        cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim, mlp_channels(cfg)))
     up = 2 * hidden if cfg.gated else hidden
     layers = [(own + 2 * keys, C), (C, own), (up, C), (C, hidden)]      # (outputs, inputs)
     forward, inputs, weights = zip(*(linear_seconds(stage, *layer) for layer in layers))
@@ -114,10 +116,11 @@ def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
         recomputed_rings = 2
         seconds = {kind: x + layers * block.recomputed[kind] for kind, x in seconds.items()}
     hops = dict(tp=HOP * (config.tp - 1) * layers * (rings + recomputed_rings),
-                cp=HOP * (config.cp - 1) * layers * CONTEXT_RINGS, pp=0)
+                cp=HOP * (config.cp - 1) * layers * CONTEXT_RINGS, pp=0,
+                ep=HOP * (config.ep - 1) * layers * 4)
     seconds |= {kind: sent[kind] / m / links[kind] + hops[kind] for kind in hops}
     forward = (layers * sum(block.forward.values()) + seconds["pp"] / 2
-               + seconds["cp"] / CONTEXT_RINGS
+               + seconds["cp"] / CONTEXT_RINGS + seconds["ep"] / 2
                + seconds["tp"] * rings / 2 / (rings + recomputed_rings))
     if stage.grid.is_last:      # the head's gradients come in forward; 8 passes through its logits
         vocab = stage.cfg.vocab_size / config.tp
@@ -204,7 +207,7 @@ def step_seconds(stages: list[Stage], kinds: list, sent: list) -> tuple[dict, fl
     # AdamW reads or writes about twelve numbers for each parameter.
     numel = stages[0].numel
     if config.zero > 0:
-        numel /= stages[0].grid.replicas
+        numel = sum(count * bucket.numel / bucket.ranks for bucket, count in stages[0].buckets)
     memory_speed = config.spec.host if config.offload else config.spec.bandwidth
     update = 12 * config.master_size * numel / memory_speed
     seconds = {kind: m * x for kind, x in slowest.by_kind.items()}

@@ -26,7 +26,9 @@ def traffic_bytes(stage: Stage) -> dict:
         cp          K and V of a block, (B, T, K D / tp), forward and again in backward; the sum of
                     their gradients
         pp          1 / tp of x (B, T / cp, C) forward, of its gradient backward, of each chunk
-        gradients   `gradient_rings`
+        ep          K rows of C numbers for each position, to the experts and back, forward and
+                    backward, from each tp rank a tp-th; recomputation sends them once more
+        gradients   `gradient_rings`, those of experts among the ranks that have the same ones
         parameters  ZeRO 1, 2: an all-gather; 3: for each microbatch one forward and another
                     backward, where the ends and the last block are still there
         embedding   the tied matrix's gradient, between the first stage and the last
@@ -36,20 +38,30 @@ def traffic_bytes(stage: Stage) -> dict:
     m = stage.microbatches
     of_head = sum(bucket.numel for bucket, _ in stage.buckets if bucket.name in ("tied", "head"))
 
-    gradients = gradient_rings(stage) * stage.numel
+    of_experts = sum(bucket.numel * count for bucket, count in stage.buckets
+                     if bucket.group == "same_experts")
+    gradients = gradient_rings(stage) * (stage.numel - of_experts)
     if config.zero == 2 and grid.is_last and grid.pp > 1 and config.pp_schedule == "gpipe":
         gradients -= (m - 1) * of_head          # GPipe's forwards add up all of the head's
-    parameters = 0
+    parameters, of_experts_gathered = 0, 0
     if config.zero in (1, 2):
-        parameters = stage.numel
+        parameters = stage.numel - of_experts
+        of_experts_gathered = of_experts
     if config.zero == 3:
-        parameters = m * (2 * stage.numel - sum(bucket.numel for bucket, _ in stage.buckets))
+        once = sum(bucket.numel for bucket, _ in stage.buckets if bucket.group == "replicas")
+        parameters = m * (2 * (stage.numel - of_experts) - once)
+        of_experts_gathered = m * (2 * of_experts - of_experts // stage.layers)
+
+    gradients_of_experts = gradient_rings(stage) * of_experts
+    same_experts = grid.replicas // grid.ep
 
     messages = 2 * grid.chunks - grid.is_first - grid.is_last
     message = stage.x * config.size
     tp = tensor_parallel_bytes(stage)
     if not grid.sequence_parallel:
         tp += m * messages * ring(grid.tp, message)         # the receivers gather it
+    if grid.ep > 1:
+        tp += ring(grid.tp, grid.tp * expert_row_bytes(stage))      # so do those of rows
     embedding = 0
     if grid.pp > 1 and stage.buckets[0][0].name == "tied":
         embedding = config.master_size * stage.buckets[0][0].numel
@@ -58,9 +70,21 @@ def traffic_bytes(stage: Stage) -> dict:
     rings = CONTEXT_RINGS * stage.layers
     return dict(tp=tp, cp=m * rings * ring(grid.cp, config.size * stage.keys_and_values),
                 pp=m * messages * message / grid.tp,
-                gradients=ring(grid.replicas, config.master_size * gradients),
-                parameters=ring(grid.replicas, config.size * parameters), embedding=embedding,
-                world=2 * ring(grid.world, 5 * 8))
+                ep=ring(grid.ep, expert_row_bytes(stage)),
+                gradients=(ring(grid.replicas, config.master_size * gradients)
+                           + ring(same_experts, config.master_size * gradients_of_experts)),
+                parameters=(ring(grid.replicas, config.size * parameters)
+                            + ring(same_experts, config.size * of_experts_gathered)),
+                embedding=embedding, world=2 * ring(grid.world, 5 * 8))
+
+
+def expert_row_bytes(stage: Stage) -> float:
+    """Bytes of the rows that go to experts and come back in a step, if all are used alike."""
+    if not hasattr(stage.cfg, "n_expert"):
+        return 0
+    trips = 6 if stage.config.recompute else 4
+    rows = stage.microbatches * stage.layers * trips * stage.cfg.n_active * stage.positions
+    return rows * stage.cfg.n_embd * stage.config.size / stage.grid.tp
 
 
 def tensor_parallel_bytes(stage: Stage) -> float:

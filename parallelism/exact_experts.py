@@ -1,0 +1,102 @@
+"""--exact for mixtures of experts (parallelism/exact.py says what it claims, and why it holds).
+
+    operation               its sums are over                                   exact in
+    experts                 forward (g): strips of their hidden channels.       ExactExperts
+                            backward (f), of x and of the weights: the same
+    their matrices          backward: microbatches, and with --ep also those    ExpertProduct
+                            of the ranks whose tokens they compute
+    router                  backward: one product for each microbatch           ExactParameters
+
+The rows of an expert's product are the tokens of one microbatch that chose the expert, in their
+order. So with --ep a rank computes the tokens of each rank by themselves: products have the shapes
+that they have without. And each tp rank sends all rows, not a part (EP4 of experts.py). A router
+compares numbers that have the same bits, and so chooses the same experts.
+"""
+import torch
+
+from models.moe import Experts
+from parallelism.cpu_kernels import linear
+from parallelism.exact import CopyToStrips, SumOfStrips, copy_matrix
+from parallelism.experts import Exchange, ExpertColumns, ExpertRows, ParallelExperts
+from parallelism.tensor import matmul
+
+
+class ExpertProduct(torch.autograd.Function):
+    """x (n, in) by one strip of an expert's matrix -> (n, out). The gradient of the strip, of one
+    microbatch, is added to main_grad."""
+
+    @staticmethod
+    def forward(ctx, x, weight, layer, expert):
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.place = layer, (expert, layer.strip)
+        return linear(x, copy_matrix(layer.strip_of(weight, *ctx.place)))
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, = ctx.saved_tensors
+        layer, exact = ctx.layer, ctx.layer.grid.exact
+        strip = layer.strip_of(layer.weight, *ctx.place)
+        dx = matmul(dy, copy_matrix(strip))
+        dw = matmul(dy.t(), x).view(strip.shape)
+        total = layer.strip_of(layer.weight.main_grad(), *ctx.place)
+        exact.add(total, dw, exact.gradient, exact.terms(exact.positions))
+        return dx, None, None, None
+
+
+class InStrip:
+    """A layer of experts that multiplies by one strip of each matrix, number `strip`."""
+    strip = 0
+
+    def forward(self, x, counts: list[int]):
+        products = [ExpertProduct.apply(rows.contiguous(), self.weight, self, expert)
+                    for expert, rows in enumerate(x.split(counts))]
+        return torch.cat(products)
+
+    def strip_of(self, weight, expert, strip):
+        """A view: (2, w, C) of up (E, 2 F, C), (C, 1, w) of down (E, C, F)."""
+        dim = self.partition_dim["weight"] - 1
+        count = self.grid.exact.strips // self.grid.tp
+        return weight[expert].unflatten(dim, (self.stacked, count, -1)).select(dim + 1, strip)
+
+
+class ExactColumns(InStrip, ExpertColumns):
+    pass
+
+
+class ExactRows(InStrip, ExpertRows):
+    pass
+
+
+class ExactExperts(ParallelExperts):
+    """ParallelExperts, one strip after another."""
+
+    def forward(self, x, weights, chosen):
+        grid = self.grid
+        count = grid.exact.strips // grid.tp
+        xs = CopyToStrips.apply(x, count, grid)
+        weights_of_strips = CopyToStrips.apply(weights, count, grid)
+        ys = []
+        for strip in range(count):
+            self.up.strip = self.down.strip = strip
+            ys.append(Experts.forward(self, xs[strip], weights_of_strips[strip], chosen))
+        return SumOfStrips.apply(grid, *ys)
+
+    def run(self, x, counts):
+        grid = self.grid
+        if grid.ep == 1:
+            return self.mlp(x, counts.tolist())
+        counts = self.all_counts(counts).unflatten(1, (grid.ep, -1))    # (from, to, E / ep)
+        sent = counts[grid.ep_rank].sum(1).tolist()
+        arriving = counts[:, grid.ep_rank]                              # (ep, E / ep)
+        received = arriving.sum(1).tolist()
+        rows = Exchange.apply(x, sent, received, grid.groups["ep"])
+        ys = [self.mlp(rows_of_rank, counts_of_rank)
+              for rows_of_rank, counts_of_rank in zip(rows.split(received), arriving.tolist())]
+        return Exchange.apply(torch.cat(ys), received, sent, grid.groups["ep"])
+
+
+EXACT_EXPERT_PLAN = {       # instead of EXPERT_PLAN's
+    "mlp.experts": ExactExperts,
+    "mlp.experts.up": ExactColumns,
+    "mlp.experts.down": ExactRows,
+}
