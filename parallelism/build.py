@@ -200,8 +200,8 @@ def rank_parameters(buckets: list[tuple[Bucket, int]]) -> tuple[int, int]:
 # --compile: what torch.compile may turn into fewer kernels
 #
 # Communication, experts and dropout stay eager: they break a block's graph, or the compiler would
-# take a mask's seed, or the number of an expert's tokens, for a constant. The rest of a block is one
-# graph without them, compiled once for all blocks.
+# take a mask's seed, or the number of an expert's tokens, for a constant. The rest of a block is
+# one graph without them, compiled once for all blocks.
 # ---------------------------------------------------------------------------------------------
 
 
