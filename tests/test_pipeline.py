@@ -17,6 +17,7 @@ from parallelism import pipeline
 from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES, gpipe, make_schedule
+from parallelism.tensor import TensorParallel
 from tests.harness import CFG, after_backward, run_steps, settings, staged, tokens_of, without_saves
 from tools.schedule import bubble, clock, live_activations
 
@@ -84,7 +85,9 @@ def ops_of_a_step(rank, world, config, cfg):
         after_backward(run, lambda step: seen.append(("".join(kinds_of_ops), list(ops))))
         without_saves(run)
     pipeline_run_op = pipeline.run_op
-    with mock.patch.multiple(pipeline, matmul=note("W", pipeline.matmul), run_op=run_op):
+    weight_grad = note("W", TensorParallel.weight_grad)
+    with mock.patch.object(pipeline, "run_op", run_op), \
+            mock.patch.object(TensorParallel, "weight_grad", weight_grad):
         run_steps(rank, world, (1, 1, world), config, cfg, prepare=prepare)
     kinds_of_blocks, ops = seen[0]
     return kinds_of_blocks.replace("WWWW", "W"), ops        # a block has four products
