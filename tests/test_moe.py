@@ -525,6 +525,22 @@ def test_exact_layouts_have_the_bits_of_one_process(pool, tmp_path, name, layout
     assert different_bits(run(layout, **flags), run((1, 1, 1), **one)) == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout, flags", [((1, 1, 1), {}), ((2, 2, 2), dict(ep=2, zero=2))])
+def test_an_exact_run_continues_bit_by_bit_in_another_layout(pool, tmp_path, layout, flags):
+    """Two steps with ep 4, saved, and two more in another layout: the bits of four in one
+    process."""
+    cfg = CFGS["shared, bias"]
+    run = dict(micro_batch=2, exact=True, steps=4, lr=1e-2, warmup_steps=1)
+    trained(pool, (4, 1, 1), tmp_path / "half", cfg, ep=4, zero=3, save_every=2, **run)
+    half = tmp_path / "half" / "step_00000002.pt"
+    ours = trained(pool, layout, tmp_path / "rest", cfg, state=half, prepare=without_saves, **run,
+                   **flags)
+    one = trained(pool, (1, 1, 1), tmp_path / "one", cfg, prepare=without_saves, **run)
+    assert different_bits(ours._replace(rows=ours.rows[-1:]),
+                          one._replace(rows=one.rows[-1:])) == ""
+
+
 def types_of_routers(run):
     router = run.model.blocks["0"].mlp.router
     return router.weight.dtype, router.bias.dtype, run.model.blocks["0"].norm1.weight.dtype
