@@ -4,6 +4,7 @@
 """
 import dataclasses
 import json
+import signal
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,10 +29,10 @@ from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters
 from runtime import checks
 from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, Command, Memory, assert_same_rows,
-                           different_bits, differences, expect_mistake, launch,
+                           different_bits, differences, expect_mistake, kinds, launch,
                            losses_of_plain_program, nothing, on_ranks, own_processes,
-                           plain_gradient, random_gpt, read_metrics, relative, settings, tokens_of,
-                           trained, whole_gradient, without_saves)
+                           plain_gradient, random_gpt, read_metrics, relative, saved, settings,
+                           tokens_of, trained, wait_for_step, whole_gradient, without_saves)
 from tests.test_combinations import compiled_steps
 from tests.test_flipped_bits import STEPS, Flip, equal_states, events_of, inject
 from tools import huggingface, huggingface_formats, huggingface_unread_keys
@@ -656,6 +657,30 @@ def test_a_run_on_four_ranks_goes_on_in_one_process_and_speaks(shards, tmp_path)
     status, text, error = Command("sample.py", "--ckpt", out / "latest.pt", "--max-tokens", 4,
                                   "--prompt", "def").finish()
     assert status == 0 and text.startswith("def"), error
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_four_ranks_ends_on_eight_with_the_bits_of_one_process(shards, tmp_path):
+    """By the commands, with --exact: ep 4, then ep 2 x pp 2 x tp 2."""
+    common = ["--data", shards, "--model", "moe-nano", "--n-embd", 32, "--hidden", 32, "--seq-len",
+              16, "--batch-size", 8, "--micro-batch", 2, "--exact", "--eval-every", 0,
+              "--save-every", 2, "--keep", 99, "--steps", 12]
+    out, one = tmp_path / "out", tmp_path / "one"
+    ranks = launch(4, *common, "--ep", 4, "--zero", 1, "--out", out)
+    wait_for_step(out, 4, ranks[0])
+    for rank in ranks:
+        rank.send_signal(signal.SIGKILL)
+    for rank in ranks:
+        rank.process.join()
+    eight = launch(8, *common, "--ep", 2, "--pp", 2, "--tp", 2, "--zero", 2, "--out", out)
+    for status, _, error in [rank.finish(120) for rank in eight]:
+        assert status == 0, error
+    status, _, error = Command("train.py", *common, "--out", one).finish(120)
+    assert status == 0, error
+    assert "resume" in kinds(read_metrics(out)[1])
+    ours, expected = saved(out, 12), saved(one, 12)
+    for key in checkpoint.STATE:
+        assert all(ours[key][name].equal(full) for name, full in expected[key].items()), key
 
 
 # ---------------------------------------------------------------------------------------------
