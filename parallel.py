@@ -955,7 +955,9 @@ def read_flags(rank: int, world: int) -> argparse.Namespace:
     if args.mixture and (size > 1 or args.zero > 0):
         fail(rank, f"--mixture with {layout} --zero {args.zero}: its plain form has replicas and "
              f"--ep alone; train.py has all of them")
-    if args.ep < 1 or world % args.ep or 8 % args.ep or (args.ep > 1 and not args.mixture):
+    if args.ep > 1 and not args.mixture:
+        fail(rank, f"--ep {args.ep} divides the experts of --mixture: give it, too")
+    if args.ep < 1 or world % args.ep or 8 % args.ep:
         fail(rank, f"--ep {args.ep} must divide the 8 experts of --mixture, and the {world} "
              f"processes")
     return args

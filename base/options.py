@@ -37,8 +37,8 @@ class Config:
     n_active: int = flag(None, "experts that a token uses", low=1)
     balance_loss: float = flag(None, "factor of the balancing loss of each sequence", low=0)
     z_loss: float = flag(None, "factor of the squared logarithm of the router's sum", low=0)
-    balance_bias: float = flag(None, "speed of the router's bias, which balances without a loss; "
-                               "0: no bias", low=0)
+    balance_bias: float = flag(None, "speed of the router's bias, which balances in place of "
+                               "--balance-loss; 0: no bias", low=0)
     dropout: float = flag(0.0, "probability on embeddings, attention, residuals", low=0, below=1)
     batch_size: int = flag(16, "global batch size: sequences per step", low=1, group="optimization")
     batch_ramp: str = flag(None, "ramp the batch from START to --batch-size in INCREMENTs over "
@@ -113,6 +113,7 @@ class Config:
 
 OF_LLAMA = ("n_kv_head", "head_dim", "hidden", "rope_theta")
 OF_MIXTURE = ("n_expert", "n_active", "balance_loss", "z_loss", "balance_bias")
+ROUTER_LOSSES = ("balance_loss", "z_loss")      # they change the training, not the model
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation", *OF_LLAMA, *OF_MIXTURE)
 # These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
 # is stored as the resulting --steps.)
@@ -200,6 +201,8 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
         raise ValueError(f"{source} is no mixture of experts, which alone has {flags}: drop it, or "
                          f"give --model moe-nano or another of the models after it")
     if state is None:
+        if "balance_bias" in given and "balance_loss" not in given:
+            shape["balance_loss"] = 0.0             # the bias balances in place of the loss
         return config, base | shape
     problems = []
     drop = []
@@ -207,6 +210,7 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
         stored = base.get(name)
         may_be_shorter = name == "seq_len" and weights_only
         is_allowed = may_be_shorter and (value < stored or "rope_theta" in base)
+        is_allowed = is_allowed or name in ROUTER_LOSSES
         if value != stored and not is_allowed:
             allowed = f"{stored} or less" if may_be_shorter else stored
             is_gpts = name not in base          # a GPT has no such number

@@ -30,7 +30,6 @@ def check_grid(world: int, config) -> None:
                                     config.pp_chunks)
     problems = []
     fewest = tp * pp * cp
-    replicas = world // fewest * cp
     if world % fewest:
         factors, flags = f"tp {tp} x pp {pp}", f"--tp {tp} --pp {pp}"
         if cp > 1:
@@ -58,9 +57,6 @@ def check_grid(world: int, config) -> None:
     if schedule == "zb-h1" and (pp == 1 or config.zero == 2 or config.recompute or config.compile):
         problems.append("--pp-schedule zb-h1 requires --pp 2 or more, and cannot be combined "
                         "with --zero 2, --recompute or --compile: drop these, or use 1f1b")
-    if world % fewest == 0 and replicas % config.ep:
-        problems.append(f"ep {config.ep} does not divide the {replicas} replicas (dp x cp) that "
-                        f"would divide the experts: give an --ep that does, or more processes")
     if config.exact and MOST_STRIPS % tp:
         problems.append(f"--exact computes in {MOST_STRIPS} strips at most, which tp {tp} does "
                         f"not divide: give --tp 1, 2, 4 or 8")
@@ -146,7 +142,7 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     elif model_config.hidden % tp:
         problems.append(f"the MLP's {model_config.hidden} hidden channels are not divisible by tp "
                         f"{tp}: give a --tp or a --hidden that fits")
-    problems += problems_of_experts(model_config, config)
+    problems += problems_of_experts(model_config, config, dp * cp)
     if cp > 1 and seq_len % (2 * cp):
         problems.append(f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, "
                         f"which do not divide seq_len {seq_len}: change one")
@@ -184,7 +180,7 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     refuse(problems)
 
 
-def problems_of_experts(model_config: GPTConfig, config) -> list[str]:
+def problems_of_experts(model_config: GPTConfig, config, replicas: int) -> list[str]:
     """What a mixture of experts cannot have, and what it alone can."""
     problems = []
     if not hasattr(model_config, "n_expert"):
@@ -195,6 +191,9 @@ def problems_of_experts(model_config: GPTConfig, config) -> list[str]:
     if model_config.n_expert % config.ep:
         problems.append(f"ep {config.ep} does not divide the {model_config.n_expert} experts: give "
                         f"an --ep or an --n-expert that fits")
+    elif replicas % config.ep:
+        problems.append(f"the replicas, dp x cp = {replicas}, are not divisible by ep {config.ep}: "
+                        f"start more processes, or give a smaller --ep")
     if model_config.shared % config.tp:
         problems.append(f"the shared expert's {model_config.shared} hidden channels are not "
                         f"divisible by tp {config.tp}: give a --tp that fits")
@@ -202,7 +201,7 @@ def problems_of_experts(model_config: GPTConfig, config) -> list[str]:
         problems.append("--exact of a mixture cannot be combined with --sequence-parallel, where a "
                         "router's gradient is a sum over the positions of each rank: drop one")
     if config.exact and model_config.norm_all_heads:
-        problems.append("--exact has no norm over the channels of all heads, as OLMoE's: drop it")
+        problems.append("--exact has no norm over the channels of all heads, as OLMoE's: drop --exact")
     return problems
 
 

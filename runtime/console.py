@@ -35,10 +35,10 @@ def print_summary(run) -> None:
     if config.dtype == "fp32" and torch.get_float32_matmul_precision() == "high":
         device += " (multiplies fp32 in TF32)"
     cp = f" x cp {grid.cp}" if grid.cp > 1 else ""
-    if grid.ep > 1:
-        cp += f" (ep {grid.ep})"
     layout = (f"dp {grid.dp} x pp {grid.pp}{cp} x tp {grid.tp}, {device}, {config.dtype}, "
               f"zero {config.zero}")
+    if grid.ep > 1:
+        layout += f", ep {grid.ep}"
     if grid.pp > 1:
         layout += f", {config.pp_schedule}"
     if grid.chunks > 1:

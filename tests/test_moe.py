@@ -19,7 +19,7 @@ import parallel
 import sample
 from amp import PRECISIONS
 from base.flops import active_parameters, flops_per_token, parameter_count
-from base.options import Config
+from base.options import Config, merge_config
 from models import SIZES, make_config
 from models.llama import LlamaConfig
 from models.moe import FAMILIES, MoEConfig
@@ -587,7 +587,7 @@ def test_a_flipped_bit_of_an_expert_is_found_named_and_undone(pool, tmp_path, fl
 
 @pytest.mark.parametrize("model, world, flags, words", [
     ("mixtral", 6, dict(ep=3), "ep 3 does not divide the 8 experts: give an --ep or an --n-expert"),
-    ("mixtral", 2, dict(ep=4), "ep 4 does not divide the 2 replicas (dp x cp) that would divide"),
+    ("mixtral", 2, dict(ep=4), "the replicas, dp x cp = 2, are not divisible by ep 4: start more"),
     ("shared, bias", 16, dict(tp=16), "the shared expert's 24 hidden channels are not divisible"),
     ("olmoe", 1, dict(exact=True), "--exact has no norm over the channels of all heads"),
     ("mixtral", 2, dict(exact=True, tp=2, sequence_parallel=True), "--exact of a mixture cannot be "
@@ -724,3 +724,15 @@ def test_state_bytes_are_what_flat_parameters_allocate(dtype, zero, ep):
         kept["masters"] += shard["master"].nbytes if own_master else 0
         kept["moments"] += shard["exp_avg"].nbytes + shard["exp_avg_sq"].nbytes
     assert state_bytes(rank_buckets(cfg, grid, zero), dtypes, zero, False) == (kept, {})
+
+
+def test_the_losses_of_the_routers_may_change_but_the_model_may_not(tmp_path):
+    """--balance-loss and --z-loss as --dropout; a bias balances in place of the loss."""
+    state = dict(model=asdict(MoEConfig()), config={})
+    _, shape = merge_config(dict(balance_loss=0.0, z_loss=0.1), state, weights_only=True)
+    assert (shape["balance_loss"], shape["z_loss"], shape["n_expert"]) == (0.0, 0.1, 8)
+    with pytest.raises(ValueError, match="has n_active 2, not 3"):
+        merge_config(dict(n_active=3), state, weights_only=True)
+    given = dict(model="moe-nano", balance_bias=0.001)
+    assert merge_config(given, None)[1]["balance_loss"] == 0
+    assert merge_config(given | dict(balance_loss=0.1), None)[1]["balance_loss"] == 0.1

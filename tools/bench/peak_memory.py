@@ -49,7 +49,7 @@ def peak_memory(config, cfg, store, rank):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
     grid = Grid(4 // (config.tp * config.pp * config.cp), config.pp, config.tp, rank,
-                chunks=config.pp_chunks, cp=config.cp)
+                chunks=config.pp_chunks, cp=config.cp, ep=config.ep)
     make_groups(grid)
 
     def step(cfg):

@@ -83,9 +83,9 @@ def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
         flops_per_token=flops,
         flops_6nd=6 * active * tokens, flops_with_attention=flops * tokens,
         flops_with_recomputation=hardware_flops_per_token(cfg, config) * tokens,
-        pf_days=flops * tokens / PF_DAY, compute_optimal_tokens=20 * N,
+        pf_days=flops * tokens / PF_DAY, compute_optimal_tokens=20 * active,
         **{f"compute_optimal_parameters_{name}": x for name, x in optimal.items()},
-        predicted_loss=chinchilla_loss(N, tokens))
+        predicted_loss=chinchilla_loss(active, tokens))
 
 
 def goodput(pause: float, write: float, read: float, nodes: float, mtbf_hours: float) -> dict:

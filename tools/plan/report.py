@@ -121,6 +121,8 @@ def notes_of(config: PlanConfig, plan: dict) -> list[str]:
         lines.append("note     it does not fit: --search, without flags of the layout, finds any "
                      "layouts that do; --zero, --tp, --pp and --offload leave less state on a GPU, "
                      "--recompute, a smaller --micro-batch, --tp and --cp fewer activations")
+    if config.search and plan["active_parameters"] < plan["parameters"]:
+        lines.append("note     --ep is not searched: a layout of a mixture may be faster with it")
     if config.dtype == "fp32":
         lines.append("note     fp32 is slow: give --dtype bf16 (fp16 on a V100)")
     return lines
