@@ -16,14 +16,16 @@ NEAR = 2                # sizes of all families that are named
 
 def split_name(name: str) -> tuple[str, float | None]:
     """(family, parameters) of a name in small letters: llama3-8b is ("llama3", 8e9), llama-nano
-    ("llama", None)."""
-    size = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([kmb])(?![a-z])", name)
+    ("llama", None). 8x7b are 8 experts: 56e9."""
+    size = re.search(r"(?<![\d.])(?:(\d+)x)?(\d+(?:\.\d+)?)([kmb])(?![a-z])", name)
     family = name if size is None else name[:size.start()]
     if size is None and name in SIZES:
         family = name.partition("-")[0]
     parameters = GPT2.get(name)
     if size is not None:
-        parameters = float(size[1]) * UNITS[size[2]]
+        parameters = float(size[2]) * UNITS[size[3]]
+        if size[1] is not None:
+            parameters *= int(size[1])
     return family.strip("-_. "), parameters
 
 
