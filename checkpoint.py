@@ -142,7 +142,7 @@ def file_order(model_config: GPTConfig, grid: Grid, num_shards: int) -> list[Sca
     the layout: rank 0 need not ask the other ranks what they hold."""
     order = {}
     for stage in range(grid.pp):
-        ranks = grid.ranks[:, stage].flatten(0, 1)                      # (replica, tp rank)
+        ranks = grid.ranks[stage].flatten(0, 1)                         # (replica, tp rank)
         place = at_rank(grid, int(ranks[0, 0]))
         specs = param_specs(build_stage(model_config, place), model_config, place)
         for bucket in make_buckets(specs, grid.replicas):

@@ -40,19 +40,21 @@ from model import GPT, GPTConfig, ceil_div
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
 #
-# A rank is one process. The ranks form an array (dp, pp, cp, tp) in row-major order: neighbors in
-# tp have consecutive ranks. For dp 2, pp 2, cp 1, tp 2:
+# A rank is one process. The ranks form an array (pp, dp, cp, tp) in row-major order: neighbors in
+# tp have consecutive ranks, and so has each stage. For pp 2, dp 2, cp 1, tp 2:
 #
 #                     replica 0   replica 1
-#       stage 0       0   1       4   5          tensor parallel    (0 1) (2 3) (4 5) (6 7)
-#       stage 1       2   3       6   7          pipelines          (0 2) (1 3) (4 6) (5 7)
-#                                                same weights       (0 4) (1 5) (2 6) (3 7)
+#       stage 0       0   1       2   3          tensor parallel    (0 1) (2 3) (4 5) (6 7)
+#       stage 1       4   5       6   7          same weights       (0 2) (1 3) (4 6) (5 7)
+#                                                pipelines          (0 4) (1 5) (2 6) (3 7)
 #
-# Tensor parallelism communicates most: each block and microbatch needs two all-reduces in forward
-# and two in backward. So its ranks are adjacent and share a machine. Context parallelism exchanges
-# keys and values in each block, so its ranks come next. Pipelines send only activations between
-# neighbors. Data parallelism reduces gradients once a step, and more often with ZeRO 2 and 3. So
-# its ranks may be on different machines (Narayanan et al. 2021, section 3).
+# A machine has consecutive ranks, so those that send each other most are neighbors. Tensor
+# parallelism sends most: each block and microbatch needs two all-reduces in forward and two in
+# backward. Context parallelism exchanges keys and values in each block, and expert parallelism
+# sends tokens to neighboring replicas. Data parallelism reduces gradients once a step, and more
+# often with ZeRO 2 and 3. Pipelines send least: each microbatch crosses the boundary of two stages
+# once in forward and once in backward. So the boundary of two stages is the cheapest place to cut
+# a job into machines (Narayanan et al. 2021, section 3; the order is Megatron-LM's).
 # ---------------------------------------------------------------------------------------------
 
 
@@ -64,6 +66,9 @@ class Grid:
     """The layout, this rank's place in it, and its process groups (None for a group of one). With
     `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers.
 
+    `ranks` has the shape (pp, dp, cp, tp), from what sends least to what sends most: consecutive
+    ranks share a machine, and machines are best divided between stages.
+
     A replica is a full copy of the model, on pp x tp ranks. There are dp x cp replicas: dp cuts the
     rows of the batch, and cp cuts their positions. With cp 2 each replica of the drawing becomes
     two. The gradients of the replicas are summed, and ZeRO shards over the replicas. With `ep`,
@@ -74,9 +79,9 @@ class Grid:
         self.dp, self.pp, self.cp, self.tp, self.ep = dp, pp, cp, tp, ep
         self.rank = rank
         self.world = dp * pp * cp * tp
-        self.ranks = torch.arange(self.world).view(dp, pp, cp, tp)
+        self.ranks = torch.arange(self.world).view(pp, dp, cp, tp)
         place = (self.ranks == rank).nonzero()[0].tolist()
-        self.dp_rank, self.stage, self.cp_rank, self.tp_rank = place
+        self.stage, self.dp_rank, self.cp_rank, self.tp_rank = place
         self.replicas = dp * cp
         self.replica = self.dp_rank * cp + self.cp_rank
         self.ep_rank = self.replica % ep
@@ -87,20 +92,20 @@ class Grid:
 
     def members(self, kind: str) -> list[int]:
         """The ranks in this rank's group of this kind."""
-        d, p, c, t = self.dp_rank, self.stage, self.cp_rank, self.tp_rank
-        replicas = self.ranks[:, p, :, t].reshape(-1, self.ep)          # a row shares the experts
+        p, d, c, t = self.stage, self.dp_rank, self.cp_rank, self.tp_rank
+        replicas = self.ranks[p, :, :, t].reshape(-1, self.ep)          # a row shares the experts
         same_experts = replicas[:, self.ep_rank]
         if self.ep == 1:        # experts are like all other weights: no second group of replicas
-            same_experts = self.ranks[d, p, c, t]
+            same_experts = self.ranks[p, d, c, t]
         members = dict(
-            tp=self.ranks[d, p, c, :],                  # share each matrix
-            cp=self.ranks[d, p, :, t],                  # share each sequence
+            tp=self.ranks[p, d, c, :],                  # share each matrix
+            cp=self.ranks[p, d, :, t],                  # share each sequence
             replicas=replicas,                          # hold the same weights: one of each replica
             ep=replicas[self.replica // self.ep],       # hold all experts together
             same_experts=same_experts,                  # hold the same experts
-            pp=self.ranks[d, :, c, t],                  # share the layers
+            pp=self.ranks[:, d, c, t],                  # share the layers
             world=self.ranks,
-            embedding=self.ranks[d, [0, -1], c, t])     # hold the tied matrix: first and last stage
+            embedding=self.ranks[[0, -1], d, c, t])     # hold the tied matrix: first and last stage
         return members[kind].flatten().tolist()
 
 
@@ -451,7 +456,7 @@ def plain_pipeline(stage: GPT, batch: list, order: list, tokens_in_batch: int,
     `recv` waits for its message. `isend` returns at once. With a blocking send 1F1B would hang: two
     neighbors send to each other, and each would wait for the other to receive. NCCL needs more: see
     PP3 in pipeline.py."""
-    ranks_of_stage = grid.cp * grid.tp      # consecutive, by the order of section 1
+    ranks_of_stage = grid.replicas * grid.tp        # consecutive, by the order of section 1
     previous = grid.rank - ranks_of_stage
     following = grid.rank + ranks_of_stage
     parts = grid.tp if grid.sequence_parallel else 1        # an activation has T / parts positions

@@ -192,17 +192,17 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
 # model:
 #
 #                      replica 0: half of the rows         replica 1: the other half
-#     stage 0,         rank 0  <-- tp -->  rank 1          rank 4  <-- tp -->  rank 5
+#     stage 0,         rank 0  <-- tp -->  rank 1          rank 2  <-- tp -->  rank 3
 #     first layers       | pp                | pp            | pp                | pp
-#     stage 1, last    rank 2  <-- tp -->  rank 3          rank 6  <-- tp -->  rank 7
+#     stage 1, last    rank 4  <-- tp -->  rank 5          rank 6  <-- tp -->  rank 7
 #
 #           divides                   what the ranks exchange                         parallelism/
 #     tp    each matrix               activations twice per block, their gradients     tensor.py
 #     pp    the layers, in stages     activations, and their gradients                pipeline.py
-#     dp    the rows of the batch     gradients: rank 0 with 4, 1 with 5, 2 with 6 .. zero.py
+#     dp    the rows of the batch     gradients: rank 0 with 2, 1 with 3, 4 with 6 .. zero.py
 #     cp    the positions of a row    keys and values, and gradients as in dp         context.py
 #
-# Ranks at the same place in different replicas, such as 0 and 4, train the same parameters. With
+# Ranks at the same place in different replicas, such as 0 and 2, train the same parameters. With
 # --zero 0 each updates all of them. With --zero 1 each keeps AdamW's state of one shard, updates
 # this shard and sends it to the others. With --zero 2 it also keeps the gradients of this shard
 # alone, and with --zero 3 the parameters.

@@ -57,8 +57,8 @@ class Grid(parallel.Grid):
     def all_groups(self, kind: str) -> list[list[int]]:
         """The ranks of each group of a kind (tp, replicas, same_experts, embedding), also of those
         without this rank."""
-        pipelines = self.ranks.permute(0, 2, 3, 1).reshape(-1, self.pp)
-        replicas = self.ranks.permute(1, 3, 0, 2).reshape(-1, self.replicas)
+        pipelines = self.ranks.permute(1, 2, 3, 0).reshape(-1, self.pp)
+        replicas = self.ranks.permute(0, 3, 1, 2).reshape(-1, self.replicas)
         # (stage and tp rank, number of the ep group, ep rank)
         experts = replicas.reshape(len(replicas), -1, self.ep)
         same_experts = experts.transpose(1, 2).reshape(-1, self.replicas // self.ep)
@@ -173,7 +173,7 @@ def stage_specs(model_config: GPTConfig, tp: int, ep: int, is_first: bool,
     pp = 1 + (not is_first) + (not is_last)         # a stage before it, and one behind it
     grid = Grid(ep, pp, tp, ep=ep)
     if not is_first:
-        grid = Grid(ep, pp, tp, int(grid.ranks[0, 1, 0, 0]), ep=ep)
+        grid = Grid(ep, pp, tp, int(grid.ranks[1, 0, 0, 0]), ep=ep)
     model_config = replace(model_config, n_layer=pp)
     return param_specs(build_stage(model_config, grid), model_config, grid)
 

@@ -204,7 +204,7 @@ def start_messages(grid, messages: list[Message]) -> list[Work]:
         if end is None:
             continue
         stage, tag = end
-        peer = grid.rank + (stage - grid.stage) * grid.cp * grid.tp
+        peer = grid.rank + (stage - grid.stage) * grid.replicas * grid.tp
         if message.sending:
             start, verb = dist.isend, "send to"
             work.result = message.tensor.detach().contiguous()

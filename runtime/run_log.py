@@ -99,7 +99,7 @@ def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
     """Name the ranks that computed for more than 1.5 times the median of their pipeline stage:
     their machines may be slow or busy. Every rank calls it with its own seconds."""
     seconds = all_gather_object(own_seconds)
-    for ranks in grid.ranks.transpose(0, 1).flatten(1).tolist():        # of each stage
+    for ranks in grid.ranks.flatten(1).tolist():        # of each stage
         median = statistics.median_low(seconds[rank] for rank in ranks)
         for rank in ranks:
             if seconds[rank] > 1.5 * median:

@@ -67,9 +67,9 @@ class Stage:
 
 def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Stage], list[int]]:
     """(the first stage of each kind, at its first rank; which kind each stage is)"""
-    in_stage = config.cp * config.tp
-    dp = config.world // (config.pp * in_stage)
-    stages = [Stage(cfg, config, Grid(dp, config.pp, config.tp, stage * in_stage,
+    ranks_of_stage = config.world // config.pp
+    dp = ranks_of_stage // (config.cp * config.tp)
+    stages = [Stage(cfg, config, Grid(dp, config.pp, config.tp, stage * ranks_of_stage,
                                       cp=config.cp, ep=config.ep, chunks=config.pp_chunks,
                                       sequence_parallel=config.sequence_parallel))
               for stage in range(config.pp)]

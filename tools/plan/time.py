@@ -22,23 +22,21 @@ COMPILED = 0.6          # fraction of PASSES and WHOLE_PASSES that --compile lea
 
 
 def link_speeds(config: PlanConfig) -> dict[str, float]:
-    """Bytes per second between the ranks of a group of tp, cp, pp, and of replicas (dp): NVLink
-    where they share a machine. What leaves a machine uses an adapter for each of them in it."""
+    """Bytes per second between the ranks of a group of tp, cp, ep, pp, and of replicas (dp), in the
+    order of parallel.Grid: NVLink where they share a machine. What leaves a machine uses an adapter
+    for each of them in it, and a message between stages that of its rank alone."""
     gpu = config.spec
-    per_node, tp, pp, cp = config.gpus_per_node, config.tp, config.pp, config.cp
+    per_node, tp = config.gpus_per_node, config.tp
+    ranks_of_stage = config.world // config.pp
 
     def speed(ranks, stride, adapters):
         one_machine = per_node % (ranks * stride) == 0 or config.world <= per_node
         return LINK * (gpu.link if one_machine else min(gpu.link, adapters * gpu.network))
 
-    replicas = config.world // (tp * pp)
     beside = max(1, per_node // tp)         # ranks of a machine with the same part of each matrix
-    links = dict(tp=speed(tp, 1, per_node), cp=speed(cp, tp, beside), pp=speed(pp, cp * tp, 1))
-    links["dp"] = links["cp"]
-    if replicas > cp:
-        links["dp"] = speed(replicas, tp * pp, max(beside // pp, min(beside, cp)))
-    links["ep"] = links["dp"]           # neighbors among the replicas may be nearer
-    return links
+    return dict(tp=speed(tp, 1, per_node), cp=speed(config.cp, tp, beside),
+                ep=speed(config.ep, tp, beside), dp=speed(ranks_of_stage // tp, tp, beside),
+                pp=speed(config.pp, ranks_of_stage, 1))
 
 
 def product_seconds(config: PlanConfig, rows: float, columns: float, inner: float) -> float:
