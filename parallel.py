@@ -50,11 +50,11 @@ from model import GPT, GPTConfig, ceil_div
 #
 # A machine has consecutive ranks, so those that send each other most are neighbors. Tensor
 # parallelism sends most: each block and microbatch needs two all-reduces in forward and two in
-# backward. Context parallelism exchanges keys and values in each block, and expert parallelism
-# sends tokens to neighboring replicas. Data parallelism reduces gradients once a step, and more
-# often with ZeRO 2 and 3. Pipelines send least: each microbatch crosses the boundary of two stages
-# once in forward and once in backward. So the boundary of two stages is the cheapest place to cut
-# a job into machines (Narayanan et al. 2021, section 3; the order is Megatron-LM's).
+# backward. Context parallelism exchanges keys and values in each block, expert parallelism tokens.
+# Data parallelism reduces gradients once a step, and more often with ZeRO 2 and 3. Pipelines
+# usually send least: one activation for each microbatch, and its gradient. So the boundary of two
+# stages is the cheapest place to cut a job into machines (Narayanan et al. 2021, section 3). The
+# order is Megatron-LM's.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -66,8 +66,8 @@ class Grid:
     """The layout, this rank's place in it, and its process groups (None for a group of one). With
     `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers.
 
-    `ranks` has the shape (pp, dp, cp, tp), from what sends least to what sends most: consecutive
-    ranks share a machine, and machines are best divided between stages.
+    `ranks` has the shape (pp, dp, cp, tp), from what sends least to what sends most: a machine has
+    consecutive ranks, and the boundary of two stages is the cheapest cut between machines.
 
     A replica is a full copy of the model, on pp x tp ranks. There are dp x cp replicas: dp cuts the
     rows of the batch, and cp cuts their positions. With cp 2 each replica of the drawing becomes

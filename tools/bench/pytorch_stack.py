@@ -162,12 +162,12 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
     tp = {"tp": world, "3d": 2}.get(mode, 1)
     pp = {"pp": world, "3d": 2}.get(mode, 1)
     dp = world // (tp * pp)
-    stage = rank // tp % pp
+    stage = rank // (dp * tp)
     torch.manual_seed(0)
     plain = PlainGPT(vocab, shape, stage, pp, tied=tp == 1).to(device)
     if world > 1:
         dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
+        mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
     if tp > 1:
         tensor_parallel(plain, mesh["tp"])
     net = data_parallel(mode, plain)

@@ -35,7 +35,7 @@ bytes sent with those of real runs of train.py.
 The constants are fitted on 209 published steps. Of 132 others the time is 5% off in the mean, in
 nine of ten cases at most 12%, at worst 23%, and 88% of the pairs of layouts of one model are in the
 right order. That counts what those programs did otherwise than ours (tests/published_runs.py).
-Without it the order is right in 62%, and the times as printed are further off: 10% in the mean and
+Without it the order is right in 76%, and the times as printed are further off: 11% in the mean and
 29% at worst for the 44 held-out steps in that file, 27% and 107% for the 26 fitted ones. Two
 layouts within 5% of each other may be in the other order.
 """
