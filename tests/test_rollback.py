@@ -67,7 +67,7 @@ def test_a_skip_names_the_rank_the_parameter_and_the_data(pool, tmp_path, zero, 
         (1, 0, "gradient"), (2, 1, "gradient"), (3, 2, "gradient"), (4, 3, "gradient"),
         (5, 3, "loss")]
     assert [e["parameter"] for e in skips[:4]] == [
-        f"blocks.{stage}.{name}" for name in parameters for stage in (0, 1)]
+        f"blocks.{stage}.{name}" for stage in (0, 1) for name in parameters]
     for event, scale in zip(skips, [65536, 32768, 16384, 8192, 4096]):
         windows = Memory(CFG).window_ids(config.seed, 8 * event["step"] - 8, 8)
         assert event["windows"] == windows.tolist() and event["loss_scale"] == scale

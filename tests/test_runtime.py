@@ -1189,7 +1189,7 @@ def test_a_rank_that_computes_for_longer_than_others_of_its_stage_is_named(pool,
     grid = Grid(dp=3, pp=2, tp=1)
     grid.hosts = ["a", "a", "b", "b", "c", "c"]
     monkeypatch.setattr(run_log, "all_gather_object",
-                        lambda own: [2.0, 6.0, own, 6.0, 2.0, 6.1])
+                        lambda own: [2.0, 2.0, own, 6.0, 6.0, 6.1])
     run_log.note_slow_ranks(grid, 3.1)
     assert capsys.readouterr().out == (
         "note     rank 2 on b is slow: it computed for 3.1 s in the last 100 steps, "
