@@ -82,11 +82,14 @@ class Router(nn.Module):
         ranked = scores
         if self.bias is not None:
             ranked = scores + self.bias
-        chosen = ranked.topk(self.cfg.n_active).indices                     # (B, T, K)
+        chosen = self.largest(ranked)                                       # (B, T, K)
         weights = scores.gather(-1, chosen)
         if self.cfg.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, scores, weights.to(x.dtype), chosen
+
+    def largest(self, ranked):
+        return ranked.topk(self.cfg.n_active).indices
 
     def count(self, chosen):
         """(B, E): how many tokens of each sequence chose an expert."""

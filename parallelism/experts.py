@@ -20,7 +20,8 @@ Tensor parallelism cuts each expert as it cuts an MLP (parallelism/tensor.py). f
     x -------f-+-> [up, act, down of its hidden channels] -+-(times weights)-> sum -g-> y
     weights -f-+                                           +
 
-The router is whole on every tp rank. The gradient of the weights is a sum over the tp ranks, too.
+The router is whole on every tp rank. All use the choice of the first, which sends its N K numbers.
+The gradient of the weights is a sum over the tp ranks, too.
 
 It computes the same as models/moe.py, and as `PlainExperts` in parallel.py. The differences:
 
@@ -102,6 +103,16 @@ class ParallelRouter(Router):
         counts, positions = self.share(own, x.shape[1])
         losses = self.balance_loss(scores, counts, positions) + self.z_loss(logits)
         return _AddLosses.apply(weights, losses, self.bias, self, own.sum(0)), chosen
+
+    def largest(self, ranked):
+        """On all tp ranks what tp rank 0 chooses. On GPUs their routers may differ in the last bits,
+        and one other choice would break the all-to-all."""
+        chosen = super().largest(ranked)
+        if self.grid.tp == 1 or self.grid.sequence_parallel:        # (else each has own positions)
+            return chosen
+        if self.grid.tp_rank > 0:
+            chosen.zero_()
+        return all_reduce(chosen, self.grid.groups["tp"]).wait()
 
     def share(self, counts, positions):
         """EP3: the counts of whole sequences, and their length."""

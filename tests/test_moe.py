@@ -25,6 +25,7 @@ from models.llama import LlamaConfig
 from models.moe import FAMILIES, MoEConfig
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid, build_stage, rank_buckets
+from parallelism.collectives import all_reduce
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters
 from runtime import checks
@@ -488,6 +489,37 @@ def test_a_rank_whose_experts_nobody_chose_takes_part(pool, tmp_path, layout, fl
     # Not the loss after the update: the gradients of these routers are rounding alone.
     assert relative(ours.rows[0]["loss"], one.rows[0]["loss"]) <= BOUNDS["fp64"]
     assert relative(ours.seen[0], one.seen[0]) <= BOUNDS["fp64"]
+
+
+def differ_on_tp_ranks(run):
+    """The routers of tp rank 1 become others."""
+    generator = torch.Generator().manual_seed(1)
+    for bucket in run.flat.buckets:
+        if bucket.is_wide and run.grid.tp_rank == 1:
+            master = bucket.shard["master"]
+            master += 1e-3 * torch.randn(master.shape, generator=generator, dtype=master.dtype)
+    without_saves(run)
+
+
+def loads_of_tp_ranks(run):
+    """Of each block, (tp, E)."""
+    loads = []
+    for block in run.model.blocks.values():
+        load = torch.zeros(run.grid.tp, len(block.mlp.router.load), dtype=torch.int64)
+        load[run.grid.tp_rank] = block.mlp.router.load
+        loads.append(all_reduce(load, run.grid.groups["tp"]).wait())
+    return loads
+
+
+def test_tp_ranks_choose_the_same_experts_although_their_routers_differ(pool, tmp_path):
+    """Otherwise ranks would send other numbers of rows than their partners expect. The losses stay
+    near those of equal routers."""
+    cfg = CFGS["qwen3-moe"]
+    rows, seen, _ = trained(pool, (2, 2, 1), tmp_path, cfg, loads_of_tp_ranks,
+                            prepare=differ_on_tp_ranks, ep=2, steps=3)
+    one = trained(pool, (1, 1, 1), tmp_path, cfg, prepare=without_saves, steps=3)
+    assert_same_rows(rows, one.rows, 1e-3)
+    assert all(load[0].equal(load[1]) for step in seen for load in step)
 
 
 @pytest.mark.claim("A checkpoint of divided experts has no layout.")
