@@ -183,7 +183,7 @@ def restore(state: dict, flat: FlatParameters) -> None:
         full = state.pop(key)
         for bucket in flat.buckets:
             for spec, shard_slice, param_slice in bucket.shard_ranges:
-                part = spec.cut(full[spec.name], flat.grid.tp_rank, flat.grid.ep_rank)
+                part = spec.cut(full[spec.name], flat.grid)
                 bucket.shard[flat_name][shard_slice].copy_(part.flatten()[param_slice])
     flat.sync_params()
     flat.wait_params()

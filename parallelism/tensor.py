@@ -76,21 +76,20 @@ class ParamSpec:
             return 0
         return grid.ep_rank % self.ep * self.tp + grid.tp_rank
 
-    def cut(self, full: torch.Tensor, tp_rank: int, ep_rank: int = 0) -> torch.Tensor:
-        """Full parameter -> one tensor-parallel rank's part, of experts that of one ep rank, too.
-        """
+    def cut(self, full: torch.Tensor, grid) -> torch.Tensor:
+        """Full parameter -> this rank's part."""
         if self.ep > 1:
-            full = full.chunk(self.ep)[ep_rank]
+            full = full.chunk(self.ep)[grid.ep_rank]
         if self.partition_dim is None:
             return full
         if self.padded_rows > self.shape[0]:            # the vocabulary: rows at the end are zero
             rows = self.padded_rows // self.tp
-            mine = full[tp_rank * rows:(tp_rank + 1) * rows]
+            mine = full[grid.tp_rank * rows:(grid.tp_rank + 1) * rows]
             padding = rows - len(mine)
             return F.pad(mine, (0, 0, 0, padding)) if padding > 0 else mine     # a view: not read
         dim = self.partition_dim                                        # qkv's weight: (3C, C)
         matrices = full.unflatten(dim, (self.stacked, self.tp, -1))     # (3, tp, C / tp, C)
-        mine = matrices.select(dim + 1, tp_rank)                        # (3, C / tp, C)
+        mine = matrices.select(dim + 1, grid.tp_rank)                   # (3, C / tp, C)
         return mine.flatten(dim, dim + 1)                               # (3C / tp, C)
 
     def join(self, parts: list) -> torch.Tensor:

@@ -154,7 +154,7 @@ class FlatParameters:
         """Fill this rank's tensors `name` from full parameters: full(name, shape) -> tensor."""
         for bucket in self.buckets:
             for spec, shard_slice, param_slice in bucket.shard_ranges:
-                value = spec.cut(full(spec.name, spec.shape), self.grid.tp_rank, self.grid.ep_rank)
+                value = spec.cut(full(spec.name, spec.shape), self.grid)
                 bucket.shard[name][shard_slice].copy_(value.flatten()[param_slice])
 
     def initialize(self, model_config: GPTConfig, seed: int,

@@ -35,7 +35,7 @@ def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradient
         specs = param_specs(ours, cfg, grid)
         for spec in specs:
             full = plain.get_parameter(spec.name).detach()[:spec.shape[0]]
-            own_part = nn.Parameter(spec.cut(full, rank).clone())
+            own_part = nn.Parameter(spec.cut(full, grid).clone())
             for module, attribute in spec.owners:
                 setattr(module, attribute, own_part)
         ours.head.set_loss_factor(3.0)             # by which the gradients are divided again
@@ -44,7 +44,7 @@ def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradient
     pairs = dict(loss=losses)
     for spec in specs:
         full = plain.get_parameter(spec.name).grad[:spec.shape[0]]
-        pairs[spec.name] = ours.get_parameter(spec.name).grad, spec.cut(full, rank)
+        pairs[spec.name] = ours.get_parameter(spec.name).grad, spec.cut(full, grid)
     assert_close(pairs, 1e-10)
     local, _ = staged(replace(CFG, n_layer=1), Grid(1, 1, 1))
     with pytest.raises(RuntimeError, match="multiply the loss by head.loss_factor"):
