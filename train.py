@@ -368,10 +368,12 @@ class Run:
         # To save memory, the parallel head computes its gradients in forward, so it needs the
         # factor now. The product with loss_factor below tells backward the same factor, which is
         # not applied again. This call also sets head.norms, read in step_stats, to 0. The routers
-        # of a mixture of experts have losses of their own, which need the factor, too.
+        # of a mixture of experts have losses of their own: means over all tokens.
         for module in model.modules():
             if hasattr(module, "set_loss_factor"):
                 module.set_loss_factor(loss_factor)
+            if hasattr(module, "set_token_factor"):
+                module.set_token_factor(self.scaler.scale / tokens_in_batch)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
             for m, (inputs, targets, dropout_seed, positions) in enumerate(microbatches):

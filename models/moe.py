@@ -47,6 +47,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from model import IGNORE_INDEX
 from models import llama
 from models.llama import ACTIVATIONS, Llama, LlamaConfig
 
@@ -54,7 +55,8 @@ from models.llama import ACTIVATIONS, Llama, LlamaConfig
 class Router(nn.Module):
     """x (B, T, C) -> the weights (B, T, K) of the chosen experts, and their numbers (B, T, K).
 
-    It computes in fp32 or wider, because rounding may choose another expert. A forward sets
+    It computes in fp32 or wider, because rounding in 16 bits would choose another expert. A forward
+    with gradients sets
 
         load     (B, E)   how many tokens of each sequence chose an expert
         losses   ()       the balancing loss and z_loss, summed over the tokens
@@ -70,8 +72,9 @@ class Router(nn.Module):
 
     def forward(self, x):
         logits, scores, weights, chosen = self.choose(x)
-        self.load = self.count(chosen)
-        self.losses = self.balance_loss(scores, self.load, x.shape[1]) + self.z_loss(logits)
+        if torch.is_grad_enabled():
+            self.load = self.count(chosen)
+            self.losses = self.balance_loss(scores, self.load, x.shape[1]) + self.z_loss(logits)
         return weights, chosen
 
     def choose(self, x):
@@ -205,20 +208,27 @@ class Block(llama.Block):
 
 class MoE(Llama):
     """The whole model. Given targets, its value is the cross-entropy alone. Its gradient is that of
-    the cross-entropy and of the losses of all routers."""
+    the cross-entropy and of the losses of all routers. The caller divides the value by the number
+    of targets that count. Then the gradient is that of the mean cross-entropy of these targets plus
+    the mean losses of all tokens: those without a target, as in conversations, have a router, too.
+    """
     block_type = Block
 
     def forward(self, x, targets=None, dropout_seed=None, positions=None):
         y = super().forward(x, targets, dropout_seed, positions)
-        if targets is None or self.head is None:
+        if targets is None or self.head is None or not torch.is_grad_enabled():
             return y
         for block in self.blocks.values():
             losses = block.mlp.router.losses
+            if losses is None:      # parallelism/experts.py adds the gradient in the router
+                continue
+            losses = losses * (targets != IGNORE_INDEX).to(losses.dtype).mean()
             y = y + (losses - losses.detach())      # adds 0, and the gradient of the losses
         return y
 
     def loads(self) -> torch.Tensor:
-        """(L, E): how many tokens of the last forward chose each expert of each block."""
+        """(L, E): how many tokens of the last forward with gradients chose each expert of each
+        block."""
         return torch.stack([block.mlp.router.load.sum(0) for block in self.blocks.values()])
 
 

@@ -70,27 +70,27 @@ class _AddLosses(torch.autograd.Function):
     def backward(ctx, dx):
         losses, = ctx.saved_tensors
         ctx.router.count_in(ctx.counts, losses)
-        return dx, losses.new_full((), ctx.router.loss_factor), None, None, None
+        return dx, losses.new_full((), ctx.router.token_factor), None, None, None
 
 
 class ParallelRouter(Router):
-    """The router of this rank's positions. `set_loss_factor` begins a step: it says by what the
-    caller multiplies the loss before backward(). From then on these add up, of all backwards:
+    """The router of this rank's positions. `set_token_factor` begins a step: it says by what the
+    losses, which are sums over tokens, are multiplied. From then on these add up, of all backwards:
 
         load            (E,) how many of this rank's tokens chose each expert
         loss_sum        the losses of the router, summed over this rank's tokens
     """
     partition_dim = {}
+    losses = None           # MoE.forward adds none: `_AddLosses` does
 
     def __init__(self, plain: Router, grid):
         nn.Module.__init__(self)
         self.cfg, self.grid = plain.cfg, grid
         self.weight, self.bias = plain.weight, plain.bias
-        self.losses = torch.zeros(())           # of the plain router: `_AddLosses` replaces them
-        self.set_loss_factor(1.0)
+        self.set_token_factor(1.0)
 
-    def set_loss_factor(self, loss_factor: float) -> None:
-        self.loss_factor = loss_factor
+    def set_token_factor(self, token_factor: float) -> None:
+        self.token_factor = token_factor
         device = self.weight.device
         self.load = torch.zeros(self.cfg.n_expert, dtype=torch.int64, device=device)
         self.loss_sum = torch.zeros((), dtype=sum_dtype(device), device=device)
@@ -133,7 +133,8 @@ class ParallelRouter(Router):
         else:
             exact.add(self.loss_sum, losses, exact.LOSS, exact.terms(exact.positions))
         if self.bias is not None:
-            # EP6: whole numbers, above 0 where more tokens than the mean chose the expert.
+            # EP6: above 0 where more tokens than the mean chose the expert. (In fp32 sums of whole
+            # numbers are exact up to 2^24. Above, rounding may change the sign of a small excess.)
             grad = self.bias.main_grad()
             grad += (self.cfg.n_expert * counts - counts.sum()).to(grad.dtype)
 

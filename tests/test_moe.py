@@ -20,6 +20,7 @@ import sample
 from amp import PRECISIONS
 from base.flops import active_parameters, flops_per_token, parameter_count
 from base.options import Config, merge_config
+from model import IGNORE_INDEX
 from models import SIZES, make_config
 from models.llama import LlamaConfig
 from models.moe import FAMILIES, MoEConfig
@@ -311,6 +312,62 @@ def test_the_value_is_the_cross_entropy_and_the_gradient_has_the_losses_of_all_r
     for name, gradient in ours.items():
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-10,
                                    atol=1e-12)
+
+
+def test_without_gradients_a_router_computes_no_losses():
+    cfg = CFGS["mixtral"]
+    model = random_gpt(cfg)
+    tokens = tokens_of(cfg, 2)
+    with torch.no_grad():
+        value = model(tokens, tokens)
+    assert not hasattr(model.blocks["0"].mlp.router, "losses")
+    assert model(tokens, tokens).equal(value) and model.blocks["0"].mlp.router.losses > 0
+
+
+class FewTargets(Memory):
+    """About one target in four counts in the loss, as in conversations."""
+
+    def read(self, window_ids):
+        tokens, positions, has_loss = super().read(window_ids)
+        return tokens, positions, has_loss & (tokens % 4 == 0)
+
+    def count_targets(self, window_ids):
+        _, targets, _ = self.rows(window_ids)
+        return int((targets != IGNORE_INDEX).sum())
+
+
+def with_few_targets(run):
+    run.train_data.__class__ = FewTargets
+    without_saves(run)
+
+
+@pytest.mark.parametrize("layout, flags", [
+    ((1, 1, 1), {}),
+    pytest.param((2, 2, 2), dict(ep=2, sequence_parallel=True), marks=pytest.mark.slow)])
+def test_losses_of_routers_are_means_over_all_tokens_with_or_without_a_target(pool, tmp_path,
+                                                                              layout, flags):
+    """The gradient of a run, of the plain model, and of the mean cross-entropy of the targets plus
+    the mean losses of the tokens."""
+    cfg = CFGS["shared, bias"]
+    ours = trained(pool, layout, tmp_path, cfg, whole_gradient, prepare=with_few_targets,
+                   dtype="fp64", steps=1, **flags).seen[0]
+    dataset = FewTargets(cfg)
+    ids = dataset.window_ids(Config.seed, 0, 8)
+    inputs, targets = map(torch.from_numpy, dataset.rows(ids)[:2])
+    count = dataset.count_targets(ids)
+    assert 10 < count < targets.numel() / 3
+    plain, expected = (cfg.build().initialize(Config.seed).double() for _ in range(2))
+    (plain(inputs, targets) / count).backward()
+
+    logits = expected(inputs).flatten(0, 1)
+    losses = sum(block.mlp.router.losses for block in expected.blocks.values())
+    (F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX)
+     + losses / targets.numel()).backward()
+    for name, parameter in expected.named_parameters():
+        if parameter.requires_grad:
+            rows = len(ours[name])                  # without padding
+            assert relative(plain.get_parameter(name).grad, parameter.grad) <= 1e-10, name
+            assert relative(ours[name], parameter.grad[:rows]) <= 1e-10, name
 
 
 def test_a_bias_balances_without_a_loss():
