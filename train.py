@@ -234,7 +234,7 @@ class StepStats:
     skipped: str                # why the update is skipped, such as NOT_FINITE, or ""
     loss_scale: float           # the loss scale used in this step
     local_loss: torch.Tensor    # this rank's summed loss, to find where an inf or NaN began
-    expert_loads: dict = field(default_factory=dict)    # of a mixture (expert_loads.measure)
+    expert_loads: dict = field(default_factory=dict)    # of a mixture (expert_loads.fields)
 
 
 class Run:
@@ -408,6 +408,7 @@ class Run:
         if grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel):
             local["activation_norm"] = self.model.head.norms.to(loss_sum.dtype)
         local |= self.flat.grad_norm_squares()          # of this rank's part of the model
+        local |= expert_loads.measure(self)             # if it is a mixture of experts
         total = self.sum_across_ranks(local)
         norm, skipped = self.flat.grad_norm(total)      # of the whole model
         if not math.isfinite(total["loss"]):
@@ -416,7 +417,7 @@ class Run:
             loss=total["loss"] / targets_in_batch,
             activation_norm=total["activation_norm"] / tokens_in_batch,
             grad_norm=norm / scaler.scale, skipped=skipped, loss_scale=scaler.scale,
-            local_loss=loss_sum, expert_loads=expert_loads.measure(self, tokens_in_batch))
+            local_loss=loss_sum, expert_loads=expert_loads.fields(total, tokens_in_batch))
 
     def update(self, stats: StepStats, lr: float) -> None:
         """Update the weights. Every rank skips it if the loss or a gradient is inf or NaN, or with
@@ -433,17 +434,19 @@ class Run:
         self.finished_step = self.step
 
     def sum_across_ranks(self, local: dict) -> dict:
-        """Sum each scalar tensor of `local` over all ranks -> {name: a number}. Waits for the other
-        ranks, at most --timeout. One more number is summed on the way: how many ranks have received
-        a signal. So all ranks learn of it in the same step."""
+        """Sum each tensor of `local` over all ranks -> {name: a number, or a list of the rows of a
+        matrix}. Waits for the other ranks, at most --timeout. One more number is summed on the way:
+        how many ranks have received a signal. So all ranks learn of it in the same step."""
         has_signal = self.stop is not None and self.stop.since is not None
-        numbers = [*local.values(), self.scalar(float(has_signal))]
-        sums = all_reduce(torch.stack(numbers), self.grid.groups["world"]).wait()
+        tensors = [*local.values(), self.scalar(float(has_signal))]
+        numbers = torch.cat([x.flatten() for x in tensors])
+        sums = all_reduce(numbers, self.grid.groups["world"]).wait()
         timeout = self.config.timeout if self.grid.world > 1 else math.inf
-        *sums, signals = to_host(sums, timeout).tolist()
+        parts = to_host(sums, timeout).split([x.numel() for x in tensors])
+        *totals, signals = [part.view_as(x).tolist() for part, x in zip(parts, tensors)]
         if signals > 0:
             self.stop.receive()
-        return dict(zip(local, sums))
+        return dict(zip(local, totals))
 
     def scalar(self, value: float) -> torch.Tensor:
         """A tensor of shape () on the device, in the dtype used for sums."""

@@ -1,5 +1,5 @@
-"""How a mixture's experts are used: train.Run.step_stats calls `measure`, run_log.write_row
-`in_words`. Of each step metrics.jsonl has
+"""How a mixture's experts are used: train.Run.step_stats calls `measure` and `fields`,
+run_log.write_row `in_words`. Of each step metrics.jsonl has
 
     load/3          in block 3, the tokens of the expert that most chose, relative to the mean of
                     all its experts: 1 if all are used alike, E / K at most
@@ -9,12 +9,11 @@
 """
 import torch
 
-from parallelism.collectives import all_reduce, sum_dtype, to_host
+from parallelism.collectives import sum_dtype
 
 
-def measure(run, tokens: int) -> dict:
-    """The fields of a step's row, for a batch of so many tokens. Every rank calls it. {} if the
-    model is no mixture."""
+def measure(run) -> dict:
+    """What `fields` needs the sum of over all ranks. {} if the model is no mixture."""
     cfg, grid = run.model_config, run.grid
     if not hasattr(cfg, "n_expert"):
         return {}
@@ -26,7 +25,14 @@ def measure(run, tokens: int) -> dict:
         for layer, block in run.model.blocks.items():
             sums[int(layer), :-1] += block.mlp.router.load
             sums[int(layer), -1] += block.mlp.router.loss_sum
-    sums = to_host(all_reduce(sums, grid.groups["world"]).wait(), run.config.timeout)
+    return dict(experts=sums)
+
+
+def fields(total: dict, tokens: int) -> dict:
+    """The fields of a step's row, for a batch of so many tokens, from the sums over all ranks."""
+    if "experts" not in total:
+        return {}
+    sums = torch.tensor(total["experts"], dtype=torch.float64)
     loads = sums[:, :-1]                                                    # (L, E)
     relative = loads.amax(1) / loads.mean(1)
     row = {f"load/{layer}": load for layer, load in enumerate(relative.tolist())}

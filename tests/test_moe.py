@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import checkpoint
@@ -33,8 +34,9 @@ from runtime import checks
 from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, Command, Memory, assert_same_rows,
                            different_bits, differences, expect_mistake, kinds, launch,
                            losses_of_plain_program, nothing, on_ranks, own_processes,
-                           plain_gradient, random_gpt, read_metrics, relative, saved, settings,
-                           tokens_of, trained, wait_for_step, whole_gradient, without_saves)
+                           plain_gradient, random_gpt, read_metrics, relative, run_steps, saved,
+                           settings, tokens_of, trained, wait_for_step, whole_gradient,
+                           without_saves)
 from tests.test_combinations import compiled_steps
 from tests.test_flipped_bits import STEPS, Flip, equal_states, events_of, inject
 from tools import huggingface, huggingface_formats, huggingface_unread_keys
@@ -521,6 +523,21 @@ def test_the_log_has_the_load_of_each_block_and_the_losses_of_the_routers(pool, 
     assert ours["router_loss"] == pytest.approx(sum(losses).item() / count)
     assert ours["loss"] == pytest.approx(
         F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item())
+
+
+@on_ranks
+def test_a_step_sums_its_statistics_in_one_message(rank, world=4):
+    """The loads of experts travel with the loss and the norm."""
+    groups = []
+    all_reduce = dist.all_reduce
+
+    def noted(x, op, group, async_op):
+        groups.append(group)
+        return all_reduce(x, op, group, async_op)
+    with mock.patch.object(dist, "all_reduce", noted):
+        run = run_steps(rank, world, (4, 1, 1), settings("out", ep=2, steps=2), CFGS["mixtral"],
+                        lambda run: groups.count(run.grid.groups["world"]), prepare=without_saves)
+    assert run.seen[0] == 1 and run.rows[0]["load/4"] >= 1
 
 
 def choose_one(run):
