@@ -266,8 +266,12 @@ def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
     It is a function of (seed, name) alone, so each rank of any layout can draw its parameters, one
     at a time. Biases are 0, LayerNorm weights 1. Matrices have a standard deviation of 0.02. For
     the two projections that write to the residual stream it is 0.02 / sqrt(2L), so that the
-    stream's variance does not depend on the depth.
+    stream's variance does not depend on the depth. Of stacked matrices (E, out, in), the experts of
+    models/moe.py, each is drawn by a name of its own.
     """
+    if len(shape) == 3:
+        return torch.stack([initial_value(cfg, name_in_stack(name, number), shape[1:], seed)
+                            for number in range(shape[0])])
     if name.endswith("bias"):
         return torch.zeros(shape)
     if len(shape) == 1:
@@ -276,6 +280,10 @@ def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
     std = 0.02 / math.sqrt(2 * cfg.n_layer) if residual else 0.02
     generator = torch.Generator().manual_seed(derive_seed(seed, name))
     return torch.empty(shape).normal_(0, std, generator=generator)
+
+
+def name_in_stack(name: str, number: int) -> str:
+    return f"{number}.{name}"
 
 
 # ---------------------------------------------------------------------------------------------

@@ -254,7 +254,11 @@ class MoEConfig(LlamaConfig):
         super().__post_init__()
         if not 1 <= self.n_active <= self.n_expert:
             raise ValueError(f"n_active {self.n_active} is not between 1 and n_expert "
-                             f"{self.n_expert}")
+                             f"{self.n_expert}: give --n-active of 1 to {self.n_expert}")
+        if self.n_active == 1 and self.n_expert > 1 and self.normalised:
+            raise ValueError("n_active 1 with normalised weights: the weight of a token's expert is "
+                             "always 1, so the cross-entropy does not train the router. Give "
+                             f"--n-active of 2 to {self.n_expert}, or a model of the family olmoe")
         if not self.gated or self.bias != "none":
             raise ValueError("an expert is a gated MLP without biases: its config has gated "
                              f"{self.gated} and bias {self.bias!r}")

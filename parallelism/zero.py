@@ -29,13 +29,14 @@ sends gradients in fp32, parameters in 16 bits), times (r - 1) / r:
 """
 import math
 from functools import partial
+from typing import Callable
 
 import torch
 import torch.nn as nn
 from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 
 from amp import NOT_FINITE
-from model import GPT, GPTConfig, ceil_div, initial_value
+from model import GPT, GPTConfig, ceil_div, initial_value, name_in_stack
 from parallelism.buckets import Bucket, is_owner, make_buckets
 from parallelism.collectives import (all_gather, all_reduce, copy_to_host_async, reduce_scatter,
                                      sum_dtype)
@@ -152,20 +153,31 @@ class FlatParameters:
     @torch.no_grad()
     def load(self, name: str, full) -> None:
         """Fill this rank's tensors `name` from full parameters: full(name, shape) -> tensor."""
+        self.load_parts(name, lambda spec: spec.cut(full(spec.name, spec.shape), self.grid))
+
+    def load_parts(self, name: str, part: Callable) -> None:
+        """The same from this rank's parts: part(spec) -> tensor."""
         for bucket in self.buckets:
             for spec, shard_slice, param_slice in bucket.shard_ranges:
-                value = spec.cut(full(spec.name, spec.shape), self.grid)
-                bucket.shard[name][shard_slice].copy_(value.flatten()[param_slice])
+                bucket.shard[name][shard_slice].copy_(part(spec).flatten()[param_slice])
 
     def initialize(self, model_config: GPTConfig, seed: int,
                    parameters: dict | None = None) -> None:
         """Set the state of step 0, also after a rollback to it. Only one full parameter is in
-        memory at a time. The weights come from `parameters` {name: full tensor}, or the seed."""
-        def initial(name, shape):
-            if parameters is None:
-                return initial_value(model_config, name, shape, seed)
-            return parameters[name][:shape[0]]      # the position table may be longer
-        self.load("master", initial)
+        memory at a time, of experts one. The weights come from `parameters` {name: full tensor}, or
+        the seed."""
+        def initial(spec):
+            if parameters is not None:      # the position table may be longer
+                return spec.cut(parameters[spec.name][:spec.shape[0]], self.grid)
+            if len(spec.shape) == 3:
+                return spec.cut_experts(partial(initial_expert, spec), self.grid)
+            return spec.cut(initial_value(model_config, spec.name, spec.shape, seed), self.grid)
+
+        def initial_expert(spec, number):
+            name = name_in_stack(spec.name, number)
+            return initial_value(model_config, name, spec.shape[1:], seed)
+        with torch.no_grad():
+            self.load_parts("master", initial)
         if self.training:
             for bucket in self.buckets:
                 bucket.shard["exp_avg"].zero_()

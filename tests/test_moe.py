@@ -21,10 +21,11 @@ import sample
 from amp import PRECISIONS
 from base.flops import active_parameters, flops_per_token, parameter_count
 from base.options import Config, merge_config
-from model import IGNORE_INDEX
+from model import IGNORE_INDEX, initial_value
 from models import SIZES, make_config
 from models.llama import LlamaConfig
 from models.moe import FAMILIES, MoEConfig
+from parallelism import zero
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid, build_stage, rank_buckets
 from parallelism.collectives import all_reduce
@@ -224,7 +225,8 @@ CFGS = {
                                                                   n_active=3, z_loss=0.01)),
     "olmoe": MoEConfig(**FAMILIES["olmoe"] | SHAPE | dict(n_expert=16, n_active=4)),
     "qwen3-moe": MoEConfig(**FAMILIES["qwen3-moe"] | SHAPE | dict(n_expert=16, n_active=4)),
-    "few tokens": MoEConfig(**FAMILIES["mixtral"] | SHAPE | dict(n_expert=64, n_active=1))}
+    "few tokens": MoEConfig(**FAMILIES["mixtral"] | SHAPE | dict(n_expert=64, n_active=1,
+                                                                  normalised=False))}
 
 
 @pytest.mark.parametrize("name, vocab, count, active", [
@@ -389,7 +391,9 @@ def test_a_bias_balances_without_a_loss():
 
 
 @pytest.mark.parametrize("fields, words", [
-    (dict(n_active=0), "n_active 0 is not between 1 and n_expert 8"),
+    (dict(n_active=0), "n_active 0 is not between 1 and n_expert 8: give --n-active of 1 to 8"),
+    (dict(n_active=1), "n_active 1 with normalised weights: .* Give --n-active of 2 to 8, or a "
+     "model of the family olmoe"),
     (dict(gated=False), "an expert is a gated MLP without biases"),
     (dict(bias="all"), "an expert is a gated MLP without biases")])
 def test_a_shape_that_cannot_be_is_refused(fields, words):
@@ -523,6 +527,33 @@ def test_the_log_has_the_load_of_each_block_and_the_losses_of_the_routers(pool, 
     assert ours["router_loss"] == pytest.approx(sum(losses).item() / count)
     assert ours["loss"] == pytest.approx(
         F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item())
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_a_rank_draws_its_own_experts_alone_and_one_at_a_time(monkeypatch, ep):
+    """Each with values that depend on the seed, the name and the number of the expert."""
+    cfg = CFGS["mixtral"]
+    drawn = []
+
+    def noted(_, name, shape, seed):
+        drawn.append((name, shape))
+        return initial_value(cfg, name, shape, seed)
+    monkeypatch.setattr(zero, "initial_value", noted)
+    grid = Grid(4, 1, 2, 5, ep=ep)
+    flat = FlatParameters(param_specs(build_stage(cfg, grid), cfg, grid), grid, torch.float32,
+                          torch.float32, "cpu", training=False)
+    flat.initialize(cfg, 0)
+    plain = cfg.build().initialize(0)
+    for bucket in flat.buckets:
+        for spec in bucket.specs:
+            full = plain.get_parameter(spec.name).detach()[:spec.shape[0]]
+            assert bucket.view(bucket.data, spec)[:len(spec.cut(full, grid))].equal(
+                spec.cut(full, grid)), spec.name
+    of_experts = [(name, shape) for name, shape in drawn if "experts" in name]
+    assert len(of_experts) == cfg.n_layer * 2 * cfg.n_expert // ep
+    assert {shape for _, shape in of_experts} == {(32, 32), (32, 16)}
+    up = plain.blocks["0"].mlp.experts.up.weight
+    assert not up[0].equal(up[1]) and abs(up.std() / 0.02 - 1) < 0.05
 
 
 @on_ranks
