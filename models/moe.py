@@ -4,29 +4,30 @@ models/llama.py first.
     Llama        y = MLP(x)
     mixture      y = sum over the K experts e that the router chooses for x of  w_e(x) MLP_e(x)
 
-               +-> expert 0 --
-      x -------+-> expert 1 --+-> w_1 y_1 + w_3 y_3         E = 4 experts, of which K = 2 are active
-      |        +-> expert 2 --
-      router --+-> expert 3 --+
+               + ...  expert 0                       ...  not chosen by this token
+      x -------+----> expert 1 --+
+      |        + ...  expert 2   +--> w_1 y_1 + w_3 y_3
+      router --+----> expert 3 --+                        E = 4 experts, of which K = 2 are active
 
-The experts of a block have E / K times the parameters that a token uses. So the model is larger at
-the cost of a small one. An expert has no capacity: it computes all tokens that choose it, and no
-token is dropped.
+A block has E / K times the experts' parameters that one token uses. So it knows more, and computes
+no more. Other systems give an expert a capacity, and drop the tokens above this limit. Here an
+expert computes all tokens that choose it.
 
                     scores s             weights w         q and k are normed     family here
     Mixtral         softmax over E       s / sum over K    not                    mixtral
     OLMoE           the same             s                 over all heads         olmoe
     Qwen3-MoE       the same             s / sum over K    head by head           qwen3-moe
 
-A router that is left alone soon sends most tokens to few experts. There are two remedies. Each is a
-function of the data, not of the layout.
+A router that is left alone soon sends most tokens to few experts. There are two remedies.
 
-    balance_loss    a loss of each sequence (DeepSeek-V3, section 2.1.2). It multiplies how many of
-                    the T tokens chose an expert by the mean of the expert's scores:
+    balance_loss    a loss of each sequence (DeepSeek-V3, section 2.1.2). It is computed per
+                    sequence, so it does not depend on how the batch is cut. It multiplies how many
+                    of the T tokens chose an expert by the mean of the expert's scores:
                     E / K sum_e (count_e / T) (sum_t s_te / T)      1 if all experts are used alike
+                    times T, because a model here returns sums over tokens
     balance_bias    no loss (Wang et al. 2024). The K largest of s + b are chosen. After each step
                     b_e rises by this speed if fewer tokens of the batch than the mean over experts
-                    chose e, and falls if more did. The weights are those of s.
+                    chose e, and falls if more did. The weights w are those of s.
 
 A third loss, z_loss, keeps the logits z of the router small (ST-MoE, Zoph et al. 2022). It is the
 mean over tokens of (log sum_e exp z_e)^2.
@@ -101,13 +102,13 @@ class Router(nn.Module):
         return counts.scatter_add_(1, flat, torch.ones_like(flat))
 
     def balance_loss(self, scores, counts, positions):
-        """Its sum over these tokens, whose `scores` are (B, T, E). Their sequences have so many
-        positions and these `counts` (B, E), which are constants."""
+        """The balancing loss summed over these tokens, whose scores are (B, T, E). `counts` (B, E)
+        are those of whole sequences of `positions` tokens; no gradient flows into them."""
         factor = self.cfg.balance_loss * self.cfg.n_expert / (self.cfg.n_active * positions)
         return factor * (counts * scores.sum(1)).sum()
 
     def z_loss(self, logits):
-        """Its sum over these tokens."""
+        """z_loss summed over these tokens."""
         if self.cfg.z_loss == 0:
             return 0.0
         return self.cfg.z_loss * logits.logsumexp(-1).square().sum()
@@ -121,7 +122,8 @@ class Router(nn.Module):
 
 class ExpertLinear(nn.Module):
     """E linear layers, x (n, in) -> (n, out). The first counts[0] rows of x are for expert 0, the
-    next counts[1] rows for expert 1, and so on."""
+    next counts[1] rows for expert 1, and so on. `stacked`: how many matrices each expert's has
+    along `outputs`; tensor parallelism cuts each by itself."""
 
     def __init__(self, n_expert: int, inputs: int, outputs: int, stacked: int = 1):
         super().__init__()
@@ -145,6 +147,7 @@ class Experts(nn.Module):
     def __init__(self, cfg: MoEConfig):
         super().__init__()
         self.n_expert = cfg.n_expert
+        # One matrix computes gate and value.
         self.up = ExpertLinear(cfg.n_expert, cfg.n_embd, 2 * cfg.hidden, stacked=2)
         self.down = ExpertLinear(cfg.n_expert, cfg.hidden, cfg.n_embd)
         self.activation = ACTIVATIONS[cfg.activation]
@@ -153,9 +156,10 @@ class Experts(nn.Module):
         flat = chosen.flatten()                                             # (N K,)
         order = flat.argsort(stable=True)           # by expert, then by token
         counts = flat.bincount(minlength=self.n_expert)                     # (E,)
-        tokens = order // chosen.shape[-1]
+        tokens = order // chosen.shape[-1]          # the token of each row
         y = self.run(x.flatten(0, 1)[tokens], counts)                       # (N K, C)
-        y = y[order.argsort()].view(*chosen.shape, -1)                      # (B, T, K, C)
+        back = order.argsort()                      # the inverse permutation
+        y = y[back].view(*chosen.shape, -1)                                 # (B, T, K, C)
         return (y * weights.unsqueeze(-1)).sum(-2)
 
     def run(self, x, counts):
@@ -256,8 +260,8 @@ class MoEConfig(LlamaConfig):
             raise ValueError(f"n_active {self.n_active} is not between 1 and n_expert "
                              f"{self.n_expert}: give --n-active of 1 to {self.n_expert}")
         if self.n_active == 1 and self.n_expert > 1 and self.normalised:
-            raise ValueError("n_active 1 with normalised weights: the weight of a token's expert is "
-                             "always 1, so the cross-entropy does not train the router. Give "
+            raise ValueError("n_active 1 with normalised weights: a token's expert always has the "
+                             "weight 1, so the cross-entropy does not train the router. Give "
                              f"--n-active of 2 to {self.n_expert}, or a model of the family olmoe")
         if not self.gated or self.bias != "none":
             raise ValueError("an expert is a gated MLP without biases: its config has gated "

@@ -42,7 +42,7 @@ class ParallelAllHeadsNorm(TensorParallel):
 
 
 def norm_of_heads(plain: nn.Module, grid) -> nn.Module:
-    """Of the norms of q and k, tensor parallelism cuts that of all heads alone."""
+    """Only the norm over all heads is cut. A norm of each head stays whole."""
     if isinstance(plain, AllHeadsNorm):
         return ParallelAllHeadsNorm(plain, grid)
     return plain

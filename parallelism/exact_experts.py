@@ -12,7 +12,10 @@ order. So with --ep a rank computes the tokens of each rank by themselves: produ
 that they have without. And each tp rank sends all rows, not a part (EP4 of experts.py). A router
 compares numbers that have the same bits, and so chooses the same experts.
 """
+from functools import partial
+
 import torch
+import torch.nn as nn
 
 from models.moe import Experts
 from parallelism.cpu_kernels import linear
@@ -26,9 +29,9 @@ class ExpertProduct(torch.autograd.Function):
     microbatch, is added to main_grad."""
 
     @staticmethod
-    def forward(ctx, x, weight, layer, expert):
+    def forward(ctx, x, weight, layer, expert, strip):
         ctx.save_for_backward(x)
-        ctx.layer, ctx.place = layer, (expert, layer.strip)
+        ctx.layer, ctx.place = layer, (expert, strip)
         return linear(x, copy_matrix(layer.strip_of(weight, *ctx.place)))
 
     @staticmethod
@@ -40,15 +43,14 @@ class ExpertProduct(torch.autograd.Function):
         dw = matmul(dy.t(), x).view(strip.shape)
         total = layer.strip_of(layer.weight.main_grad(), *ctx.place)
         exact.add(total, dw, exact.gradient, exact.terms(exact.positions))
-        return dx, None, None, None
+        return dx, None, None, None, None
 
 
 class InStrip:
     """A layer of experts that multiplies by one strip of each matrix, number `strip`."""
-    strip = 0
 
-    def forward(self, x, counts: list[int]):
-        products = [ExpertProduct.apply(rows.contiguous(), self.weight, self, expert)
+    def forward(self, x, counts: list[int], strip: int):
+        products = [ExpertProduct.apply(rows.contiguous(), self.weight, self, expert, strip)
                     for expert, rows in enumerate(x.split(counts))]
         return torch.cat(products)
 
@@ -75,11 +77,21 @@ class ExactExperts(ParallelExperts):
         count = grid.exact.strips // grid.tp
         xs = CopyToStrips.apply(x, count, grid)
         weights_of_strips = CopyToStrips.apply(weights, count, grid)
-        ys = []
-        for strip in range(count):
-            self.up.strip = self.down.strip = strip
-            ys.append(Experts.forward(self, xs[strip], weights_of_strips[strip], chosen))
+        ys = [StripOfExperts(self, strip)(xs[strip], weights_of_strips[strip], chosen)
+              for strip in range(count)]
         return SumOfStrips.apply(grid, *ys)
+
+
+class StripOfExperts(ParallelExperts):
+    """The experts of `whole`, of whose matrices it uses one strip. It has no parameters."""
+
+    def __init__(self, whole: ExactExperts, strip: int):
+        nn.Module.__init__(self)
+        self.n_expert, self.activation, self.grid = whole.n_expert, whole.activation, whole.grid
+        self.up, self.down = partial(whole.up, strip=strip), partial(whole.down, strip=strip)
+
+    def forward(self, x, weights, chosen):
+        return Experts.forward(self, x, weights, chosen)
 
     def run(self, x, counts):
         grid = self.grid

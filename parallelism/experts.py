@@ -5,23 +5,21 @@ With --ep, every ep consecutive replicas divide the experts among them. A replic
 tokens to the ranks that have the experts which the token chose, and gets the results back. For ep 2
 and 4 experts:
 
-    replica 0    router -> sort -> tokens for experts 0 1 -+   +-> experts 0 1 -+   +-> own tokens
-                                   tokens for experts 2 3 -|-x-|                |-x-|
-    replica 1    router -> sort -> tokens for experts 0 1 -|   |-> experts 2 3 -+   +-> own tokens
-                                   tokens for experts 2 3 -+   +
+    replica 0    tokens for experts 0 1 | 2 3    ->    experts 0 1 of both    ->    own tokens
+    replica 1    tokens for experts 0 1 | 2 3    ->    experts 2 3 of both    ->    own tokens
 
-Each x is an all-to-all of as many rows as there are tokens. Backward sends the gradients the other
-way. A rank whose experts nobody chose takes part with no rows, and their gradients are zero. Every
-ep-th replica has the same experts. So their gradients are summed, and ZeRO shards, over these
-(`Bucket.group`).
+Each arrow is an all-to-all of as many rows as the replicas' tokens have chosen experts. Backward
+sends the gradients the other way. A rank whose experts nobody chose takes part with no rows, and
+their gradients are zero. Every ep-th replica has the same experts. So their gradients are summed,
+and ZeRO shards, over these (`Bucket.group`).
 
-Tensor parallelism cuts each expert as it cuts an MLP (parallelism/tensor.py). f and g:
+Tensor parallelism cuts each expert as it cuts an MLP, with the f and g of tensor.py: f copies its
+input to the tp ranks and sums the gradients in backward, g sums the outputs. Each tp rank has some
+hidden channels of the rank's experts:
 
-    x -------f-+-> [up, act, down of its hidden channels] -+-(times weights)-> sum -g-> y
-    weights -f-+                                           +
+    f(x) -> up, activation and down of its hidden channels -> times f(weights), sum over K -> g -> y
 
 The router is whole on every tp rank. All use the choice of the first, which sends its N K numbers.
-The gradient of the weights is a sum over the tp ranks, too.
 
 It computes the same as models/moe.py, and as `PlainExperts` in parallel.py. The differences:
 
@@ -35,12 +33,14 @@ It computes the same as models/moe.py, and as `PlainExperts` in parallel.py. The
          rows. Those that arrive are gathered   share a machine
     EP5  the router's parameters are in the     16 bits do not choose other    Bucket.is_wide
          type of the masters                    experts
-    EP6  a router's bias moves by the sign of   no state, and no message of    _AddLosses,
+    EP6  a router's bias moves by the sign of   no state, and no message of    count_in,
          counts that add up as a gradient       its own                        zero.adamw_update
 
 Shapes: B sequences, T positions, C channels, E experts, K of them active for a token, F hidden
 channels of an expert.
 """
+from functools import partial
+
 import torch
 import torch.nn as nn
 
@@ -55,22 +55,33 @@ from parallelism.tensor import TensorParallel, _Reduce, matmul
 
 
 class _AddLosses(torch.autograd.Function):
-    """EP2: returns x. Backward gives `losses` the gradient that they would have as a part of the
-    loss of the last stage. It runs once for each microbatch, so the router counts here, too."""
+    """EP2: returns x. Backward gives `losses` () the gradient `factor`, as if the loss of the last
+    stage contained them times `factor`."""
 
     @staticmethod
-    def forward(ctx, x, losses, bias, router, counts):
-        # The bias is an input so that autograd calls its hook. EP6: its gradient is None, because
-        # `count_in` has added it.
-        ctx.router, ctx.counts = router, counts
-        ctx.save_for_backward(losses)
+    def forward(ctx, x, losses, factor):
+        ctx.gradient = losses.new_full((), factor)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dx):
-        losses, = ctx.saved_tensors
-        ctx.router.count_in(ctx.counts, losses)
-        return dx, losses.new_full((), ctx.router.token_factor), None, None, None
+        return dx, ctx.gradient, None
+
+
+class _InBackward(torch.autograd.Function):
+    """Returns x. Backward calls `action`: once for each microbatch, while recomputation repeats
+    forward. EP6: the router's `bias` is an input so that autograd calls its hook. Its gradient is
+    None, because `action` has added it."""
+
+    @staticmethod
+    def forward(ctx, x, bias, action):
+        ctx.action = action
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        ctx.action()
+        return dx, None, None
 
 
 class ParallelRouter(Router):
@@ -102,11 +113,13 @@ class ParallelRouter(Router):
         own = self.count(chosen)
         counts, positions = self.share(own, x.shape[1])
         losses = self.balance_loss(scores, counts, positions) + self.z_loss(logits)
-        return _AddLosses.apply(weights, losses, self.bias, self, own.sum(0)), chosen
+        weights = _AddLosses.apply(weights, losses, self.token_factor)
+        count_in = partial(self.count_in, own.sum(0), losses.detach())
+        return _InBackward.apply(weights, self.bias, count_in), chosen
 
     def largest(self, ranked):
-        """On all tp ranks what tp rank 0 chooses. On GPUs their routers may differ in the last bits,
-        and one other choice would break the all-to-all."""
+        """On all tp ranks what tp rank 0 chooses. On GPUs their routers may differ in the last
+        bits, and one other choice would break the all-to-all."""
         chosen = super().largest(ranked)
         if self.grid.tp == 1 or self.grid.sequence_parallel:        # (else each has own positions)
             return chosen
@@ -207,13 +220,14 @@ def gather_rows(x: torch.Tensor, lengths: list[int], group) -> torch.Tensor:
 
 
 def sum_rows(x: torch.Tensor, lengths: list[int], own: int, group) -> torch.Tensor:
-    """The sum of all ranks' x, at those rows that `gather_rows` took from this rank."""
+    """The reverse of `gather_rows`: the sum of all ranks' x, at the rows that it took from this
+    rank."""
     terms = all_to_all(x, lengths, [own] * len(lengths), group).wait()
     return terms.unflatten(0, (len(lengths), own)).sum(0)
 
 
 class _GatherRows(torch.autograd.Function):
-    """EP4: what f does, for the rows of an all-to-all."""
+    """EP4: what tensor.py's f does, for the rows of an all-to-all."""
 
     @staticmethod
     def forward(ctx, x, lengths, group):
@@ -226,7 +240,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _SumRows(torch.autograd.Function):
-    """EP4: what g does."""
+    """EP4: what tensor.py's g does."""
 
     @staticmethod
     def forward(ctx, x, lengths, own, group):
@@ -238,16 +252,10 @@ class _SumRows(torch.autograd.Function):
         return gather_rows(dy, ctx.lengths, ctx.group), None, None, None
 
 
-def transpose_blocks(x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """The rows of x are blocks, of sizes (a, b), in order -> the same, of sizes.T (b, a)."""
-    blocks = x.split(sizes.flatten().tolist())
-    columns = sizes.shape[1]
-    return torch.cat([block for i in range(columns) for block in blocks[i::columns]])
-
-
 def counts_of_part(counts: torch.Tensor, part: int, parts: int) -> torch.Tensor:
     """counts (..., E) of rows that are sorted by expert -> how many of each expert are among rows
     part, part + parts, part + 2 parts ..."""
+    # Among the first n rows are ceil((n - part) / parts) such.
     ends = counts.cumsum(-1)
     starts = ends - counts
     return (ends - part + parts - 1) // parts - (starts - part + parts - 1) // parts
@@ -276,18 +284,21 @@ class ParallelExperts(Experts):
         if grid.ep == 1:
             return super().run(x, counts)
         mine = x[grid.tp_rank::grid.tp]                     # EP4
-        sizes = self.sizes(counts)                          # (tp, ep, ep, E / ep)
+        sizes = self.sizes(counts)                          # (tp rank, from, to, expert)
         to_ranks = sizes[grid.tp_rank, grid.ep_rank].sum(1).tolist()
-        arriving = sizes[:, :, grid.ep_rank]                # (tp, from each ep rank, E / ep)
+        arriving = sizes[:, :, grid.ep_rank]                # (tp rank, from, expert)
         from_ranks = arriving[grid.tp_rank].sum(1).tolist()
-        lengths = arriving.sum((1, 2)).tolist()             # of each tp rank
+        lengths = arriving.sum((1, 2)).tolist()             # of what each tp rank receives
 
         rows = Exchange.apply(mine, to_ranks, from_ranks, grid.groups["ep"])
         if grid.tp > 1:
             rows = _GatherRows.apply(rows, lengths, grid.groups["tp"])
-        blocks = arriving.flatten(0, 1)                     # by tp rank, by ep rank, by expert
-        y = self.mlp(transpose_blocks(rows, blocks), blocks.sum(0).tolist())
-        y = transpose_blocks(y, blocks.T)
+        # The rows are sorted by tp rank, sender and expert. Sort them by expert alone.
+        blocks = arriving.flatten(0, 1)                     # (tp rank and from, expert)
+        expert = torch.arange(blocks.shape[1]).repeat(len(blocks))
+        expert = expert.repeat_interleave(blocks.flatten())
+        order = expert.to(x.device).argsort(stable=True)
+        y = self.mlp(rows[order], blocks.sum(0).tolist())[order.argsort()]
         if grid.tp > 1:
             y = _SumRows.apply(y, lengths, lengths[grid.tp_rank], grid.groups["tp"])
         y = Exchange.apply(y, from_ranks, to_ranks, grid.groups["ep"])
@@ -298,8 +309,8 @@ class ParallelExperts(Experts):
         return torch.zeros_like(x).index_copy(0, places, y)
 
     def sizes(self, counts):
-        """counts (E,) of this rank's rows -> (tp, ep, ep, E / ep), on the host: how many rows each
-        tp rank of each replica has for each expert of each replica."""
+        """counts (E,) of this rank's rows -> (tp, ep, ep, E / ep), on the host: [tp rank, from, to,
+        expert] is how many rows this tp rank of replica `from` has for an expert of `to`."""
         grid = self.grid
         counts = self.all_counts(counts)
         parts = [counts_of_part(counts, part, grid.tp) for part in range(grid.tp)]

@@ -93,8 +93,8 @@ class ParamSpec:
         return mine.flatten(dim, dim + 1)                               # (3C / tp, C)
 
     def cut_experts(self, full: Callable, grid) -> torch.Tensor:
-        """`cut` of the stack of full(e), (out, in), of all experts e. It asks for this rank's alone,
-        and keeps of each what this rank has."""
+        """`cut` of experts, of which full(e) -> (out, in) gives one. It asks for this rank's alone,
+        one after another."""
         of_one = replace(self, shape=(1, *self.shape[1:]), padded_rows=1, ep=1)
         experts = torch.arange(self.shape[0]).chunk(self.ep)[grid.ep_rank % self.ep]
         return torch.cat([of_one.cut(full(e).unsqueeze(0), grid) for e in experts.tolist()])
