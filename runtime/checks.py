@@ -201,7 +201,8 @@ def problems_of_experts(model_config: GPTConfig, config, replicas: int) -> list[
         problems.append("--exact of a mixture cannot be combined with --sequence-parallel, where a "
                         "router's gradient is a sum over the positions of each rank: drop one")
     if config.exact and model_config.norm_all_heads:
-        problems.append("--exact has no norm over the channels of all heads, as OLMoE's: drop --exact")
+        problems.append("--exact has no norm over the channels of all heads, as OLMoE's: drop "
+                        "--exact")
     return problems
 
 
