@@ -285,7 +285,7 @@ FAMILIES = {
 }
 # As in llama.py, with n_expert and n_active after `hidden`.
 _TABLE = {
-    "moe-nano": ("mixtral", 2, 4, 2, 192, 256, 8, 2, 128, 4e-3,
+    "moe-nano": ("mixtral", 2, 4, 2, 192, 256, 8, 2, 128, 2e-3,
                  dict(rope_theta=1e4, scale=2.0)),
     "mixtral-8x7b": ("mixtral", 32, 32, 8, 4096, 14336, 8, 2, 32768, 3e-4, {}),
     "mixtral-8x22b": ("mixtral", 56, 48, 8, 6144, 16384, 8, 2, 65536, 3e-4, {}),
