@@ -25,7 +25,7 @@ import tools.schedule
 from base.options import Config, parse_flags
 from base.sample_flags import SampleFlags
 from corpus import flags as data_flags
-from model import SIZES
+from models import SIZES
 from runtime import checks, plain_run
 from tests.harness import (PAGES, README, ROOT, TINY, Command, kinds, launch, read_metrics,
                            readme_commands, saved, wait_for_step)
@@ -179,7 +179,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         config, cfg = checks.validate(given, None, world, "cuda")
         if "n_layer" not in given:
             assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 28
+    assert len(commands) == 30
 
 
 KINDS = ("tp", "pp", "cp", "pp_schedule", "pp_chunks", "zero", "sequence_parallel", "recompute",
