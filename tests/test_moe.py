@@ -456,6 +456,10 @@ LAYOUTS = {
     "ep, zb-h1": ((2, 2, 2), dict(ep=2, pp_schedule="zb-h1")),
     "ep, cp": ((1, 1, 1), dict(ep=2, cp=2)), "ep, dp, cp": ((2, 1, 1), dict(ep=4, cp=2, zero=1)),
     "ep, all": ((2, 2, 2), dict(ep=2, zero=2, pp_schedule="1f1b", sequence_parallel=True))}
+# The families differ in their norms and weights, which tp, cp and sequence parallelism cut.
+OF_FAMILIES = ("tp", "tp, sequence", "cp, tp, sequence", "ep, tp", "ep, all")
+ROWS = [*((name, layout) for name in ("few tokens", "shared, bias") for layout in LAYOUTS),
+        *((name, layout) for name in ("mixtral", "olmoe", "qwen3-moe") for layout in OF_FAMILIES)]
 BY_DEFAULT = [("few tokens", "ep, tp"), ("shared, bias", "zb-h1"), ("olmoe", "tp")]
 
 
@@ -477,7 +481,7 @@ def gradient_of_plain(cfg):
                    "replicas, too, as it does in one process.")
 @pytest.mark.parametrize("name, layout", [
     pytest.param(name, layout, marks=() if (name, layout) in BY_DEFAULT else pytest.mark.slow)
-    for name in CFGS for layout in LAYOUTS])
+    for name, layout in ROWS])
 def test_mixtures_train_in_every_layout_as_in_one_process(pool, tmp_path, reference, name, layout):
     """Loss, gradient, norm and final weights of two steps in fp64 are those of one process, and the
     first gradients those of the plain model by autograd: relative difference at most 1e-10."""
