@@ -201,6 +201,7 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
 #     pp    the layers, in stages     activations, and their gradients                pipeline.py
 #     dp    the rows of the batch     gradients: rank 0 with 2, 1 with 3, 4 with 6 .. zero.py
 #     cp    the positions of a row    keys and values, and gradients as in dp         context.py
+#     ep    the experts of a mixture  tokens to their experts, and the results back   experts.py
 #
 # Ranks at the same place in different replicas, such as 0 and 2, train the same parameters. With
 # --zero 0 each updates all of them. With --zero 1 each keeps AdamW's state of one shard, updates
