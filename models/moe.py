@@ -18,10 +18,6 @@ expert computes all tokens that choose it.
     OLMoE           the same             s                 over all heads         olmoe
     Qwen3-MoE       the same             s / sum over K    head by head           qwen3-moe
 
-Weights that add up to 1 make a mixture slow to train: at the start its output is 1 / K of that of
-one MLP with the channels of all K experts, and a step of AdamW changes it by 1 / K, too. `scale`
-multiplies the weights, as DeepSeek-V3's routed_scaling_factor does. With K, neither is smaller.
-
 A router that is left alone soon sends most tokens to few experts. There are two remedies.
 
     balance_loss    a loss of each sequence (DeepSeek-V3, section 2.1.2). It is computed per
@@ -94,7 +90,6 @@ class Router(nn.Module):
         weights = scores.gather(-1, chosen)
         if self.cfg.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
-        weights = self.cfg.scale * weights
         return logits, scores, weights.to(x.dtype), chosen
 
     def largest(self, ranked):
@@ -252,8 +247,7 @@ class MoEConfig(LlamaConfig):
     expert."""
     n_expert: int = 8               # E
     n_active: int = 2               # K
-    normalised: bool = True         # the weights of a token's experts add up to `scale`
-    scale: float = 1.0              # multiplies the weights
+    normalised: bool = True         # the weights of a token's experts add up to 1
     shared: int = 0                 # hidden channels of the expert that computes every token
     norm_all_heads: bool = False    # q and k are normed over all heads
     balance_loss: float = 0.01      # the factors of the two losses
@@ -285,8 +279,7 @@ FAMILIES = {
 }
 # As in llama.py, with n_expert and n_active after `hidden`.
 _TABLE = {
-    "moe-nano": ("mixtral", 2, 4, 2, 192, 256, 8, 2, 128, 2e-3,
-                 dict(rope_theta=1e4, scale=2.0)),
+    "moe-nano": ("mixtral", 2, 4, 2, 192, 256, 8, 2, 128, 2e-3, dict(rope_theta=1e4)),
     "mixtral-8x7b": ("mixtral", 32, 32, 8, 4096, 14336, 8, 2, 32768, 3e-4, {}),
     "mixtral-8x22b": ("mixtral", 56, 48, 8, 6144, 16384, 8, 2, 65536, 3e-4, {}),
     "olmoe-1b-7b": ("olmoe", 16, 16, 16, 2048, 1024, 64, 8, 4096, 4e-4, {}),

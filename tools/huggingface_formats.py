@@ -254,8 +254,6 @@ def to_theirs(name: str, full: torch.Tensor, family: Family,
     if name == "embed.position.weight":
         full = F.pad(full, (0, 0, family.unused_positions, 0))
     names = their_names(name, family)
-    if name.endswith("experts.down.weight"):
-        full = full * cfg.scale         # in place of a scale, which no family has
     if is_of_experts(name):
         full = full.flatten(0, 1)                                           # (E 2F, C)
     if is_grouped(name, family):
@@ -454,9 +452,7 @@ def keys_of(family: Family, model_type: str, cfg: GPTConfig) -> dict:
 
 def llama_json(cfg: LlamaConfig) -> dict:
     """The same for the first family that has this very model. Dropout and z_loss are no part of
-    it: they change its training alone. `to_theirs` puts `scale` into the tensors."""
-    if isinstance(cfg, MoEConfig):
-        cfg = replace(cfg, scale=1.0)
+    it: they change its training alone."""
     theirs = {ours: name for name, ours in reversed(LLAMA_ACTIVATIONS.items())}
     rope = dict(rope_type="default", rope_theta=cfg.rope_theta)
     if cfg.rope_scaling:
