@@ -753,8 +753,8 @@ class Exchange(torch.autograd.Function):
 
 class PlainExperts(nn.Module):
     """The experts of a block, of which this rank keeps E / ep: the first rank of an ep group the
-    first ones, and so on. `whole` has all. Its forward sorts the tokens by expert, calls its `run`,
-    and sorts the results back."""
+    first ones, and so on. `whole` is a moe.Experts. Its forward sorts the tokens by expert, calls
+    `run`, and sorts the results back. The `run` below replaces it. It sends rows to other ranks."""
 
     def __init__(self, whole: nn.Module, grid: Grid):
         super().__init__()
@@ -776,7 +776,8 @@ class PlainExperts(nn.Module):
         theirs = Exchange.apply(counts, ones, ones, group)  # (ep, E / ep): of each rank, for mine
         sent, received = counts.sum(1).tolist(), theirs.sum(1).tolist()
         x = Exchange.apply(x, sent, received, group)
-        # The rows that arrive are sorted by rank, then by expert. Sort them by expert alone.
+        # The rows that arrive are sorted by rank, then by expert. Sort them by expert alone. With
+        # ep 2, two experts and counts [[2, 1], [1, 2]], `expert` is 0 0 1 and 0 1 1.
         expert = torch.arange(theirs.shape[1]).repeat(grid.ep).repeat_interleave(theirs.flatten())
         order = expert.argsort(stable=True)
         y = self.whole.mlp(x[order], theirs.sum(0).tolist())
@@ -808,7 +809,9 @@ def plain_norm_squared(owned: dict, grid: Grid, zero: int) -> torch.Tensor:
     parameter of the whole model once."""
     squares = torch.zeros((), dtype=torch.float64)
     for name, parameter in owned.items():
-        first_replicas = grid.ep if hasattr(parameter, "is_expert") else 1
+        first_replicas = 1          # these hold each number once: one replica, of experts ep
+        if hasattr(parameter, "is_expert"):
+            first_replicas = grid.ep
         if grid.replica >= first_replicas and zero == 0:
             continue                            # replicas have the same gradients
         is_counted = grid.tp_rank == 0 or hasattr(parameter, "is_cut")
