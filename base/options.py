@@ -171,6 +171,17 @@ def model_shape(flags: dict) -> dict:
     return shape
 
 
+def refuse_flags_of_others(given: dict, base: dict, source) -> None:
+    """Raise ValueError if the model of `source`, whose shape is `base`, lacks a given flag."""
+    kinds = ((OF_LLAMA, "n_kv_head", "is a GPT, which has no", "llama-nano"),
+             (OF_MIXTURE, "n_expert", "is no mixture of experts, which alone has", "moe-nano"))
+    for names, field, problem, model in kinds:
+        flags = [flag_name(name) for name in names if name in given and field not in base]
+        if flags:
+            raise ValueError(f"{source} {problem} {', '.join(flags)}: drop it, or give --model "
+                             f"{model} or another of the models after it")
+
+
 def new_run_advice(given: dict) -> str:
     """How a command whose run cannot go on with these flags begins a new one."""
     advice = "for a new run give another --out"
@@ -188,18 +199,7 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
     config = Config(**given)
     shape = model_shape(given)
     base = SIZES[config.model] if state is None else state["model"]
-    of_llama = [name for name in OF_LLAMA if name in given and "n_kv_head" not in base]
-    if of_llama:
-        source = f"--model {config.model}" if state is None else file
-        flags = ", ".join(map(flag_name, of_llama))
-        raise ValueError(f"{source} is a GPT, which has no {flags}: drop it, or give --model "
-                         f"llama-nano or another of the models after it")
-    of_mixture = [name for name in OF_MIXTURE if name in given and "n_expert" not in base]
-    if of_mixture:
-        source = f"--model {config.model}" if state is None else file
-        flags = ", ".join(map(flag_name, of_mixture))
-        raise ValueError(f"{source} is no mixture of experts, which alone has {flags}: drop it, or "
-                         f"give --model moe-nano or another of the models after it")
+    refuse_flags_of_others(given, base, f"--model {config.model}" if state is None else file)
     if state is None:
         if "balance_bias" in given and "balance_loss" not in given:
             shape["balance_loss"] = 0.0             # the bias balances in place of the loss
