@@ -1,7 +1,8 @@
 """What only a GPU can show, in one command for a card that is lent for half an hour.
 
-    python -m tools.bench gpu                       # all parts, at most 17 minutes; on a free GPU
+    python -m tools.bench gpu                       # all parts, at most 20 minutes; on a free GPU
     python -m tools.bench gpu race profile          # some of them
+    python -m tools.bench gpu --minutes 8           # in less time: fewer rounds and rows
     python -m tools.bench gpu --device cpu          # a tiny model: shows that the parts run
 
 It makes its own data, needs nothing but PyTorch, and writes gpu.json and gpu.md. Each part is a
@@ -24,13 +25,14 @@ import torch
 import train
 from base import commandline
 from base.flops import flops_per_token, peak_flops
-from base.options import Config, parse_flags
+from base.options import merge_config, parse_flags
 from corpus.shards import SPLITS
 from data import TokenDataset
 from model import SIZES, GPTConfig
+from models import make_config
 from parallelism.build import Grid
 from tools.bench import launch
-from tools.bench.layouts_on_one_gpu import LAYOUTS, compare_layout
+from tools.bench.layouts_on_one_gpu import LAYOUTS, Layout, compare_layout
 from tools.bench.pytorch_stack import SHAPE
 from tools.bench.report import format_page
 from tools.bench.shared_gpu import accept_older_pytorch
@@ -51,6 +53,8 @@ class Work:
     warmup: int
     layouts: tuple              # (processes, flags of train.py, the environment)
     memories: tuple             # flags of train.py
+    mixtures: tuple             # (name, flags of train.py): a dense model, then mixtures
+    seconds: float              # of a part
 
     @property
     def microbatches(self) -> tuple:
@@ -67,10 +71,18 @@ PLAIN = "plain, compiled whole"
 OURS = {"ours": [], "ours --compile": ["--compile"]}        # flags of train.py
 MEMORIES = ("--compile", "--recompute", "--offload", "--dtype fp32")    # beside the microbatches
 MICROBATCHES = {"gpt2": (16, 64, 8), "gpt3-350m": (16, 8), "gpt3-1.3b": (8, 4), "nano": (4, 2)}
-GPU_WORK = Work("cuda", "gpt2", vocab=50257, batch=64, steps=30, warmup=10,
-                layouts=LAYOUTS, memories=MEMORIES)
+# Of each, a token uses as many parameters.
+LLAMA = "--n-layer 12 --n-head 12 --n-kv-head 12 --n-embd 768 --seq-len 1024"
+MIXTURES = (
+    ("dense", f"--model llama-nano {LLAMA} --hidden 2048"),
+    ("2 of 8 experts", f"--model moe-nano {LLAMA} --hidden 1024"),
+    ("8 of 64 experts", f"--model moe-nano {LLAMA} --hidden 256 --n-expert 64 --n-active 8"))
+GPU_WORK = Work("cuda", "gpt2", vocab=50257, batch=64, steps=30, warmup=10, layouts=LAYOUTS,
+                memories=MEMORIES, mixtures=MIXTURES, seconds=0)
 CPU_WORK = Work("cpu", "nano", vocab=257, batch=4, steps=3, warmup=1,
-                layouts=((2, "--zero 1", {}),), memories=())
+                layouts=(Layout(2, "--zero 1"),), memories=(),
+                mixtures=(("dense", "--model llama-nano"), ("2 of 8 experts", "--model moe-nano")),
+                seconds=0)
 
 
 def synchronize(work: Work) -> None:
@@ -91,10 +103,11 @@ def within(seconds: float, items) -> Iterator:
 
 def new_run(work: Work, folder: Path, flags: list[str]) -> train.Run:
     """A run in this process, before its first step."""
-    cfg = work.model_config
     given = dict(data=str(launch.random_data(folder, work.vocab)), out=str(folder), lr=1e-4,
-                 steps=1000, batch_size=work.batch, micro_batch=work.microbatches[0], dtype="bf16")
-    config = Config(**given | parse_flags(flags))
+                 model=work.model, steps=1000, batch_size=work.batch,
+                 micro_batch=work.microbatches[0], dtype="bf16")
+    config, shape = merge_config(given | parse_flags(flags), None)
+    cfg = make_config(vocab_size=work.vocab, **shape)
     datasets = [TokenDataset(config.data, split, cfg.seq_len) for split in SPLITS]
     return train.Run(config, cfg, Grid(1, 1, 1), torch.device(work.device), *datasets, None)
 
@@ -106,7 +119,8 @@ def make_steps(run: train.Run, count: int) -> None:
 
 
 def run_model(work: Work, folder: Path, micro_batch: int, steps: int, *flags) -> tuple:
-    """(tokens a second of each step, the use of memory) of train.py in one process."""
+    """(tokens a second of each step, the use of memory) of train.py in one process. (Of repeated
+    flags the last one counts.)"""
     rows, memory = launch.train_py(
         1, folder, work.vocab, "--model", work.model, "--batch-size", work.batch,
         "--micro-batch", micro_batch, "--dtype", "bf16", "--device", work.device,
@@ -146,7 +160,7 @@ def race(work: Work, folder: Path) -> Iterator:
     turns = work.microbatches[:1]
     if work.device == "cuda":
         turns = itertools.cycle(work.microbatches)
-    for micro_batch in within(SECONDS["race"], turns):
+    for micro_batch in within(work.seconds, turns):
         for side in (PLAIN, *OURS):
             row = dict(microbatch=micro_batch, side=side)
             try:
@@ -165,9 +179,11 @@ def race(work: Work, folder: Path) -> Iterator:
 
 def profile(work: Work, folder: Path) -> Iterator:
     """Two steps by kernel, and their ten longest gaps with the host's call beneath. (Before the
-    compiled loss, 24 to 28% of the busy time were passes over the logits; 6 to 8% are expected.)"""
+    compiled loss, 24 to 28% of the busy time were passes over the logits; 6 to 8% are expected.)
+    Then the same of a mixture of experts."""
     path = folder / "trace.json"
-    for side, flags in OURS.items():
+    mixture, flags = work.mixtures[1]
+    for side, flags in (OURS | {f"{mixture} --compile": [*flags.split(), "--compile"]}).items():
         run = new_run(work, folder, flags)
         make_steps(run, work.warmup)
         synchronize(work)
@@ -184,7 +200,7 @@ def layouts(work: Work, folder: Path) -> Iterator:
     """Several processes on one GPU train as one on the CPU: the largest relative differences in
     eight steps. With --exact the other is one process on the GPU, and the bits are equal."""
     references = {}
-    for layout in within(SECONDS["layouts"], work.layouts):
+    for layout in within(work.seconds, work.layouts):
         yield "layouts", compare_layout(work.device, layout, references, folder, RUN_SECONDS)
 
 
@@ -209,28 +225,52 @@ def memory(work: Work, folder: Path) -> Iterator:
                               "retries": used["retries"]}
 
 
+def mixture(work: Work, folder: Path) -> Iterator:
+    """Mixtures of experts beside a dense model whose tokens use as many parameters, in turn;
+    medians. (The products are as many; the routing, the sorting, and the small ones cost.)"""
+    seen = {}
+    for _ in within(work.seconds, itertools.repeat(None, 3)):
+        for name, flags in work.mixtures:
+            for side in OURS:
+                row = dict(model=name, side=side)
+                try:
+                    speeds, memory = run_model(work, folder, work.microbatches[0], work.steps,
+                                               *flags.split(), *OURS[side])
+                except RuntimeError as error:
+                    yield "mixtures", row | dict(error=str(error))
+                    continue
+                speed = np.median(speeds[work.warmup:])
+                seen.setdefault((name, side), []).append(speed)
+                row |= {"tokens/s": speed, "median": np.median(seen[name, side]),
+                        "peak, GB": memory["peak"]}
+                if ("dense", side) in seen:
+                    row["of the dense"] = row["median"] / np.median(seen["dense", side])
+                yield "mixtures", row
+
+
 # ---------------------------------------------------------------------------------------------
 # The command
 # ---------------------------------------------------------------------------------------------
 
-PARTS = dict(race=race, profile=profile, layouts=layouts, memory=memory)
-SECONDS = dict(race=420, profile=150, layouts=330, memory=120)
+PARTS = dict(race=race, profile=profile, layouts=layouts, memory=memory, mixture=mixture)
+SECONDS = dict(race=420, profile=150, layouts=330, memory=120, mixture=180)
 
 
-def work_of(device: str, model: str | None) -> Work:
+def work_of(device: str, model: str | None, seconds: float = 0) -> Work:
     work = GPU_WORK if device == "cuda" else CPU_WORK
-    return replace(work, model=model or work.model)
+    return replace(work, model=model or work.model, seconds=seconds)
 
 
-def run_part(name: str, device: str, model: str) -> None:
+def run_part(name: str, device: str, model: str, seconds: str) -> None:
     """In a process of its own: print the part's rows, each as a line [title, row]."""
     with tempfile.TemporaryDirectory() as folder:
-        for title, row in PARTS[name](work_of(device, model), Path(folder)):
+        for title, row in PARTS[name](work_of(device, model, float(seconds)), Path(folder)):
             print(json.dumps([title, row], default=float), flush=True)
 
 
 def part_command(name: str, work: Work) -> list[str]:
-    return [sys.executable, "-m", "tools.bench.gpu", name, work.device, work.model]
+    return [sys.executable, "-m", "tools.bench.gpu", name, work.device, work.model,
+            str(work.seconds)]
 
 
 def main(arguments: list[str]) -> None:
@@ -238,6 +278,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--model", choices=list(MICROBATCHES), help="default: gpt2; on a CPU nano")
+    parser.add_argument("--minutes", type=float, metavar="M",
+                        help="for all these parts together (default: as long as each may take)")
     parser.add_argument("--out", default="out/bench_gpu", metavar="DIR",
                         help="for gpu.json and gpu.md (default: out/bench_gpu)")
     args = parser.parse_args(arguments)
@@ -252,9 +294,13 @@ def main(arguments: list[str]) -> None:
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     names = args.parts or list(PARTS)
+    scale = 1.0
+    if args.minutes is not None:
+        scale = args.minutes * 60 / sum(SECONDS[name] for name in names)
     for name in names:
-        print(f"{name}: at most {SECONDS[name]} s", flush=True)
-        part = launch.collect(part_command(name, work), SECONDS[name])
+        work = replace(work, seconds=SECONDS[name] * scale)
+        print(f"{name}: at most {work.seconds:.0f} s", flush=True)
+        part = launch.collect(part_command(name, work), work.seconds)
         found["parts"][name] = dict(about=" ".join(PARTS[name].__doc__.split())) | part
         (out / "gpu.json").write_text(json.dumps(found, indent=1))      # what is there is safe
         (out / "gpu.md").write_text(format_page(found))
