@@ -780,7 +780,7 @@ class PlainExperts(nn.Module):
         # ep 2, two experts and counts [[2, 1], [1, 2]], `expert` is 0 0 1 and 0 1 1.
         expert = torch.arange(theirs.shape[1]).repeat(grid.ep).repeat_interleave(theirs.flatten())
         order = expert.argsort(stable=True)
-        y = self.whole.mlp(x[order], theirs.sum(0).tolist())
+        y = self.whole.mlp(x[order], theirs.sum(0))
         return Exchange.apply(y[order.argsort()], received, sent, group)
 
 

@@ -61,11 +61,15 @@ class Rotary(nn.Module):
         self.cfg = cfg
 
     def forward(self, q, k):
-        wide = torch.promote_types(q.dtype, torch.float32)
-        positions = self.positions(q.shape[2], q.device).to(wide)
-        angles = torch.outer(positions, self.speeds(q.device).to(wide))     # (T, n / 2)
-        cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+        cos, sin = self.cos_and_sin(q.shape[2], q.dtype, q.device)
         return self.turn(q, cos, sin), self.turn(k, cos, sin)
+
+    def cos_and_sin(self, T, dtype, device):
+        """Of the angles of T positions, (T, n / 2) each."""
+        wide = torch.promote_types(dtype, torch.float32)
+        positions = self.positions(T, device).to(wide)
+        angles = torch.outer(positions, self.speeds(device).to(wide))       # (T, n / 2)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def turn(self, x, cos, sin):
         n = self.cfg.turned

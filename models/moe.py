@@ -97,9 +97,7 @@ class Router(nn.Module):
 
     def count(self, chosen):
         """(B, E): how many tokens of each sequence chose an expert."""
-        flat = chosen.flatten(1)                                            # (B, T K)
-        counts = flat.new_zeros(len(flat), self.cfg.n_expert)
-        return counts.scatter_add_(1, flat, torch.ones_like(flat))
+        return count_choices(chosen.flatten(1), self.cfg.n_expert)          # of (B, T K)
 
     def balance_loss(self, scores, counts, positions):
         """The balancing loss summed over these tokens, whose scores are (B, T, E). `counts` (B, E)
@@ -120,6 +118,13 @@ class Router(nn.Module):
         self.bias -= self.cfg.balance_bias * excess.sign()
 
 
+def count_choices(chosen: torch.Tensor, n_expert: int) -> torch.Tensor:
+    """chosen (..., n) -> (..., E): how often each expert is among the n. (On a GPU `bincount` would
+    wait for the result.)"""
+    counts = chosen.new_zeros(*chosen.shape[:-1], n_expert)
+    return counts.scatter_add_(-1, chosen, torch.ones_like(chosen))
+
+
 class ExpertLinear(nn.Module):
     """E linear layers, x (n, in) -> (n, out). The first counts[0] rows of x are for expert 0, the
     next counts[1] rows for expert 1, and so on. `stacked`: how many matrices each expert's has
@@ -130,14 +135,11 @@ class ExpertLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_expert, outputs, inputs))
         self.stacked = stacked
 
-    def forward(self, x, counts: list[int]):
+    def forward(self, x, counts):
         # An expert without rows has a product, too: its gradient is zero, not None.
-        products = [self.product(rows, weight) for rows, weight in zip(x.split(counts),
-                                                                       self.weight)]
+        products = [F.linear(rows, weight) for rows, weight in zip(x.split(counts.tolist()),
+                                                                   self.weight)]
         return torch.cat(products)
-
-    def product(self, rows, weight):
-        return F.linear(rows, weight)
 
 
 class Experts(nn.Module):
@@ -153,20 +155,22 @@ class Experts(nn.Module):
         self.activation = ACTIVATIONS[cfg.activation]
 
     def forward(self, x, weights, chosen):
+        rows = x.flatten(0, 1).repeat_interleave(chosen.shape[-1], dim=0)   # (N K, C)
         flat = chosen.flatten()                                             # (N K,)
         order = flat.argsort(stable=True)           # by expert, then by token
-        counts = flat.bincount(minlength=self.n_expert)                     # (E,)
-        tokens = order // chosen.shape[-1]          # the token of each row
-        y = self.run(x.flatten(0, 1)[tokens], counts)                       # (N K, C)
         back = order.argsort()                      # the inverse permutation
-        y = y[back].view(*chosen.shape, -1)                                 # (B, T, K, C)
+        y = self.run(self.permute(rows, order, back), count_choices(flat, self.n_expert))
+        y = self.permute(y, back, order).view(*chosen.shape, -1)            # (B, T, K, C)
         return (y * weights.unsqueeze(-1)).sum(-2)
+
+    def permute(self, rows, order, inverse):
+        return rows[order]
 
     def run(self, x, counts):
         """x (n, C), sorted by expert -> (n, C). counts (E,): the rows of each expert."""
-        return self.mlp(x, counts.tolist())
+        return self.mlp(x, counts)
 
-    def mlp(self, x, counts: list[int]):
+    def mlp(self, x, counts):
         gate, value = self.up(x, counts).chunk(2, dim=-1)                   # 2 of (n, F)
         return self.down(self.activation(gate) * value, counts)
 

@@ -7,8 +7,10 @@
     and of an embedding                 up to 42% off
     RMSNorm, on a CPU                   several kernels, which keep x 3    rms_norm
                                         to 5 times for backward
+    products of experts, on a GPU       a kernel for each number of        expert_linear
+                                        rows, which the host awaits
 
-In fp32 and fp64, on GPUs, and compiled, they are PyTorch's own. model.py calls PyTorch alone:
+In fp32 and fp64, on GPUs, and compiled, all but the last are PyTorch's own. model.py calls PyTorch alone:
 `use_kernels` lets its modules compute by these functions. build.build_stage calls it for
 training, checkpoint.load_model for everything else.
 """
@@ -61,6 +63,38 @@ def upcast_for_matmul(product: Callable, *factors: torch.Tensor | None, out=None
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
     """F.linear by `upcast_for_matmul`: x (..., in), weight (out, in) -> (..., out)."""
     return upcast_for_matmul(F.linear, x, weight, bias)
+
+
+# ---- Products of experts --------------------------------------------------------------------
+
+def multiplies_experts_at_once(weight: torch.Tensor) -> bool:
+    """Whether PyTorch has one kernel for the products of all experts: in bf16 on GPUs, where rows
+    begin at a multiple of 16 bytes."""
+    return (weight.device.type == "cuda" and weight.dtype == torch.bfloat16
+            and all(size % 8 == 0 for size in weight.shape[1:]))
+
+
+def expert_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """x (n, in) by weight (E, out, in) -> (n, out). The first counts[0] rows are for expert 0, the
+    next counts[1] for expert 1, and so on.
+
+    Expert by expert, a GPU waits for the host, which waits for the counts. And cuBLAS looks for a
+    kernel whenever a number of rows is new: on an H100 a step took five times as long."""
+    if multiplies_experts_at_once(weight):
+        return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0, dtype=torch.int32))
+    products = [linear(rows, of_expert) for rows, of_expert in zip(x.split(counts.tolist()),
+                                                                   weight)]
+    return torch.cat(products)
+
+
+def expert_weight_grad(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
+                       counts: torch.Tensor) -> torch.Tensor:
+    """The gradient (E, out, in) of `weight` in `expert_linear`; dy is that of its result."""
+    if multiplies_experts_at_once(weight):
+        return F.grouped_mm(dy.mT, x, offs=counts.cumsum(0, dtype=torch.int32))
+    parts = counts.tolist()
+    return torch.stack([upcast_for_matmul(torch.matmul, dy_of_expert.mT, rows)
+                        for dy_of_expert, rows in zip(dy.split(parts), x.split(parts))])
 
 
 # ---- Gradients' sums ------------------------------------------------------------------------
@@ -181,8 +215,8 @@ class Head(model.Head):
 
 
 class ExpertLinear(moe.ExpertLinear):
-    def product(self, rows, weight):
-        return linear(rows, weight)
+    def forward(self, x, counts):
+        return expert_linear(x, self.weight, counts)
 
 
 KERNELS = {nn.Linear: Linear, nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm,

@@ -49,9 +49,9 @@ class ExpertProduct(torch.autograd.Function):
 class InStrip:
     """A layer of experts that multiplies by one strip of each matrix, number `strip`."""
 
-    def forward(self, x, counts: list[int], strip: int):
+    def forward(self, x, counts, strip: int):
         products = [ExpertProduct.apply(rows.contiguous(), self.weight, self, expert, strip)
-                    for expert, rows in enumerate(x.split(counts))]
+                    for expert, rows in enumerate(x.split(counts.tolist()))]
         return torch.cat(products)
 
     def strip_of(self, weight, expert, strip):
@@ -96,14 +96,14 @@ class StripOfExperts(ParallelExperts):
     def run(self, x, counts):
         grid = self.grid
         if grid.ep == 1:
-            return self.mlp(x, counts.tolist())
+            return self.mlp(x, counts)
         counts = self.all_counts(counts).unflatten(1, (grid.ep, -1))    # (from, to, E / ep)
         sent = counts[grid.ep_rank].sum(1).tolist()
         arriving = counts[:, grid.ep_rank]                              # (ep, E / ep)
         received = arriving.sum(1).tolist()
         rows = Exchange.apply(x, sent, received, grid.groups["ep"])
         ys = [self.mlp(rows_of_rank, counts_of_rank)
-              for rows_of_rank, counts_of_rank in zip(rows.split(received), arriving.tolist())]
+              for rows_of_rank, counts_of_rank in zip(rows.split(received), arriving)]
         return Exchange.apply(torch.cat(ys), received, sent, grid.groups["ep"])
 
 

@@ -47,9 +47,9 @@ import torch.nn as nn
 from models.moe import Experts, Router
 from parallelism.all_heads_norm import norm_of_heads
 from parallelism.collectives import all_reduce, all_to_all, sum_dtype
-from parallelism.cpu_kernels import linear
+from parallelism.cpu_kernels import expert_linear, expert_weight_grad
 from parallelism.sequence import gather_positions, sum_over_ranks
-from parallelism.tensor import TensorParallel, _Reduce, matmul
+from parallelism.tensor import TensorParallel, _Reduce
 
 # ---- Router ---------------------------------------------------------------------------------
 
@@ -159,9 +159,8 @@ class ParallelExpertLinear(TensorParallel):
     """moe.ExpertLinear of this rank's experts."""
     is_expert = True
 
-    def forward(self, x, counts: list[int]):
-        products = [linear(rows, weight) for rows, weight in zip(x.split(counts), self.factors())]
-        y = torch.cat(products)
+    def forward(self, x, counts):
+        y = expert_linear(x, self.factor(), counts)
         if self.postponed is not None:
             x = x.detach()
 
@@ -170,13 +169,12 @@ class ParallelExpertLinear(TensorParallel):
             y.register_hook(keep_factors)
         return y
 
-    def factors(self):
+    def factor(self):
         return self.weight if self.postponed is None else self.weight.detach()
 
     def weight_grad(self, dy, x_and_counts):
         x, counts = x_and_counts
-        products = [matmul(dy_e.t(), x_e) for dy_e, x_e in zip(dy.split(counts), x.split(counts))]
-        return torch.stack(products)
+        return expert_weight_grad(dy, x, self.weight, counts)
 
 
 class ExpertColumns(ParallelExpertLinear):
@@ -211,6 +209,21 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return all_to_all(dy, ctx.received, ctx.sent, ctx.group).wait(), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """rows[order]. Backward permutes by the inverse. (That of an index cannot know that no row is
+    taken twice: it sorts, and adds.)"""
+
+    @staticmethod
+    def forward(ctx, rows, order, inverse):
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx, dy):
+        inverse, = ctx.saved_tensors
+        return dy[inverse], None, None
 
 
 def gather_rows(x: torch.Tensor, lengths: list[int], group) -> torch.Tensor:
@@ -278,6 +291,9 @@ class ParallelExperts(Experts):
         y = super().forward(x, weights, gather_positions(chosen, grid).wait())
         return _Reduce.apply(y, grid)
 
+    def permute(self, rows, order, inverse):
+        return _Permute.apply(rows, order, inverse)
+
     def run(self, x, counts):
         """x (n, C), sorted by expert, the same on all tp ranks -> this rank's term of the sum."""
         grid = self.grid
@@ -298,7 +314,9 @@ class ParallelExperts(Experts):
         expert = torch.arange(blocks.shape[1]).repeat(len(blocks))
         expert = expert.repeat_interleave(blocks.flatten())
         order = expert.to(x.device).argsort(stable=True)
-        y = self.mlp(rows[order], blocks.sum(0).tolist())[order.argsort()]
+        back = order.argsort()
+        y = self.mlp(self.permute(rows, order, back), blocks.sum(0).to(x.device))
+        y = self.permute(y, back, order)
         if grid.tp > 1:
             y = _SumRows.apply(y, lengths, lengths[grid.tp_rank], grid.groups["tp"])
         y = Exchange.apply(y, from_ranks, to_ranks, grid.groups["ep"])

@@ -31,6 +31,7 @@ import sample
 import train
 from base import processes
 from model import GPT
+from models.llama import LlamaConfig
 from parallelism import build, collectives, cpu_kernels, pipeline
 from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
@@ -477,6 +478,30 @@ def test_one_process_has_a_graph_for_all_blocks_and_no_hook_but_the_sum_of_gradi
     assert of_parameters == {("grad_ready",)}
 
 
+def operations_of_compiled_blocks(rank, world, folder, cp):
+    """The names of the operations of a Llama's compiled graphs."""
+    names = set()
+
+    def backend(graph, inputs):
+        targets = [node.target for node in graph.graph.nodes if node.op.startswith("call")]
+        names.update(getattr(target, "__name__", target) for target in targets)
+        return graph
+    cfg = LlamaConfig(vocab_size=257, n_layer=2, n_head=4, n_embd=32, seq_len=32)
+    config = settings(folder, steps=2, compile=True, cp=cp)
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+        run_steps(rank, world, (1, 1, 1), config, cfg)
+    return names
+
+
+@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_compiled_llama_computes_no_angles(tmp_path, cp):
+    """The compiler would repeat cos and sin for every channel of q and k."""
+    with own_processes() as fresh:
+        names = fresh.run(cp, operations_of_compiled_blocks, tmp_path, cp)[-1]
+    assert {"linear", "silu", "mul"} <= names
+    assert not {"cos", "sin", "outer"} & names
+
+
 def kernels_of_ours(rank, world, folder, dtype):
     """Kernels that inductor generates for (a block, the rest of a step)."""
     count_before = metrics.generated_kernel_count
@@ -509,6 +534,45 @@ def test_inductor_generates_as_many_kernels_as_for_a_plain_model(tmp_path, dtype
             plain += fresh.run(1, kernels_of_a_plain_model, dtype, layers, seconds=400)
     assert block > 0 and rest > 0 and 0 < plain[0] < plain[1]
     assert 12 * block + rest <= 1.1 * (plain[0] + 11 * (plain[1] - plain[0]))
+
+
+def differences_of_expert_products(device, dtype, counts):
+    """Of the products of four experts and of both gradients, relative to fp64. The other function
+    of the gradient, which ZB-H1's W calls, gives the same."""
+    counts = torch.tensor(counts, device=device)
+    x, weight, dy = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+                     for shape in ((int(counts.sum()), 32), (4, 48, 32), (int(counts.sum()), 48)))
+    y = cpu_kernels.expert_linear(x, weight, counts)
+    found = [y, *torch.autograd.grad(y, (x, weight), dy)]
+    assert torch.equal(cpu_kernels.expert_weight_grad(dy, x, weight, counts), found[-1])
+    wide_x, wide_weight = (z.detach().double().requires_grad_() for z in (x, weight))
+    parts = zip(wide_x.split(counts.tolist()), wide_weight)
+    wide_y = torch.cat([rows @ matrix.mT for rows, matrix in parts])
+    wide = [wide_y, *torch.autograd.grad(wide_y, (wide_x, wide_weight), dy.double())]
+    return [((a - b).norm() / b.norm().clamp(min=1)).item() for a, b in zip(found, wide)]
+
+
+COUNTS = [[5, 0, 9, 3], [0, 0, 0, 17], [1000, 1, 22, 2025], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_all_experts_products_at_once_are_those_of_each(monkeypatch, counts):
+    """PyTorch's kernel has a slow form for CPUs."""
+    assert max(differences_of_expert_products("cpu", torch.float32, counts)) <= 1e-6
+    monkeypatch.setattr(cpu_kernels, "multiplies_experts_at_once", lambda weight: True)
+    assert max(differences_of_expert_products("cpu", torch.float32, counts)) <= 1e-6
+    assert max(differences_of_expert_products("cpu", torch.bfloat16, counts)) <= 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", COUNTS)
+def test_a_gpu_multiplies_all_experts_at_once(counts):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    assert cpu_kernels.multiplies_experts_at_once(
+        torch.empty(1, 8, 8, device="cuda", dtype=torch.bfloat16))
+    assert max(differences_of_expert_products("cuda", torch.bfloat16, counts)) <= 1e-2
+    assert max(differences_of_expert_products("cuda", torch.float64, counts)) <= 1e-14
 
 
 @pytest.mark.gpu
