@@ -161,7 +161,7 @@ class Experts(nn.Module):
         back = order.argsort()                      # the inverse permutation
         y = self.run(self.permute(rows, order, back), count_choices(flat, self.n_expert))
         y = self.permute(y, back, order).view(*chosen.shape, -1)            # (B, T, K, C)
-        return (y * weights.unsqueeze(-1)).sum(-2)
+        return self.weighted_sum(y, weights)
 
     def permute(self, rows, order, inverse):
         return rows[order]
@@ -171,8 +171,14 @@ class Experts(nn.Module):
         return self.mlp(x, counts)
 
     def mlp(self, x, counts):
-        gate, value = self.up(x, counts).chunk(2, dim=-1)                   # 2 of (n, F)
-        return self.down(self.activation(gate) * value, counts)
+        return self.down(self.activate(self.up(x, counts)), counts)
+
+    def activate(self, h):
+        gate, value = h.chunk(2, dim=-1)                                    # 2 of (n, F)
+        return self.activation(gate) * value
+
+    def weighted_sum(self, y, weights):
+        return (y * weights.unsqueeze(-1)).sum(-2)                          # (B, T, C)
 
 
 class Mixture(nn.Module):

@@ -23,6 +23,7 @@ import torch.nn as nn
 import parallel
 from model import GPT, Dropout, GPTConfig
 from models.llama import Rotary
+from models.moe import Mixture
 from parallel import GROUPS, keep_stage
 from parallelism.buckets import Bucket, make_buckets
 from parallelism.collectives import all_gather_object, all_reduce, on_hosts
@@ -259,3 +260,9 @@ def compile_model(model: GPT) -> None:
         head.tile_loss = torch.compile(head.tile_loss, fullgraph=head.grid.tp == 1, dynamic=False)
     for block in model.blocks.values():
         compile_method(block, "forward")
+        if isinstance(block.mlp, Mixture):
+            # Parts of it, after the above has told the compiler to leave it alone. How many rows
+            # arrive is another number each time: it is no constant.
+            experts = block.mlp.experts
+            experts.activate = torch.compile(experts.activate, fullgraph=True, dynamic=True)
+            experts.weighted_sum = torch.compile(experts.weighted_sum, fullgraph=True)

@@ -10,8 +10,8 @@
     products of experts, on a GPU       a kernel for each number of        expert_linear
                                         rows, which the host awaits
 
-In fp32 and fp64, on GPUs, and compiled, all but the last are PyTorch's own. model.py calls PyTorch alone:
-`use_kernels` lets its modules compute by these functions. build.build_stage calls it for
+In fp32 and fp64, on GPUs, and compiled, all but the last are PyTorch's own. model.py calls PyTorch
+alone: `use_kernels` lets its modules compute by these functions. build.build_stage calls it for
 training, checkpoint.load_model for everything else.
 """
 from functools import partial

@@ -79,7 +79,7 @@ def train_py(processes: int, folder: Path, vocab: int, *flags, **options) -> tup
         memory = Path(out) / "memory.json"
         finished(processes, "-m", "tools.bench.shared_gpu", "--data", random_data(folder, vocab),
                  "--out", out, "--save-every", 0, "--eval-every", 0, *flags,
-                 NCCL_MULTI_RANK_GPU_ENABLE="1", MEMORY_FILE=str(memory), **options)
+                 MEMORY_FILE=str(memory), **options)
         lines = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
         return [line for line in lines if "loss" in line], json.loads(memory.read_text())
 

@@ -1,9 +1,9 @@
 """train.py, except that its processes may share a GPU, and that an older PyTorch will do.
 
-    MEMORY_FILE=memory.json NCCL_MULTI_RANK_GPU_ENABLE=1 \\
-        torchrun --nproc_per_node=2 -m tools.bench.shared_gpu --tp 2
+    MEMORY_FILE=memory.json torchrun --nproc_per_node=2 -m tools.bench.shared_gpu --tp 2
 
-launch.py starts it for all measurements. Rank 0 writes its use of memory into MEMORY_FILE. With
+NCCL refuses two ranks on one GPU of a machine. So each rank names a machine of its own, and they
+talk through sockets. launch.py starts it for all measurements. Rank 0 writes its use of memory into MEMORY_FILE. With
 POISON_FREED_PARAMETERS, parameters that ZeRO 3 frees become NaN first: a use after that shows in
 the loss.
 """
@@ -51,6 +51,7 @@ def reshard_with_nan(flat, buckets, reshard=FlatParameters.reshard) -> None:
 if __name__ == "__main__":
     accept_older_pytorch()
     sys.argv[0] = "train.py"
+    os.environ.update(NCCL_HOSTID=os.environ.get("RANK", "0"), NCCL_SOCKET_IFNAME="lo")
     devices.assert_own_gpu = lambda device: None
     if POISON in os.environ:
         FlatParameters.reshard = reshard_with_nan
