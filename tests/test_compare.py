@@ -80,6 +80,25 @@ def test_compare_plots_and_tabulates_runs_without_their_void_rows(run_compare, t
     assert (status, error) == (0, "") and len(text.splitlines()) == 20 + 30
 
 
+def test_compare_shows_the_load_of_a_mixtures_experts(run_compare, tmp_path, monkeypatch):
+    """Of the last valid step, below the table, for mixtures alone. The rolled-back step has other
+    numbers; one of the last step is not finite."""
+    monkeypatch.chdir(tmp_path)
+    first = {"load/0": 1.25, "load/1": 3.5, "load/10": 2.0, "dead_experts": 7, "router_loss": 0.02}
+    later = {"load/0": 1.5, "load/1": 1.125, "load/10": 2.25, "dead_experts": 1,
+             "router_loss": None}
+    write_lines(Path("mixture"), [
+        (0, 1, dict(loss=8, val_loss=4, **first)), (1, 2, dict(loss=7, **later)),
+        (2, 3, dict(loss=9, **first)), (2, 3, dict(event="rollback", to=2))])
+    write_lines(Path("dense"), [(0, 1, dict(loss=8, val_loss=3))])
+    _, text, _ = run_compare("mixture", "dense")
+    *_, heading, experts = text.splitlines()
+    assert heading.startswith("   largest load  in block  dead experts  router loss  run: of each ")
+    assert experts.split() == "b 2.25 10 1 - mixture: 1.50 1.12 2.25".split()
+    _, text, _ = run_compare("dense")
+    assert "load" not in text and "expert" not in text
+
+
 def described(tokenizer="bytes", vocab=257, size=1.0, seq_len=16, **sources):
     """What an event says on data: each source is (validation text, its tokens, sequences read)."""
     found = {}

@@ -8,7 +8,8 @@ Each run has a letter; a capital is a validation loss. Below the axis, > marks a
 rollback. The table has the best run first, and beside each run's name the flags that differ between
 the runs. Best is the lowest validation loss or, where tokenizer, text or sample differ, the fewest
 bits per byte (tools/comparable_losses.py). `hours` is the time from line to line of metrics.jsonl
-within each process; where the clock was set back, none.
+within each process; where the clock was set back, none. A second table says how mixtures of experts
+used them in their last step (runtime/expert_loads.py).
 
 A resume or rollback to step k makes the rows beyond k void: they are left out.
 """
@@ -142,14 +143,19 @@ def describe(run: Run, flags: list[str]) -> str:
     return ", ".join(notes)
 
 
+def format_numbers(row: dict, fields: list[str], width: int = 9) -> str:
+    """These numbers of a row."""
+    cells = []
+    for value in [finite(row, field) for field in fields]:
+        cells.append(f"{'-':>{width}}" if value is None else f"{value:{width}.4f}")
+    return " ".join(cells)
+
+
 def format_evaluation(row: dict | None, fields: list[str]) -> str:
     """These numbers of an evaluation, and its step."""
     if row is None:
         row = dict(step="-")
-    cells = []
-    for value in [finite(row, field) for field in fields]:
-        cells.append(f"{'-':>9}" if value is None else f"{value:9.4f}")
-    return f"{' '.join(cells)} {row['step']:>8}"
+    return f"{format_numbers(row, fields)} {row['step']:>8}"
 
 
 def format_run(run: Run, of_best: list[str], flags: list[str]) -> str:
@@ -183,6 +189,25 @@ def table(sections: list[tuple[str, list[Run]]], letters: dict[str, str]) -> lis
         for run in section:
             lines.append(f"{letters.get(run.name, ' ')} {format_run(run, of_best, flags)}")
     return lines
+
+
+def experts_table(runs: list[Run], letters: dict[str, str]) -> list[str]:
+    """Lines with how each mixture of experts used them in its last step; none without a mixture."""
+    lines = []
+    for run in runs:
+        loads = {name.removeprefix("load/"): finite(run.last, name)
+                 for name in run.last if name.startswith("load/")}
+        if not loads:
+            continue
+        block = max(loads, key=loads.get)
+        router_loss = format_numbers(run.last, ["router_loss"], 11)
+        of_blocks = " ".join(f"{load:.2f}" for load in loads.values())
+        lines.append(f"{letters.get(run.name, ' ')} {loads[block]:13.2f} {block:>9} "
+                     f"{run.last['dead_experts']:13}  {router_loss}  {run.name}: {of_blocks}")
+    if not lines:
+        return []
+    return ["   largest load  in block  dead experts  router loss  run: of each block the load of "
+            "its most used expert, relative to the mean", *lines]
 
 
 def read_runs(outs: list[str]) -> list[Run]:
@@ -236,7 +261,7 @@ def compare(runs: list[Run]) -> str:
     lines = chart(charted, width)
     notes += unit_note(runs)
     lines += [f"note     {note}" for note in notes]
-    return "\n".join(lines + table(sections, letters))
+    return "\n".join(lines + table(sections, letters) + experts_table(runs, letters))
 
 
 @errors_in_one_line("tools.compare")
