@@ -847,6 +847,30 @@ def test_a_plan_has_total_and_active_parameters_and_the_rows_of_experts():
     assert plan["memory_moments"] == pytest.approx(whole["memory_moments"], rel=1e-3)
 
 
+def test_the_search_divides_experts_as_train_py_can():
+    """ZeRO 1 without tp and pp needs --ep: with 1 it does not fit. All plans have one that
+    divides the experts and the replicas, in the table and in the command. With any other that
+    train.py takes, the fastest layout is not faster, or does not fit."""
+    flags = ["--model", "mixtral-8x7b", "--world", "24", "--gpu", "h100", "--dtype", "bf16",
+             "--seq-len", "2048", "--batch-size", "96", "--pp", "1", "--tp", "1", "--zero", "1"]
+    plans = json.loads(answer([*flags, "--search", "--json"]))
+    assert plans and {plan["ep"] for plan in plans} <= {2, 4, 8}
+    header, first, *_, command = answer([*flags, "--search"]).splitlines()
+    assert dict(zip(header.split(), first.split()))["ep"] == str(plans[0]["ep"])
+    again = [*flags, *command.partition("train.py ")[2].split(), "--json"]
+    unused = dict(pp_schedule="1f1b")                   # without a pipeline
+    assert json.loads(answer(again)) | unused == plans[0] | unused
+    for ep in range(1, 25):
+        try:
+            other = json.loads(answer([*again, "--ep", str(ep)]))
+        except ValueError as error:         # of --ep alone
+            assert ep not in (1, 2, 4, 8) and f"ep {ep} does not divide the 8" in str(error)
+            continue
+        assert not other["fits"] or other["step_seconds"] >= plans[0]["step_seconds"]
+    assert {plan["ep"] for plan in json.loads(
+        answer([*flags, "--ep", "8", "--search", "--json"]))} == {8}
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero, ep", [(0, 2), (1, 2), (2, 4), (3, 2), (3, 1)])
 def test_state_bytes_are_what_flat_parameters_allocate(dtype, zero, ep):

@@ -6,8 +6,9 @@ import math
 from base.flops import active_parameters, flops_per_token, parameter_count
 from model import GPTConfig
 from tools.plan.flags import LAYOUT, PlanConfig
+from tools.plan.gpus import GPUSpec
 from tools.plan.memory import gpu_bytes, memory_bytes
-from tools.plan.stages import kinds_of_stages
+from tools.plan.stages import Stage, kinds_of_stages
 from tools.plan.time import LINK, step_seconds
 from tools.plan.traffic import traffic_bytes
 
@@ -23,17 +24,27 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
     seconds, unless a name has another unit. Memory is that of the fullest rank; bytes_... are what
     the rank that sends most sends in a step."""
     stages, kinds = kinds_of_stages(cfg, config)
+    return plan_of_stages(stages, kinds, [memory_bytes(stage) for stage in stages])
+
+
+def usable_memory(gpu: GPUSpec) -> float:
+    """Bytes of a GPU that a run can take."""
+    return (1 - HEADROOM) * gpu.memory
+
+
+def plan_of_stages(stages: list[Stage], kinds: list[int], memory: list[dict]) -> dict:
+    """`make_plan` from `kinds_of_stages`, and the `memory_bytes` of each kind."""
+    cfg, config = stages[0].cfg, stages[0].config
     gpu = config.spec
     plan = {name: getattr(config, name) for name in ("gpu", "world", *LAYOUT)}
     plan |= dict(dp=stages[0].grid.dp, layers_per_stage=math.ceil(cfg.n_layer / config.pp))
     plan |= compute_of(cfg, config)
 
-    memory = [memory_bytes(stage) for stage in stages]
     on_gpu = [gpu_bytes(sizes) for sizes in memory]
     fullest = on_gpu.index(max(on_gpu))
     plan |= {f"memory_{kind}": size for kind, size in memory[fullest].items()}
     plan |= dict(memory_bytes=on_gpu[fullest], fullest_rank=stages[fullest].grid.rank,
-                 fits=on_gpu[fullest] <= (1 - HEADROOM) * gpu.memory)
+                 fits=on_gpu[fullest] <= usable_memory(gpu))
 
     sent = [traffic_bytes(stage) for stage in stages]
     busiest = max(sent, key=lambda sizes: sum(sizes.values()))

@@ -121,8 +121,6 @@ def notes_of(config: PlanConfig, plan: dict) -> list[str]:
         lines.append("note     it does not fit: --search, without flags of the layout, finds any "
                      "layouts that do; --zero, --tp, --pp and --offload leave less state on a GPU, "
                      "--recompute, a smaller --micro-batch, --tp and --cp fewer activations")
-    if config.search and plan["active_parameters"] < plan["parameters"]:
-        lines.append("note     --ep is not searched: a layout of a mixture may be faster with it")
     if config.dtype == "fp32":
         lines.append("note     fp32 is slow: give --dtype bf16 (fp16 on a V100)")
     return lines
@@ -145,9 +143,12 @@ def format_days(config: PlanConfig, plan: dict, chooses_model: bool) -> str:
 
 def format_search(plans: list[dict]) -> list[str]:
     """A row for each layout, the fastest first."""
-    rows = [["dp", "pp", "chunks", "cp", "tp", "micro-batch", "zero", "recompute",
-             "sequence-parallel", "memory GB", "bubble %", "step s", "MFU %", "days"]]
-    numbers = ("dp", "pp", "pp_chunks", "cp", "tp", "micro_batch", "zero")
+    numbers = dict(dp="dp", pp="pp", pp_chunks="chunks", cp="cp", ep="ep", tp="tp",
+                   micro_batch="micro-batch", zero="zero")
+    if plans[0]["active_parameters"] == plans[0]["parameters"]:     # no mixture of experts
+        del numbers["ep"]
+    rows = [[*numbers.values(), "recompute", "sequence-parallel", "memory GB", "bubble %", "step s",
+             "MFU %", "days"]]
     for plan in plans:
         rows.append([str(plan[name]) for name in numbers])
         for switch in ("recompute", "sequence_parallel"):
@@ -169,6 +170,8 @@ def format_command(config: PlanConfig, given: dict) -> str:
     if config.search:
         for name in ("tp", "pp", "cp", "micro_batch", "zero", "recompute", "sequence_parallel"):
             flags[name] = getattr(config, name)
+        if config.ep > 1:
+            flags["ep"] = config.ep
         if config.pp > 1:
             flags |= dict(pp_schedule=config.pp_schedule, pp_chunks=config.pp_chunks)
     words = [start_of_command(config)]

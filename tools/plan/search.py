@@ -1,5 +1,6 @@
 """The fastest layouts, and what so many days train."""
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -7,11 +8,33 @@ from itertools import product
 from base.flops import flops_per_token, parameter_count
 from model import SIZES, GPTConfig
 from runtime.checks import check_layout
-from tools.plan.estimate import DAY, HEADROOM, make_plan
+from tools.plan.estimate import DAY, make_plan, plan_of_stages, usable_memory
 from tools.plan.flags import LAYOUT, PlanConfig
+from tools.plan.memory import gpu_bytes, memory_bytes
+from tools.plan.stages import kinds_of_stages
 
 LEAST_POSITIONS = 4096  # of a sequence, that --search leaves a rank: shorter ones need no cp
 BATCH_TOKENS = 2 ** 19  # of a step with --days and no --model: GPT-3's smallest batch
+
+
+def candidates(cfg: GPTConfig, config: PlanConfig, options: dict) -> Iterator[PlanConfig]:
+    """The layouts of these options that train.py takes. Without --ep among the options, each comes
+    with every one that divides the experts and the replicas."""
+    for values in product(*options.values()):
+        one = replace(config, **dict(zip(options, values)))
+        if one.zero > 0 and one.world == one.tp * one.pp:   # one replica has nothing to shard
+            continue
+        try:
+            check_layout(cfg, one.world, one.batch_size, one)
+        except ValueError:
+            continue
+        common = 1
+        if hasattr(cfg, "n_expert") and "ep" not in options:
+            common = math.gcd(cfg.n_expert, one.world // (one.tp * one.pp))
+        yield one
+        for ep in range(2, common + 1):
+            if common % ep == 0:
+                yield replace(one, ep=ep)
 
 
 def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict]:
@@ -26,37 +49,35 @@ def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict
                    pp_schedule=["1f1b", "interleaved"], pp_chunks=[1, 2, 4],
                    micro_batch=[1, 2, 4, 8, 16], zero=range(4), recompute=[False, True],
                    sequence_parallel=[False, True])
-    for name in options.keys() & given.keys():
+    for name in (options.keys() | {"ep"}) & given.keys():
         options[name] = [getattr(config, name)]
-    plans = []
-    for values in product(*options.values()):
-        one = replace(config, **dict(zip(options, values)))
-        if one.zero > 0 and one.world == one.tp * one.pp:   # one replica has nothing to shard
-            continue
-        with suppress(ValueError):
-            check_layout(cfg, one.world, one.batch_size, one)
-            plans.append(make_plan(cfg, one))
+    plans, least = [], math.inf
+    for one in candidates(cfg, config, options):
+        stages, kinds = kinds_of_stages(cfg, one)
+        memory = [memory_bytes(stage) for stage in stages]
+        size = max(map(gpu_bytes, memory))
+        least = min(least, size)
+        if size <= usable_memory(config.spec):
+            plans.append(plan_of_stages(stages, kinds, memory))
     problem = (f"no layout of this model and batch size {config.batch_size} fits {config.world} x "
                f"{config.gpu}")
-    if not plans:
+    if least == math.inf:
         raise ValueError(f"{problem}: give another --batch-size or --world, which more layouts "
                          f"divide, or fewer flags of the layout")
-    least = min(plan["memory_bytes"] for plan in plans)
-    plans = [plan for plan in plans if plan["fits"]]
     if not plans:
-        free = (1 - HEADROOM) * config.spec.memory
         advice = "take more or larger GPUs"
         if not config.offload:
             advice += ", or --offload"
+        excess = least - usable_memory(config.spec)
         raise ValueError(f"{problem}: the smallest needs {least / 1e9:.1f} GB of each GPU, "
-                         f"{(least - free) / 1e9:.1f} GB too many: {advice}")
+                         f"{excess / 1e9:.1f} GB too many: {advice}")
 
     def order(plan):        # of equally fast plans the lowest ZeRO stage, then the least memory
         return float(f"{plan['step_seconds']:.3g}"), plan["zero"], plan["memory_bytes"]
     plans.sort(key=order)
     best = {}
     for plan in plans:
-        layout = tuple(plan[name] for name in options if name != "micro_batch")
+        layout = tuple(plan[name] for name in (*options, "ep") if name != "micro_batch")
         best.setdefault(layout, plan)
     return list(best.values())[:10]
 

@@ -2,13 +2,18 @@
 are alike, so one block and a count stand for them, and no tensor is made.
 """
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from model import GPTConfig
 from parallelism.buckets import Bucket
 from parallelism.build import Grid, rank_buckets, rank_parameters
 from parallelism.pipeline import chunk_layers
 from tools.plan.flags import PlanConfig
+
+
+def layers_of(n_layer: int, grid: Grid) -> int:
+    """How many of the model's layers a rank has."""
+    return sum(map(len, chunk_layers(n_layer, grid)))
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class Stage:
 
     @cached_property
     def layers(self) -> int:
-        return sum(map(len, chunk_layers(self.cfg.n_layer, self.grid)))
+        return layers_of(self.cfg.n_layer, self.grid)
 
     @cached_property
     def microbatches(self) -> int:
@@ -50,7 +55,7 @@ class Stage:
 
     @cached_property
     def buckets(self) -> list[tuple[Bucket, int]]:
-        return rank_buckets(self.cfg, self.grid, self.config.zero)
+        return buckets_of(self.cfg, self.grid, self.config.zero)
 
     @cached_property
     def numel(self) -> int:
@@ -65,15 +70,24 @@ class Stage:
         return longest
 
 
-def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Stage], list[int]]:
+# A search asks for the same with each microbatch, schedule and kind of recomputation.
+buckets_of = lru_cache(maxsize=1024)(rank_buckets)
+
+
+@lru_cache
+def kinds_of_grids(n_layer: int, world: int, pp: int, cp: int, tp: int, ep: int, chunks: int,
+                   sequence_parallel: bool) -> tuple[list[Grid], list[int]]:
     """(the first stage of each kind, at its first rank; which kind each stage is)"""
-    ranks_of_stage = config.world // config.pp
-    dp = ranks_of_stage // (config.cp * config.tp)
-    stages = [Stage(cfg, config, Grid(dp, config.pp, config.tp, stage * ranks_of_stage,
-                                      cp=config.cp, ep=config.ep, chunks=config.pp_chunks,
-                                      sequence_parallel=config.sequence_parallel))
-              for stage in range(config.pp)]
-    kind_of = [(stage.layers, stage.grid.is_first, stage.grid.is_last) for stage in stages]
+    dp, ranks_of_stage = world // (pp * cp * tp), world // pp
+    grids = [Grid(dp, pp, tp, stage * ranks_of_stage, cp=cp, ep=ep, chunks=chunks,
+                  sequence_parallel=sequence_parallel) for stage in range(pp)]
+    kind_of = [(layers_of(n_layer, grid), grid.is_first, grid.is_last) for grid in grids]
     kinds = list(dict.fromkeys(kind_of))
-    firsts = [stages[kind_of.index(kind)] for kind in kinds]
-    return firsts, [kinds.index(kind) for kind in kind_of]
+    return [grids[kind_of.index(kind)] for kind in kinds], [kinds.index(kind) for kind in kind_of]
+
+
+def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Stage], list[int]]:
+    """`kinds_of_grids` of this layout, as stages."""
+    grids, kinds = kinds_of_grids(cfg.n_layer, config.world, config.pp, config.cp, config.tp,
+                                  config.ep, config.pp_chunks, config.sequence_parallel)
+    return [Stage(cfg, config, grid) for grid in grids], kinds
