@@ -773,15 +773,17 @@ class Passes(TorchDispatchMode):
 
 @contextmanager
 def traffic(note):
-    """In the block note(name, x, *arguments) hears of each "all_reduce", "isend" or "irecv" of x
-    that this rank starts in torch.distributed, and note("wait", x) that it waits for that."""
+    """In the block note(name, x, *arguments) hears of each "all_reduce", "isend" or "irecv" of x,
+    or "all_to_all_single" into x, that this rank starts in torch.distributed, and note("wait", x)
+    that it waits for that."""
     def noted(name, start):
         def run(x, *args, **kwargs):
             note(name, x, *args, **kwargs)
             handle = start(x, *args, **kwargs)
             return SimpleNamespace(wait=lambda: note("wait", x) or handle.wait())
         return run
-    noting = {name: noted(name, getattr(dist, name)) for name in ("all_reduce", "isend", "irecv")}
+    noting = {name: noted(name, getattr(dist, name))
+              for name in ("all_reduce", "isend", "irecv", "all_to_all_single")}
     # batch_isend_irecv looks isend and irecv up in the module that defines them.
     with mock.patch.multiple(dist, **noting), mock.patch.multiple(dist.distributed_c10d, **noting):
         yield

@@ -838,8 +838,10 @@ def test_a_plan_has_total_and_active_parameters_and_the_rows_of_experts():
     assert "46,702,792,704 parameters, of which a token uses 12,879,925,248: 32 layers" in text
     plan = json.loads(answer([*flags, "--json"]))
     positions = plan["tokens_per_step"] // 32
-    # To the experts and back, forward and backward, in 16 bits; 7 of 8 leave the rank.
-    assert plan["bytes_ep"] == 4 * 32 * 2 * positions * 4096 * 2 / 2 * 7 / 8
+    # To the experts and back, forward and backward, in 16 bits; 7 of 8 leave the rank. And of each
+    # sequence the counts of 8 experts, in 64 bits, to 7 ranks.
+    rows, counts = 4 * 32 * 2 * positions * 4096 * 2 / 2 * 7 / 8, 32 * positions / 4096 * 8 * 8 * 7
+    assert plan["bytes_ep"] == rows + counts
     whole = json.loads(answer([*flags, "--ep", "1", "--json"]))
     experts = 32 * 8 * 3 * 4096 * 14336 / 2
     saved = whole["memory_gradients"] - plan["memory_gradients"]

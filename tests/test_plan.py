@@ -30,6 +30,7 @@ from base.flops import parameter_count
 from base.options import Config, parse_flags
 from model import GPT, SIZES, GPTConfig
 from models.llama import LlamaConfig
+from models.moe import MoEConfig, Router
 from parallelism import cpu_kernels, pipeline, sequence, tensor
 from parallelism.build import Grid
 from parallelism.collectives import Work
@@ -83,13 +84,18 @@ def a_step_of_a_run(rank, world, config, cfg):
         torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]})
 
     def note(name, x, *args, **kwargs):
-        if name in ("isend", "all_reduce") and not steps_are_made:
+        if name in ("isend", "all_reduce", "all_to_all_single") and not steps_are_made:
             group = next(v for v in (*args, *kwargs.values()) if isinstance(v, dist.ProcessGroup))
-            ring = 2 * (group.size() - 1) / group.size() if name == "all_reduce" else 1
             kind = next(kind for kind in grid.groups if grid.groups[kind] is group)
-            sent[kind] = sent.get(kind, 0) + ring * x.nbytes
+            nbytes = x.nbytes
+            if name == "all_reduce":
+                nbytes *= 2 * (group.size() - 1) / group.size()
+            elif name == "all_to_all_single":       # all rows but those for this rank itself
+                rows, _, row_counts, _ = args
+                nbytes = rows[0].nbytes * (len(rows) - row_counts[group.rank()])
+            sent[kind] = sent.get(kind, 0) + nbytes
     with gridded(rank, world, config.tp, config.pp, config.sequence_parallel,
-                 config.pp_chunks, config.cp) as grid:
+                 config.pp_chunks, config.cp, config.ep) as grid:
         with Alive() as alive:
             run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
             held = alive.bytes() - run.activation_like.nbytes
@@ -217,6 +223,52 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, number
                        F=forward[stages] / m, B=((flops - forward)[stages] - weights) / m,
                        W=weights / m)
     assert plan["bubble"] == pytest.approx(1 - flops[stages].mean() / duration, rel=0.03, abs=1e-9)
+
+
+MIXTURE = MoEConfig(384, 16, 3, 4, 32, n_kv_head=2, hidden=24, n_expert=4)
+
+
+def in_turn_choose(router, ranked):
+    """Each expert is chosen by as many tokens of each sequence: (B, T, K)."""
+    B, T, E = ranked.shape
+    K = router.cfg.n_active
+    return (torch.arange(T * K) % E).view(1, T, K).repeat(B, 1, 1)
+
+
+def a_step_of_a_mixture(rank, world, config, cfg):
+    """`a_step_of_a_run` whose experts are used alike."""
+    with mock.patch.object(Router, "largest", in_turn_choose):
+        return a_step_of_a_run(rank, world, config, cfg)
+
+
+@pytest.mark.parametrize("changes, world, flags", [
+    ({}, 2, dict(ep=2, dtype="bf16", zero=1)), ({}, 4, dict(ep=2, tp=2, recompute=True)),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
+        ({}, 4, dict(ep=2, tp=2, sequence_parallel=True)),
+        (dict(shared=24, balance_bias=0.1), 4, dict(ep=2, tp=2)),
+        (dict(shared=24), 2, dict(tp=2, recompute=True)),
+        (dict(shared=24, balance_bias=0.1), 2,
+         dict(tp=2, sequence_parallel=True, recompute=True)),
+        (dict(norm_all_heads=True), 2, dict(tp=2)),
+        (dict(norm_all_heads=True), 4, dict(ep=2, cp=2, tp=1, recompute=True)),
+        ({}, 4, dict(ep=2, zero=3, recompute=True, dtype="bf16")),
+        ({}, 4, dict(ep=2, pp=2, pp_schedule="1f1b", zero=2)),
+        (dict(norm_all_heads=True), 8, dict(ep=2, cp=2, tp=2, sequence_parallel=True))])])
+def test_a_plan_tells_what_a_mixture_sends(pool, tmp_path, changes, world, flags):
+    """By kind, exactly, of every rank, if all experts are used alike."""
+    cfg = replace(MIXTURE, **changes)
+    config = plan_config(out=str(tmp_path), steps=1, world=world, gpu="h100", batch_size=world,
+                         micro_batch=1, check_every=0, **flags)
+    tp, pp, cp = config.tp, config.pp, config.cp
+    for rank, (_, _, sent, *_) in enumerate(pool.run(world, a_step_of_a_mixture, config, cfg)):
+        grid = Grid(world // (tp * pp * cp), pp, tp, rank, cp=cp, ep=config.ep,
+                    sequence_parallel=config.sequence_parallel)
+        stage = Stage(cfg, config, grid)
+        told = traffic_bytes(stage)
+        told["replicas"] = told.pop("gradients") + told.pop("parameters")
+        if "same_experts" in sent:
+            sent["replicas"] += sent.pop("same_experts")
+        assert {kind: size for kind, size in told.items() if size} == pytest.approx(sent, rel=1e-12)
 
 
 WIDE_ENDS = LlamaConfig(2000, 16, 3, 4, 32, n_kv_head=2)        # of more parameters than a block

@@ -1,6 +1,7 @@
 """Bytes that a rank sends in a step, by kind. (The tests compare them with those of real runs.)"""
 from tools.plan.stages import Stage
 
+INTEGER = 8             # bytes of a count, or of the number of an expert
 CONTEXT_RINGS = 3       # K and V go around in forward and in backward, their gradients once
 
 
@@ -22,17 +23,19 @@ def gradient_rings(stage: Stage) -> int:
 def traffic_bytes(stage: Stage) -> dict:
     """Bytes that this rank sends in a step, by kind:
 
-        tp          see `tensor_parallel_bytes`
+        tp          see `tensor_parallel_bytes`; of mixtures also `tensor_parallel_bytes_of_experts`
         cp          K and V of a block, (B, T, K D / tp), forward and again in backward; the sum of
-                    their gradients
+                    their gradients; of mixtures how many tokens chose each expert, (B, E) integers
         pp          1 / tp of x (B, T / cp, C) forward, of its gradient backward, of each chunk
         ep          K rows of C numbers for each position, to the experts and back, forward and
-                    backward, from each tp rank a tp-th; recomputation sends them once more
+                    backward, from each tp rank a tp-th, and forward E integers before them;
+                    recomputation sends what forward does once more
         gradients   `gradient_rings`, those of experts among the ranks that have the same ones
         parameters  ZeRO 1, 2: an all-gather; 3: for each microbatch one forward and another
                     backward, where the ends and the last block are still there
         embedding   the tied matrix's gradient, between the first stage and the last
-        world       five numbers in float64 that all ranks agree on
+        world       five numbers in float64 that all ranks agree on; of mixtures also the loads
+                    of the experts, and the routers' losses
     """
     config, grid = stage.config, stage.grid
     m = stage.microbatches
@@ -43,15 +46,6 @@ def traffic_bytes(stage: Stage) -> dict:
     gradients = gradient_rings(stage) * (stage.numel - of_experts)
     if config.zero == 2 and grid.is_last and grid.pp > 1 and config.pp_schedule == "gpipe":
         gradients -= (m - 1) * of_head          # GPipe's forwards add up all of the head's
-    parameters, of_experts_gathered = 0, 0
-    if config.zero in (1, 2):
-        parameters = stage.numel - of_experts
-        of_experts_gathered = of_experts
-    if config.zero == 3:
-        once = sum(bucket.numel for bucket, _ in stage.buckets if bucket.group == "replicas")
-        parameters = m * (2 * (stage.numel - of_experts) - once)
-        of_experts_gathered = m * (2 * of_experts - of_experts // stage.layers)
-
     gradients_of_experts = gradient_rings(stage) * of_experts
     same_experts = grid.replicas // grid.ep
 
@@ -60,31 +54,89 @@ def traffic_bytes(stage: Stage) -> dict:
     tp = tensor_parallel_bytes(stage)
     if not grid.sequence_parallel:
         tp += m * messages * ring(grid.tp, message)         # the receivers gather it
+    statistics = 5
+    counts, ep = 0, 0
+    if hasattr(stage.cfg, "n_expert"):
+        statistics += stage.cfg.n_layer * (stage.cfg.n_expert + 1)
+        counts = forwards(stage) * config.micro_batch * stage.cfg.n_expert * INTEGER
+        tp += tensor_parallel_bytes_of_experts(stage)
     if grid.ep > 1:
-        tp += ring(grid.tp, grid.tp * expert_row_bytes(stage))      # so do those of rows
+        ep = ring(grid.ep, expert_row_bytes(stage)
+                  + forwards(stage) * grid.ep * stage.cfg.n_expert * INTEGER)
     embedding = 0
     if grid.pp > 1 and stage.buckets[0][0].name == "tied":
         embedding = config.master_size * stage.buckets[0][0].numel
         if config.zero > 0:
             embedding /= grid.replicas
     rings = CONTEXT_RINGS * stage.layers
-    return dict(tp=tp, cp=m * rings * ring(grid.cp, config.size * stage.keys_and_values),
-                pp=m * messages * message / grid.tp,
-                ep=ring(grid.ep, expert_row_bytes(stage)),
+    cp = m * rings * ring(grid.cp, config.size * stage.keys_and_values) + 2 * ring(grid.cp, counts)
+    return dict(tp=tp, cp=cp, pp=m * messages * message / grid.tp, ep=ep,
                 gradients=(ring(grid.replicas, config.master_size * gradients)
                            + ring(same_experts, config.master_size * gradients_of_experts)),
-                parameters=(ring(grid.replicas, config.size * parameters)
-                            + ring(same_experts, config.size * of_experts_gathered)),
-                embedding=embedding, world=2 * ring(grid.world, 5 * 8))
+                parameters=(ring(grid.replicas, gathered_bytes(stage, "replicas"))
+                            + ring(same_experts, gathered_bytes(stage, "same_experts"))),
+                embedding=embedding, world=2 * ring(grid.world, 8 * statistics))
+
+
+def gathered_bytes(stage: Stage, group: str) -> int:
+    """Bytes of the parameters that the ranks of this group gather in a step."""
+    config = stage.config
+    total, once = 0, 0          # of all, of one of each kind: of the ends and the last block
+    for bucket, count in stage.buckets:
+        if bucket.group == group:
+            nbytes = bucket.numel * (config.master_size if bucket.is_wide else config.size)
+            total += count * nbytes
+            once += nbytes
+    if config.zero == 3:
+        return stage.microbatches * (2 * total - once)
+    return total if config.zero > 0 else 0
+
+
+def forwards(stage: Stage) -> int:
+    """How many forwards of a block this rank computes in a step, with those of recomputation."""
+    return stage.microbatches * stage.layers * (2 if stage.config.recompute else 1)
 
 
 def expert_row_bytes(stage: Stage) -> float:
     """Bytes of the rows that go to experts and come back in a step, if all are used alike."""
-    if not hasattr(stage.cfg, "n_expert"):
-        return 0
-    trips = 6 if stage.config.recompute else 4
-    rows = stage.microbatches * stage.layers * trips * stage.cfg.n_active * stage.positions
+    trips = 2 * (forwards(stage) + stage.microbatches * stage.layers)
+    rows = trips * stage.cfg.n_active * stage.positions
     return rows * stage.cfg.n_embd * stage.config.size / stage.grid.tp
+
+
+def tensor_parallel_bytes_of_experts(stage: Stage) -> float:
+    """What a mixture adds to `tensor_parallel_bytes`:
+
+        rows        with --ep the tp ranks gather those that arrive, and sum those that go back
+        choice      an all-reduce of (B, T / cp, K) integers. Sequence parallelism: a gather, and
+                    an all-reduce of how many tokens chose each expert, (B, E) integers
+        weights     the sum of their gradients, (B, T / cp, K). Sequence parallelism also gathers
+                    them forward; it does not gather the experts' input again in backward
+        shared      2 all-reduces of x (B, T / cp, C); recomputation: 1 more; sequence parallelism
+                    gathers the input of a matrix again
+        norms       OLMoE's: the squares of q and of k (B, T / cp) are summed, and their gradients
+    """
+    cfg, config, grid = stage.cfg, stage.config, stage.grid
+    once, again = stage.microbatches * stage.layers, forwards(stage)
+    numbers = stage.positions * cfg.n_active
+    x = stage.x * config.size
+    total = 0
+    if grid.ep > 1:
+        total += ring(grid.tp, grid.tp * expert_row_bytes(stage))
+    if grid.sequence_parallel:
+        total += again * ring(grid.tp, numbers * (INTEGER + config.size))
+        total += once * ring(grid.tp, numbers * config.size)
+        total += 2 * again * ring(grid.tp, config.micro_batch * cfg.n_expert * INTEGER)
+        total -= once * ring(grid.tp, x)
+    else:
+        total += 2 * again * ring(grid.tp, numbers * INTEGER)
+        total += 2 * once * ring(grid.tp, numbers * config.size)
+    if cfg.shared > 0:
+        total += 2 * (once + again) * ring(grid.tp, x)
+        total += grid.sequence_parallel * once * ring(grid.tp, x)
+    if cfg.norm_all_heads:
+        total += 2 * 2 * (once + again) * ring(grid.tp, stage.positions * config.master_size)
+    return total
 
 
 def tensor_parallel_bytes(stage: Stage) -> float:
