@@ -18,8 +18,8 @@ BATCH_TOKENS = 2 ** 19  # of a step with --days and no --model: GPT-3's smallest
 
 
 def candidates(cfg: GPTConfig, config: PlanConfig, options: dict) -> Iterator[PlanConfig]:
-    """The layouts of these options that train.py takes. Without --ep among the options, each comes
-    with every one that divides the experts and the replicas."""
+    """The layouts of these options that train.py takes. If --ep is not among the options, a layout
+    of a mixture comes with each --ep that divides its experts and its replicas."""
     for values in product(*options.values()):
         one = replace(config, **dict(zip(options, values)))
         if one.zero > 0 and one.world == one.tp * one.pp:   # one replica has nothing to shard
