@@ -117,7 +117,8 @@ def tensor_parallel_bytes_of_experts(stage: Stage) -> float:
         norms       OLMoE's: the squares of q and of k (B, T / cp) are summed, and their gradients
     """
     cfg, config, grid = stage.cfg, stage.config, stage.grid
-    once, again = stage.microbatches * stage.layers, forwards(stage)
+    once = stage.microbatches * stage.layers
+    again = forwards(stage)                     # with those of recomputation
     numbers = stage.positions * cfg.n_active
     x = stage.x * config.size
     total = 0
@@ -133,7 +134,8 @@ def tensor_parallel_bytes_of_experts(stage: Stage) -> float:
         total += 2 * once * ring(grid.tp, numbers * config.size)
     if cfg.shared > 0:
         total += 2 * (once + again) * ring(grid.tp, x)
-        total += grid.sequence_parallel * once * ring(grid.tp, x)
+        if grid.sequence_parallel:
+            total += once * ring(grid.tp, x)
     if cfg.norm_all_heads:
         total += 2 * 2 * (once + again) * ring(grid.tp, stage.positions * config.master_size)
     return total
