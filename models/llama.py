@@ -124,6 +124,12 @@ class Attention(nn.Module):
 
     def forward(self, x, dropout_seed=None, mask=None):
         q, k, v = self.split_heads(self.qkv(x))                             # (B, H or K, T, D)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.attend(q, k, v, dropout_seed, mask)
+
+    def attend(self, q, k, v, dropout_seed=None, mask=None):
+        q, k = self.rotary(q, k)
         y = self.core_attention(q, k, v, dropout_seed, mask)                # (B, H, T, D)
         return self.proj(y.transpose(1, 2).flatten(2))                      # (B, T, H D)
 
@@ -131,9 +137,6 @@ class Attention(nn.Module):
         B, T, _ = qkv.shape
         groups = qkv.view(B, T, -1, self.group + 2, self.head_dim)          # (B, T, K, G + 2, D)
         q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in groups.split([self.group, 1, 1], 3))
-        if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary(q, k)
         return q, k, v.clone()          # A view would keep all of qkv for backward.
 
 

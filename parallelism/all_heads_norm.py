@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from models.moe import AllHeadsNorm
-from parallelism.collectives import all_reduce
+from parallelism.collectives import all_gather, all_reduce
 from parallelism.tensor import TensorParallel
 
 
@@ -24,6 +24,38 @@ class _SumBothWays(torch.autograd.Function):
         return all_reduce(dy.clone(), ctx.group).wait(), None
 
 
+class _SumOfStrips(torch.autograd.Function):
+    """--exact: the sum of all strips' x, once for each of this rank's. All ranks have the x of all
+    strips and add them in the order of the strips. Backward does the same with the gradients."""
+
+    @staticmethod
+    def forward(ctx, grid, *xs):
+        ctx.grid = grid
+        total = sum_in_order(xs, grid)
+        return tuple(total.view_as(total) for _ in xs)
+
+    @staticmethod
+    def backward(ctx, *dtotals):
+        dx = sum_in_order(dtotals, ctx.grid)
+        return (None, *(dx for _ in dtotals))
+
+
+def sum_in_order(xs: tuple, grid) -> torch.Tensor:
+    """The sum of this rank's xs and those of the other tp ranks."""
+    strips = torch.stack(xs).repeat(grid.tp, *(1 for _ in xs[0].shape))     # one slice is sent
+    return all_gather(strips, grid.groups["tp"]).wait().sum(0)
+
+
+def widened(q: torch.Tensor) -> torch.Tensor:
+    """q in fp32 or wider."""
+    return q.to(torch.promote_types(q.dtype, torch.float32))
+
+
+def sum_of_squares(q: torch.Tensor) -> torch.Tensor:
+    """(B, heads, T, D) -> (B, 1, T, 1)"""
+    return q.square().sum((1, 3), keepdim=True)
+
+
 class ParallelAllHeadsNorm(TensorParallel):
     """RMSNorm over the channels of all heads, of which q (B, H / tp, T, D) has this rank's."""
     partition_dim = {"weight": 0}
@@ -33,12 +65,23 @@ class ParallelAllHeadsNorm(TensorParallel):
         self.channels, self.eps = plain.weight.numel(), plain.eps
 
     def forward(self, q):
-        wide = q.to(torch.promote_types(q.dtype, torch.float32))
-        squares = wide.square().sum((1, 3), keepdim=True)                   # (B, 1, T, 1)
+        q = widened(q)
+        squares = sum_of_squares(q)
         if self.grid.tp > 1:
             squares = _SumBothWays.apply(squares, self.grid.groups["tp"])
-        normal = (wide * (squares / self.channels + self.eps).rsqrt()).to(q.dtype)
-        return normal * self.weight.view(q.shape[1], 1, -1)
+        return self.normalize(q, squares, self.weight)
+
+    def of_strips(self, qs: tuple) -> list:
+        """--exact: the q of this rank's strips (exact.NormedInStrips)."""
+        qs = [widened(q) for q in qs]
+        totals = _SumOfStrips.apply(self.grid, *map(sum_of_squares, qs))
+        return [self.normalize(q, total, weight)
+                for q, total, weight in zip(qs, totals, self.weight.chunk(len(qs)))]
+
+    def normalize(self, q, squares, weight):
+        """q in fp32 or wider, the squares (B, 1, T, 1) of all heads, the weight of those of q."""
+        normal = q * (squares / self.channels + self.eps).rsqrt()
+        return normal.to(weight.dtype) * weight.view(q.shape[1], 1, -1)
 
 
 def norm_of_heads(plain: nn.Module, grid) -> nn.Module:

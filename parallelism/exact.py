@@ -43,10 +43,11 @@ import torch.nn.functional as F
 
 from model import GPT, IGNORE_INDEX, GPTConfig
 from models.moe import Mixture
+from parallelism.all_heads_norm import ParallelAllHeadsNorm
 from parallelism.collectives import all_reduce
 from parallelism.cpu_kernels import linear, use_kernels
 from parallelism.exact_sums import ExactSums
-from parallelism.sequence import by_ranks, by_sequences, gather_positions, sum_over_ranks
+from parallelism.sequence import all_positions, by_ranks, own_positions, sum_over_ranks
 from parallelism.tensor import (TensorParallel, VocabParallelCrossEntropy, VocabParallelEmbedding,
                                 VocabParallelHead, matmul, tile_size)
 from parallelism.zero import FlatParameters, adamw_update
@@ -62,7 +63,7 @@ class CopyToStrips(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, count, grid):
         ctx.grid = grid
-        x = by_sequences(gather_positions(x, grid).wait(), grid)
+        x = all_positions(x, grid)
         return tuple(x.view_as(x) for _ in range(count))
 
     @staticmethod
@@ -81,7 +82,7 @@ class SumOfStrips(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        dy = by_sequences(gather_positions(dy, ctx.grid).wait(), ctx.grid)
+        dy = all_positions(dy, ctx.grid)
         return (None, *(dy for _ in range(ctx.count)))
 
 
@@ -154,24 +155,41 @@ class InStrips:
 
     def __call__(self, x, *args):
         count = self.grid.exact.strips // self.grid.tp
-        layers = {name: getattr(self.part, name) for name in self.names}
-        strips = {name: cut_in_strips(layer, count) for name, layer in layers.items()}
+        xs = CopyToStrips.apply(x, count, self.grid)
+        y = SumOfStrips.apply(self.grid, *self.of_strips(xs, args))
+        bias = getattr(self.part, self.names[1]).bias
+        return y if bias is None else Affine.apply(y, None, bias, self.grid.exact)
+
+    def of_strips(self, xs, args) -> list:
+        """The y of each strip of this rank, by its x."""
+        return [narrow(x, *args) for narrow, x in zip(self.strips(len(xs)), xs)]
+
+    def strips(self, count: int):
+        """`narrow` with the weights of one strip after another."""
+        strips = {name: cut_in_strips(getattr(self.part, name), count) for name in self.names}
         self.narrow.train(self.part.training)
-        ys = []
-        for number, x_of_strip in enumerate(CopyToStrips.apply(x, count, self.grid)):
+        for number in range(count):
             for name in self.names:
-                narrow = getattr(self.narrow, name)
-                narrow.weight, narrow.bias = strips[name][number]
+                layer = getattr(self.narrow, name)
+                layer.weight, layer.bias = strips[name][number]
             if hasattr(self.narrow, "core_attention"):
                 # Each strip has a dropout mask. It has a module of its own, too: a CPU without
                 # 16-bit products repeats attention in backward, and must draw the same mask.
                 attention = copy.copy(self.narrow.core_attention)
                 attention.part = self.grid.tp_rank * count + number
                 self.narrow.core_attention = attention
-            ys.append(self.narrow(x_of_strip, *args))
-        y = SumOfStrips.apply(self.grid, *ys)
-        bias = layers[self.names[1]].bias
-        return y if bias is None else Affine.apply(y, None, bias, self.grid.exact)
+            yield self.narrow
+
+
+class NormedInStrips(InStrips):
+    """Attention whose norms are over all heads. They need the q and k of all strips first."""
+
+    def of_strips(self, xs, args):
+        heads = [narrow.split_heads(narrow.qkv(x)) for narrow, x in zip(self.strips(len(xs)), xs)]
+        qs, ks, vs = zip(*heads)
+        qs, ks = self.part.q_norm.of_strips(qs), self.part.k_norm.of_strips(ks)
+        return [narrow.attend(q, k, v, *args)
+                for narrow, q, k, v in zip(self.strips(len(xs)), qs, ks, vs)]
 
 
 class Affine(torch.autograd.Function):
@@ -247,7 +265,7 @@ def add_positions(embed: nn.Module, grid, x: torch.Tensor, dropout_seed,
             start = grid.tp_rank * T if grid.sequence_parallel else 0
             positions = torch.arange(start, start + T, device=x.device).expand(B, T)
         else:
-            positions = embed.position.own(positions)
+            positions = own_positions(positions, grid)
         x = x + ExactLookup.apply(positions, embed.position.weight, grid.exact)
     return embed.dropout(x, dropout_seed)
 
@@ -258,7 +276,7 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, x, weight, targets, grid, loss_factor, vocab_size):
         exact = grid.exact
-        x = by_sequences(gather_positions(x, grid).wait(), grid)
+        x = all_positions(x, grid)
         shape = x.shape
         x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
         # Each (w, C), and aligned: w is a multiple of 16, C of the number of strips.
@@ -355,6 +373,10 @@ class ExactParameters(FlatParameters):
         exact = self.grid.exact
         exact.add(total, grad, exact.gradient, exact.terms(exact.positions))
 
+    def is_in_parts(self, spec):
+        # (exact_experts.ExactRouter computes all positions on each tp rank.)
+        return super().is_in_parts(spec) and ".mlp.router." not in spec.name
+
     def sum_squares(self, counted, others):
         """`squares` has the high digits, `low_squares` what is left; `out_of_range` is 0, or inf if
         a term of a sum was too large."""
@@ -398,7 +420,10 @@ def make_exact(model: GPT, model_config: GPTConfig, grid) -> None:
         for norm in ("q_norm", "k_norm"):           # all strips share it
             if hasattr(block.attn, norm):
                 setattr(narrow.attn, norm, getattr(block.attn, norm))
-        block.attn.forward = InStrips(block.attn, narrow.attn, ("qkv", "proj"), grid)
+        in_strips = InStrips
+        if isinstance(getattr(block.attn, "q_norm", None), ParallelAllHeadsNorm):
+            in_strips = NormedInStrips
+        block.attn.forward = in_strips(block.attn, narrow.attn, ("qkv", "proj"), grid)
         mlp, narrow_mlp = block.mlp, narrow.mlp
         if isinstance(mlp, Mixture):        # exact_experts.py has its experts
             mlp, narrow_mlp = mlp.shared, narrow_mlp.shared

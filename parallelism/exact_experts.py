@@ -5,7 +5,7 @@
                             backward (f), of x and of the weights: the same
     their matrices          backward: microbatches, and with --ep also those    ExpertProduct
                             of the ranks whose tokens they compute
-    router                  backward: one product for each microbatch           ExactParameters
+    router                  backward: one product for each microbatch           ExactRouter
 
 The rows of an expert's product are the tokens of one microbatch that chose the expert, in their
 order. So with --ep a rank computes the tokens of each rank by themselves: products have the shapes
@@ -17,11 +17,55 @@ from functools import partial
 import torch
 import torch.nn as nn
 
-from models.moe import Experts
+from models.moe import Experts, Router
 from parallelism.cpu_kernels import linear
 from parallelism.exact import CopyToStrips, SumOfStrips, copy_matrix
-from parallelism.experts import Exchange, ExpertColumns, ExpertRows, ParallelExperts
+from parallelism.experts import (Exchange, ExpertColumns, ExpertRows, ParallelExperts,
+                                 ParallelRouter)
+from parallelism.sequence import all_positions, own_positions
 from parallelism.tensor import matmul
+
+
+class _AllPositions(torch.autograd.Function):
+    """x (B, T / tp, C) -> (B, T, C). All tp ranks compute the same gradient of all positions.
+    Backward returns that of this rank's."""
+
+    @staticmethod
+    def forward(ctx, x, grid):
+        ctx.grid = grid
+        return all_positions(x, grid)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return own_positions(dx, ctx.grid), None
+
+
+class _OwnPositions(torch.autograd.Function):
+    """The reverse: (B, T, K) -> (B, T / tp, K). Backward gathers the gradients of all positions."""
+
+    @staticmethod
+    def forward(ctx, weights, grid):
+        ctx.grid = grid
+        return own_positions(weights, grid)
+
+    @staticmethod
+    def backward(ctx, dweights):
+        return all_positions(dweights, ctx.grid), None
+
+
+class ExactRouter(ParallelRouter):
+    """ParallelRouter, but with sequence parallelism each tp rank computes all positions and returns
+    its own. So products have the shapes that they have without."""
+
+    def __init__(self, plain: Router, grid):
+        super().__init__(plain, grid)
+        self.has_own_positions = False
+
+    def forward(self, x):
+        if not self.grid.sequence_parallel:
+            return super().forward(x)
+        weights, chosen = super().forward(_AllPositions.apply(x, self.grid))
+        return _OwnPositions.apply(weights, self.grid), own_positions(chosen, self.grid)
 
 
 class ExpertProduct(torch.autograd.Function):
@@ -75,6 +119,7 @@ class ExactExperts(ParallelExperts):
     def forward(self, x, weights, chosen):
         grid = self.grid
         count = grid.exact.strips // grid.tp
+        chosen = all_positions(chosen, grid)
         xs = CopyToStrips.apply(x, count, grid)
         weights_of_strips = CopyToStrips.apply(weights, count, grid)
         ys = [StripOfExperts(self, strip)(xs[strip], weights_of_strips[strip], chosen)
@@ -108,6 +153,7 @@ class StripOfExperts(ParallelExperts):
 
 
 EXACT_EXPERT_PLAN = {       # instead of EXPERT_PLAN's
+    "mlp.router": ExactRouter,
     "mlp.experts": ExactExperts,
     "mlp.experts.up": ExactColumns,
     "mlp.experts.down": ExactRows,

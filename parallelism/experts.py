@@ -98,6 +98,7 @@ class ParallelRouter(Router):
         nn.Module.__init__(self)
         self.cfg, self.grid = plain.cfg, grid
         self.weight, self.bias = plain.weight, plain.bias
+        self.has_own_positions = grid.sequence_parallel     # or those of all tp ranks
         self.set_token_factor(1.0)
 
     def set_token_factor(self, token_factor: float) -> None:
@@ -121,7 +122,7 @@ class ParallelRouter(Router):
         """On all tp ranks what tp rank 0 chooses. On GPUs their routers may differ in the last
         bits, and one other choice would break the all-to-all."""
         chosen = super().largest(ranked)
-        if self.grid.tp == 1 or self.grid.sequence_parallel:        # (else each has own positions)
+        if self.grid.tp == 1 or self.has_own_positions:
             return chosen
         if self.grid.tp_rank > 0:
             chosen.zero_()
@@ -130,7 +131,7 @@ class ParallelRouter(Router):
     def share(self, counts, positions):
         """EP3: the counts of whole sequences, and their length."""
         kinds = ["cp"]
-        if self.grid.sequence_parallel:
+        if self.has_own_positions:
             kinds.append("tp")
         for kind in kinds:
             counts = all_reduce(counts.clone(), self.grid.groups[kind]).wait()

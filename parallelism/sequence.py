@@ -59,3 +59,15 @@ def by_sequences(x: torch.Tensor, grid) -> torch.Tensor:
     if not grid.sequence_parallel:
         return x
     return x.unflatten(0, (grid.tp, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def all_positions(x: torch.Tensor, grid) -> torch.Tensor:
+    """Without TP2, x itself; with it, (B, T / tp, ...) -> (B, T, ...), the positions of all."""
+    return by_sequences(gather_positions(x, grid).wait(), grid)
+
+
+def own_positions(x: torch.Tensor, grid) -> torch.Tensor:
+    """Without TP2, x itself; with it, (B, T, ...) -> (B, T / tp, ...), those of this rank."""
+    if not grid.sequence_parallel:
+        return x
+    return x.chunk(grid.tp, dim=1)[grid.tp_rank]

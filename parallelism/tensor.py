@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from model import GPT, IGNORE_INDEX, VOCAB_MATRICES, GPTConfig, ceil_div
 from parallelism.collectives import all_reduce
 from parallelism.cpu_kernels import linear, lookup, multiplies_in_fp32, upcast_for_matmul
-from parallelism.sequence import by_ranks, by_sequences, gather_positions, sum_over_ranks
+from parallelism.sequence import (by_ranks, by_sequences, gather_positions, own_positions,
+                                  sum_over_ranks)
 
 
 @dataclass
@@ -235,15 +236,9 @@ class PositionEmbedding(TensorParallel):
 
     def forward(self, positions):
         if positions.dim() == 2:
-            return lookup(self.own(positions), self.weight)
+            return lookup(own_positions(positions, self.grid), self.weight)
         first = self.grid.tp_rank * len(positions) if self.grid.sequence_parallel else 0
         return self.lookup(positions + first)
-
-    def own(self, positions):
-        """This rank's part of those of all ranks."""
-        if not self.grid.sequence_parallel:
-            return positions
-        return positions.chunk(self.grid.tp, dim=1)[self.grid.tp_rank]
 
     def lookup(self, positions):
         return F.embedding(positions, self.weight)

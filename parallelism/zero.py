@@ -279,12 +279,16 @@ class FlatParameters:
         if self.grid.tp > 1:
             replicated = [bucket.shard["grad"][shard_slice] for bucket in self.buckets
                           for spec, shard_slice, _ in bucket.shard_ranges
-                          if spec.partition_dim is None
-                          and (self.grid.sequence_parallel or spec.grad_covers_own_heads)]
+                          if self.is_in_parts(spec)]
             if replicated:
                 sums = all_reduce(torch.cat(replicated), self.grid.groups["tp"]).wait()
                 torch._foreach_copy_(replicated, sums.split([len(x) for x in replicated]))
         self.grads_are_summed = True
+
+    def is_in_parts(self, spec: ParamSpec) -> bool:
+        """Whether tp ranks that all have a parameter have parts of its gradient."""
+        return spec.partition_dim is None and (self.grid.sequence_parallel
+                                               or spec.grad_covers_own_heads)
 
     def grad_norm_squares(self) -> dict[str, torch.Tensor]:
         """Sums of squares of this rank's gradients, numbers of `sum_dtype`, for a sum over all

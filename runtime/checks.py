@@ -197,12 +197,6 @@ def problems_of_experts(model_config: GPTConfig, config, replicas: int) -> list[
     if model_config.shared % config.tp:
         problems.append(f"the shared expert's {model_config.shared} hidden channels are not "
                         f"divisible by tp {config.tp}: give a --tp that fits")
-    if config.exact and config.sequence_parallel:
-        problems.append("--exact of a mixture cannot be combined with --sequence-parallel, where a "
-                        "router's gradient is a sum over the positions of each rank: drop one")
-    if config.exact and model_config.norm_all_heads:
-        problems.append("--exact has no norm over the channels of all heads, as OLMoE's: drop "
-                        "--exact")
     return problems
 
 

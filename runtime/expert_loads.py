@@ -20,11 +20,12 @@ def measure(run) -> dict:
     # A row for each block, and in the last column the losses of its router.
     sums = torch.zeros(cfg.n_layer, cfg.n_expert + 1, dtype=sum_dtype(run.device),
                        device=run.device)
-    # All tp ranks count the same tokens, unless sequence parallelism splits the positions.
-    if grid.tp_rank == 0 or grid.sequence_parallel:
-        for layer, block in run.model.blocks.items():
-            sums[int(layer), :-1] += block.mlp.router.load
-            sums[int(layer), -1] += block.mlp.router.loss_sum
+    for layer, block in run.model.blocks.items():
+        router = block.mlp.router
+        # All tp ranks count the same tokens, unless sequence parallelism splits the positions.
+        if grid.tp_rank == 0 or router.has_own_positions:
+            sums[int(layer), :-1] += router.load
+            sums[int(layer), -1] += router.loss_sum
     return dict(experts=sums)
 
 
