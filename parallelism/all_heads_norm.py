@@ -1,7 +1,8 @@
 """OLMoE's norm of q and k over the channels of all heads, under tensor parallelism.
 
 Each tp rank has some heads, and so some of the channels. For each position the tp ranks sum the
-squares of their channels, a number (B, T) forward and its gradient backward.
+squares of their channels, a number (B, T) forward and its gradient backward. With --exact the sum
+is over the strips of exact.py, in the same order in every layout.
 """
 import torch
 import torch.nn as nn
@@ -24,7 +25,7 @@ class _SumBothWays(torch.autograd.Function):
         return all_reduce(dy.clone(), ctx.group).wait(), None
 
 
-class _SumOfStrips(torch.autograd.Function):
+class SumInOrder(torch.autograd.Function):
     """--exact: the sum of all strips' x, once for each of this rank's. All ranks have the x of all
     strips and add them in the order of the strips. Backward does the same with the gradients."""
 
@@ -74,7 +75,7 @@ class ParallelAllHeadsNorm(TensorParallel):
     def of_strips(self, qs: tuple) -> list:
         """--exact: the q of this rank's strips (exact.NormedInStrips)."""
         qs = [widened(q) for q in qs]
-        totals = _SumOfStrips.apply(self.grid, *map(sum_of_squares, qs))
+        totals = SumInOrder.apply(self.grid, *map(sum_of_squares, qs))
         return [self.normalize(q, total, weight)
                 for q, total, weight in zip(qs, totals, self.weight.chunk(len(qs)))]
 

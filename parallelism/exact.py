@@ -22,6 +22,7 @@ the same, and a row of LayerNorm however many rows there are. Random layouts tes
     operation                     its sums are over                              exact in
     embeddings                    backward: positions, sequences                 ExactLookup
     LayerNorm, bias after g       backward: positions                            Affine
+    norms over all heads          both ways: strips, in their order              SumInOrder
     qkv and proj, up and down     forward (g) and backward (f): strips           sum_strips
         their biases              backward: positions                            StripProduct
     logits and loss               strips of the vocabulary, positions            ExactCrossEntropy
@@ -165,7 +166,7 @@ class InStrips:
         return [narrow(x, *args) for narrow, x in zip(self.strips(len(xs)), xs)]
 
     def strips(self, count: int):
-        """`narrow` with the weights of one strip after another."""
+        """`narrow`, again and again, with the weights of one strip after another."""
         strips = {name: cut_in_strips(getattr(self.part, name), count) for name in self.names}
         self.narrow.train(self.part.training)
         for number in range(count):

@@ -9,8 +9,9 @@
 
 The rows of an expert's product are the tokens of one microbatch that chose the expert, in their
 order. So with --ep a rank computes the tokens of each rank by themselves: products have the shapes
-that they have without. And each tp rank sends all rows, not a part (EP4 of experts.py). A router
-compares numbers that have the same bits, and so chooses the same experts.
+that they have without. And each tp rank sends all rows, not a part (EP4 of experts.py). The rows of
+a router's product are all tokens of a microbatch, with sequence parallelism too. A router compares
+numbers that have the same bits, and so chooses the same experts.
 """
 from functools import partial
 

@@ -51,7 +51,8 @@ class FlatParameters:
     A training step calls zero_grad, then prepare_grad_sync before each backward, and at the end
     finish_grad_sync, grad_norm_squares and adamw_step. In ZeRO 1 and 2 `adamw_step` only starts to
     gather the updated parameters: `gather_before_use` or `wait_params` waits for them. (With
-    --exact exact.ExactParameters replaces add_grad, sum_squares, grad_norm, update_shards.)
+    --exact exact.ExactParameters replaces add_grad, is_in_parts, sum_squares, grad_norm and
+    update_shards.)
 
     grads_are_summed    from finish_grad_sync to the next zero_grad
     grad_factor         by which the gradients are then multiplied: the loss scale; after
