@@ -4,6 +4,7 @@
 """
 import dataclasses
 import json
+import math
 import signal
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -666,10 +667,14 @@ def test_a_run_continues_with_other_parts_of_the_experts(pool, tmp_path, referen
                   ((1, 2, 2), dict(pp_schedule="zb-h1", recompute=False)),
                   ((2, 1, 1), dict(ep=2, recompute=True, dtype="bf16"))])])
 def test_exact_layouts_have_the_bits_of_one_process(pool, tmp_path, name, layout, flags):
-    """Losses, norms, gradients, loads and the final state of three steps."""
+    """Losses, norms, loads and the final state of three steps. And the layout is not refused."""
+    _, tp, pp = layout
+    checks.check_layout(CFGS[name], math.prod(layout), 8,
+                        settings("", micro_batch=2, exact=True, tp=tp, pp=pp, **flags))
+
     def run(layout, **flags):
-        return trained(pool, layout, tmp_path, CFGS[name], whole_gradient, prepare=without_saves,
-                       micro_batch=2, exact=True, steps=3, lr=1e-2, warmup_steps=1, **flags)
+        return trained(pool, layout, tmp_path, CFGS[name], prepare=without_saves, micro_batch=2,
+                       exact=True, steps=3, lr=1e-2, warmup_steps=1, **flags)
     one = {name: flags[name] for name in ("dtype",) if name in flags}
     assert different_bits(run(layout, **flags), run((1, 1, 1), **one)) == ""
 
