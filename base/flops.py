@@ -34,7 +34,7 @@ def parameter_count(cfg: GPTConfig) -> int:
 def mlp_channels(cfg: GPTConfig) -> int:
     """The hidden channels of a block that a token uses. In a mixture of experts they are those of
     its active experts, and of the shared one."""
-    return cfg.hidden * getattr(cfg, "n_active", 1) + getattr(cfg, "shared", 0)
+    return cfg.hidden * getattr(cfg, "n_active", 1) + getattr(cfg, "shared_hidden", 0)
 
 
 def active_parameters(cfg: GPTConfig) -> int:

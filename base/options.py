@@ -23,7 +23,7 @@ class Config:
                     choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
     model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model",
                       form="NAME", suggest=suggest_model)
-    n_layer: int = flag(None, "blocks (this and the next thirteen override --model)", low=1)
+    n_layer: int = flag(None, "blocks (this and the next fourteen override --model)", low=1)
     n_head: int = flag(None, "attention heads", low=1)
     n_embd: int = flag(None, "channels", low=1)
     seq_len: int = flag(None, "context length, in tokens", low=1)
@@ -33,8 +33,10 @@ class Config:
     head_dim: int = flag(None, "channels of a head", low=1)
     hidden: int = flag(None, "channels in the MLP", low=1)
     rope_theta: float = flag(None, "base of the rotary positions", low=1)
-    n_expert: int = flag(None, "of a mixture alone, as the next four: experts of a block", low=1)
+    n_expert: int = flag(None, "of a mixture alone, as the next five: experts of a block", low=1)
     n_active: int = flag(None, "experts that a token uses", low=1)
+    shared_hidden: int = flag(None, "hidden channels of one more expert, which computes every "
+                              "token; 0: none", low=0)
     balance_loss: float = flag(None, "factor of the balancing loss of each sequence", low=0)
     z_loss: float = flag(None, "factor of the squared logarithm of the router's sum", low=0)
     balance_bias: float = flag(None, "speed of the router's bias, which balances in place of "
@@ -112,7 +114,7 @@ class Config:
 
 
 OF_LLAMA = ("n_kv_head", "head_dim", "hidden", "rope_theta")
-OF_MIXTURE = ("n_expert", "n_active", "balance_loss", "z_loss", "balance_bias")
+OF_MIXTURE = ("n_expert", "n_active", "shared_hidden", "balance_loss", "z_loss", "balance_bias")
 ROUTER_LOSSES = ("balance_loss", "z_loss")      # they change the training, not the model
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation", *OF_LLAMA, *OF_MIXTURE)
 # These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs

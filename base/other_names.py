@@ -23,6 +23,12 @@ IN_PROJECTS = {
     "head-dim": ("", "", "`--kv-channels`", ""),
     "hidden": ("", "", "`--ffn-hidden-size`", ""),
     "rope-theta": ("", "", "`--rotary-base`", ""),
+    "n-expert": ("", "", "`--num-experts`", ""),
+    "n-active": ("", "", "`--moe-router-topk`", ""),
+    "shared-hidden": ("", "", "`--moe-shared-expert-intermediate-size`", ""),
+    "balance-loss": ("", "", "`--moe-aux-loss-coeff`", ""),
+    "z-loss": ("", "", "`--moe-z-loss-coeff`", ""),
+    "balance-bias": ("", "", "`--moe-router-bias-update-rate`", ""),
     "seq-len": ("`block_size`", "`--seq_len`", "`--seq-length`, `--max-position-embeddings`",
                 "`-t`"),
     "dropout": ("`dropout`", "", "`--hidden-dropout`, `--attention-dropout`", ""),
@@ -43,6 +49,7 @@ IN_PROJECTS = {
     "tp": ("", "`--tp`", "`--tensor-model-parallel-size`", ""),
     "pp": ("", "`--pp`", "`--pipeline-model-parallel-size`", ""),
     "cp": ("", "`--cp`, `cp_size`", "`--context-parallel-size`", ""),
+    "ep": ("", "", "`--expert-model-parallel-size`", ""),
     "pp-schedule": ("", "`--pp_engine`", "", ""),
     "pp-chunks": ("", "", "`--num-virtual-stages-per-pipeline-rank`", ""),
     "timeout": ("", "", "`--distributed-timeout-minutes`", ""),
@@ -92,7 +99,7 @@ ADVICE = {          # where the nearest flag of ours is not enough to know, or n
                   "--init-from FILE.pt, which `python -m tools.huggingface import NAME FILE.pt` "
                   "makes",
     "bias disable-bias-linear normalization swiglu position-embedding-type "
-    "untie-embeddings-and-output-weights init-method-std num-experts group-query-attention "
+    "untie-embeddings-and-output-weights init-method-std group-query-attention "
     "make-vocab-size-divisible-by":
         "leave it out: --model chooses a family: a GPT has biases, LayerNorm, learned positions "
         "and a tied head, a Llama RMSNorm and rotary positions",

@@ -182,16 +182,16 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """x (B, T, C) -> (B, T, C). The `shared` expert, if there is one, computes every token, with
-    weight 1."""
+    """x (B, T, C) -> (B, T, C). The `shared` expert (DeepSeekMoE), if there is one, computes every
+    token, with weight 1."""
 
     def __init__(self, cfg: MoEConfig):
         super().__init__()
         self.router = Router(cfg)
         self.experts = Experts(cfg)
         self.shared = None
-        if cfg.shared > 0:
-            self.shared = llama.MLP(replace(cfg, hidden=cfg.shared))
+        if cfg.shared_hidden > 0:
+            self.shared = llama.MLP(replace(cfg, hidden=cfg.shared_hidden))
 
     def forward(self, x):
         weights, chosen = self.router(x)
@@ -258,7 +258,7 @@ class MoEConfig(LlamaConfig):
     n_expert: int = 8               # E
     n_active: int = 2               # K
     normalised: bool = True         # the weights of a token's experts add up to 1
-    shared: int = 0                 # hidden channels of the expert that computes every token
+    shared_hidden: int = 0          # hidden channels of the expert that computes every token
     norm_all_heads: bool = False    # q and k are normed over all heads
     balance_loss: float = 0.01      # the factors of the two losses
     z_loss: float = 0.0

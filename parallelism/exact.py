@@ -408,7 +408,7 @@ def new_sums(model_config: GPTConfig, config, device: torch.device) -> ExactSums
         torch.set_num_threads(1)
     positions = config.micro_batch * model_config.seq_len
     strips = math.gcd(MOST_STRIPS, model_config.n_kv_head, model_config.hidden,
-                      getattr(model_config, "shared", 0))
+                      getattr(model_config, "shared_hidden", 0))
     return ExactSums(strips, positions, device)
 
 

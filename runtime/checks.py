@@ -194,9 +194,9 @@ def problems_of_experts(model_config: GPTConfig, config, replicas: int) -> list[
     elif replicas % config.ep:
         problems.append(f"the replicas, dp x cp = {replicas}, are not divisible by ep {config.ep}: "
                         f"start more processes, or give a smaller --ep")
-    if model_config.shared % config.tp:
-        problems.append(f"the shared expert's {model_config.shared} hidden channels are not "
-                        f"divisible by tp {config.tp}: give a --tp that fits")
+    if model_config.shared_hidden % config.tp:
+        problems.append(f"the shared expert's {model_config.shared_hidden} hidden channels are not "
+                        f"divisible by tp {config.tp}: give a --tp or a --shared-hidden that fits")
     return problems
 
 

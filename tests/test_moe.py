@@ -34,7 +34,7 @@ from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters
 from runtime import checks
 from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, Command, Memory, assert_same_rows,
-                           different_bits, differences, expect_mistake, kinds, launch,
+                           assert_same_state, different_bits, differences, expect_mistake, kinds, launch,
                            losses_of_plain_program, nothing, on_ranks, own_processes,
                            plain_gradient, random_gpt, read_metrics, relative, run_steps, saved,
                            settings, tokens_of, trained, wait_for_step, whole_gradient,
@@ -207,11 +207,14 @@ def test_what_a_mixture_cannot_be_is_refused_by_its_key(theirs_and_ours, name, c
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("changes", [dict(balance_bias=0.01), dict(shared=16)])
-def test_what_no_architecture_has_is_not_exported(changes):
+@pytest.mark.parametrize("changes, words", [
+    (dict(balance_bias=0.01), "has a router's bias, and this model has one (balance_bias 0.01)"),
+    (dict(shared_hidden=16), "has a shared expert, and this model has one (shared_hidden 16)")])
+def test_what_no_architecture_has_is_not_exported(changes, words):
     cfg = MoEConfig(**FAMILIES["mixtral"] | changes)
-    with pytest.raises(ValueError, match="no architecture of transformers"):
+    with pytest.raises(ValueError, match="no architecture of transformers") as refused:
         huggingface_formats.config_json(cfg, "bytes")
+    assert words in str(refused.value)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -222,8 +225,8 @@ SHAPE = dict(vocab_size=257, seq_len=16, n_layer=5, n_head=8, n_embd=32, hidden=
              balance_loss=0.1)
 CFGS = {
     "mixtral": MoEConfig(**FAMILIES["mixtral"] | SHAPE),
-    "shared, bias": MoEConfig(**FAMILIES["mixtral"] | SHAPE | dict(balance_bias=0.01, shared=24,
-                                                                  n_active=3, z_loss=0.01)),
+    "shared, bias": MoEConfig(**FAMILIES["mixtral"] | SHAPE | dict(
+        balance_bias=0.01, shared_hidden=24, n_active=3, z_loss=0.01)),
     "olmoe": MoEConfig(**FAMILIES["olmoe"] | SHAPE | dict(n_expert=16, n_active=4)),
     "qwen3-moe": MoEConfig(**FAMILIES["qwen3-moe"] | SHAPE | dict(n_expert=16, n_active=4)),
     "few tokens": MoEConfig(**FAMILIES["mixtral"] | SHAPE | dict(n_expert=64, n_active=1,
@@ -244,7 +247,7 @@ def test_parameters_are_as_many_as_published(name, vocab, count, active):
 
 def test_flops_count_the_experts_of_a_token_alone():
     """K experts cost what an MLP of K times the channels costs. The router comes on top."""
-    cfg = MoEConfig(n_expert=8, n_active=2, hidden=64, shared=32)
+    cfg = MoEConfig(n_expert=8, n_active=2, hidden=64, shared_hidden=32)
     dense = MoEConfig(n_expert=1, n_active=1, hidden=2 * 64 + 32)
     routers = 6 * cfg.n_layer * (8 - 1) * cfg.n_embd
     assert flops_per_token(cfg) - routers == flops_per_token(dense)
@@ -786,6 +789,31 @@ def test_compiled_blocks_train_as_they_are(tmp_path, cfg, layout, flags, backend
     (["--model", "moe-nano", "--n-active", 9], "n_active 9 is not between 1 and n_expert 8")])
 def test_flags_of_a_mixture_are_refused_in_one_line(shards, run_train, flags, words):
     expect_mistake(run_train("--data", shards, *flags), words)
+
+
+def test_fine_grained_experts_and_a_shared_one_train_resume_and_sample(shards, run_train,
+                                                                       tmp_path):
+    """As DeepSeekMoE has them, by the commands. A resumed run ends with the bits of a straight one.
+    """
+    common = ["--data", shards, "--model", "moe-nano", "--n-expert", 16, "--n-active", 4,
+              "--hidden", 64, "--n-layer", 1, "--seq-len", 32, "--batch-size", 4, "--steps", 4,
+              "--warmup-steps", 1, "--eval-tokens", 64, "--save-every", 2]
+    straight, first = tmp_path / "straight", tmp_path / "first"
+    status, text, error = run_train(*common, "--shared-hidden", 64, "--out", straight)
+    assert status == 0, error
+    state = saved(straight, 2)
+    assert state["model"]["shared_hidden"] == 64
+    assert state["parameters"]["blocks.0.mlp.shared.up.weight"].shape == (2 * 64, 192)
+    first.mkdir()
+    (straight / "step_00000002.pt").rename(first / "step_00000002.pt")
+    status, text, error = run_train(*common, "--out", first)        # the file has the model
+    assert status == 0, error
+    assert_same_state(saved(first, 4), saved(straight, 4))
+    expect_mistake(run_train(*common, "--shared-hidden", 32, "--steps", 6, "--out", first),
+                   "has shared_hidden 64, not 32")
+    status, text, error = Command("sample.py", "--ckpt", first / "latest.pt", "--max-tokens", 4,
+                                  "--prompt", "def").finish()
+    assert status == 0 and text.startswith("def"), error
 
 
 def test_plain_moves_no_bias(shards, run_train, tmp_path):

@@ -438,7 +438,7 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         asdict(Config()), "the checkpoint's")))
     assert {name for name, value in asdict(config).items() if value == "the checkpoint's"} == set(
         """model n_layer n_head n_embd seq_len activation n_kv_head head_dim hidden rope_theta
-        n_expert n_active balance_loss z_loss balance_bias
+        n_expert n_active shared_hidden balance_loss z_loss balance_bias
         dropout batch_size batch_ramp steps lr
         min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip seed
         save_every keep check_every eval_every eval_tokens eval_answers rollback

@@ -479,8 +479,9 @@ def llama_json(cfg: LlamaConfig) -> dict:
                              if hasattr(found, name) and hasattr(cfg, name)}
             if replace(found, **trained_alike) == cfg:
                 return config
-    if getattr(cfg, "balance_bias", 0) > 0:
-        raise ValueError("no architecture of transformers that is known here has a router's bias, "
-                         f"and this model has one (balance_bias {cfg.balance_bias})")
+    for name, part in (("balance_bias", "router's bias"), ("shared_hidden", "shared expert")):
+        if getattr(cfg, name, 0) > 0:
+            raise ValueError(f"no architecture of transformers that is known here has a {part}, "
+                             f"and this model has one ({name} {getattr(cfg, name)})")
     raise ValueError(f"no architecture of transformers that is known here has this model: "
                      f"{asdict(cfg)}")
