@@ -47,7 +47,8 @@ from tools.plan.__main__ import answer, main
 from tools.plan.estimate import RESTART, chinchilla_loss, compute_optimal, goodput, make_plan
 from tools.plan.flags import OWN_FLAGS, RUN_FLAGS, PlanConfig
 from tools.plan.gpus import GPUS, GPUSpec, gpu_name
-from tools.plan.memory import activation_bytes, bucket_bytes, logits_bytes, memory_bytes
+from tools.plan.memory import (activation_bytes, bucket_bytes, kept_for_weights, logits_bytes,
+                               memory_bytes)
 from tools.plan.stages import Stage
 from tools.plan.time import HOP, LINK, SHARE, exposed
 from tools.plan.traffic import traffic_bytes
@@ -564,24 +565,30 @@ def test_goodput_is_that_of_a_simulation_with_random_failures(size, mtbf_hours):
     assert goodput(1e4, 5e3, 1e4, 1e6, 1)["goodput"] == 0
 
 
-@pytest.mark.parametrize("tp, pp, cp, sequence_parallel, recompute, activation, missing", [
+MIXTURE = MoEConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, n_kv_head=4, hidden=128,
+                    n_expert=4, n_active=3)
+WITH_SHARED = replace(MIXTURE, shared_hidden=160)
+
+
+@pytest.mark.parametrize("tp, pp, cp, sequence_parallel, recompute, model, missing", [
     (1, 1, 1, False, False, "relu", []), (1, 2, 1, False, False, "gelu", []),
     (1, 1, 1, False, False, "silu", []), (2, 1, 1, True, False, "silu", []),
     (2, 1, 1, False, True, "gelu", []), (2, 1, 1, True, False, "gelu", []),
     (2, 1, 1, True, True, "relu", []), (1, 1, 4, False, False, "gelu", []),
     (2, 1, 1, True, False, "silu", [torch.bfloat16]),
-    (2, 1, 4, True, True, "gelu", [torch.bfloat16])])
+    (2, 1, 4, True, True, "gelu", [torch.bfloat16]),
+    (1, 1, 1, False, False, MIXTURE, []), (1, 1, 1, False, False, WITH_SHARED, [])])
 def test_the_estimate_of_activations_is_what_autograd_keeps(
-        tp, pp, cp, sequence_parallel, recompute, activation, missing, monkeypatch):
+        tp, pp, cp, sequence_parallel, recompute, model, missing, monkeypatch):
     """Of a microbatch, after its forward: with recomputation, without the block that is there
     besides in backward. Each rank is alone here, and sums nothing. A CPU without products in the
     type of the activations keeps no more."""
     monkeypatch.setattr(cpu_kernels, "NO_PRODUCTS", missing)
-    cfg = GPTConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, activation="relu")
-    if activation == "silu":
+    cfg = model
+    if model == "silu":
         cfg = LlamaConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, n_kv_head=2)
-    else:
-        cfg = replace(cfg, activation=activation)
+    elif model in ("gelu", "relu"):
+        cfg = GPTConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, activation=model)
     for rank in range(tp * pp * cp):
         kept = {}
         grid = Grid(1, pp, tp, rank, sequence_parallel=sequence_parallel, cp=cp)
@@ -605,7 +612,7 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
             block = activation_bytes(deeper) - expected
             recomputed = Stage(cfg, replace(config, recompute=True), grid)
             expected = activation_bytes(recomputed) - block
-        if activation == "silu":        # the plan leaves out cos and sin of the positions
+        if isinstance(cfg, LlamaConfig):        # the plan leaves out cos and sin of the positions
             expected += cfg.n_layer * cfg.seq_len * cfg.head_dim * 2
         assert sum(x.untyped_storage().nbytes() for x in kept.values()) == pytest.approx(
             expected, rel=0.06)
@@ -625,22 +632,25 @@ def test_activations_are_those_of_the_microbatches_in_flight(schedule):
             assert activation_bytes(of_all) == in_flight * activation_bytes(stage)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_zb_h1_keeps_the_inputs_of_matrices_and_the_gradients_of_their_outputs(activation):
+@pytest.mark.parametrize("cfg, is_more", [
+    (CFG, False), (replace(CFG, activation="relu"), True), (MIXTURE, False), (WITH_SHARED, False)])
+def test_zb_h1_keeps_the_inputs_of_matrices_and_the_gradients_of_their_outputs(cfg, is_more):
     """From B to W. With one microbatch the last stage then holds these of its only block, or from
     F to B what other schedules do, whichever is more."""
-    cfg = replace(CFG, n_layer=2, activation=activation)
+    cfg = replace(cfg, n_layer=2)
     sizes = []
-    block = GPT(cfg).blocks["1"]
-    for linear in (block.attn.qkv, block.attn.proj, block.mlp.up, block.mlp.down):
-        linear.register_forward_hook(lambda linear, args, y: sizes.extend([args[0].nbytes,
-                                                                           y.nbytes]))
+    block = cfg.build().blocks["1"]
+    for name, linear in block.named_modules():
+        if name.endswith(("qkv", "proj", "up", "down")):
+            linear.register_forward_hook(lambda linear, args, y: sizes.extend([args[0].nbytes,
+                                                                               y.nbytes]))
     block(torch.zeros(2, cfg.seq_len, cfg.n_embd))
     config = plan_config(micro_batch=2, batch_size=2, pp=2)
     grid = Grid(dp=1, pp=2, tp=1, rank=1)
     until_b = activation_bytes(Stage(cfg, config, grid))
+    assert config.size * kept_for_weights(Stage(cfg, config, grid)) == sum(sizes)
     until_w = activation_bytes(Stage(cfg, replace(config, pp_schedule="zb-h1"), grid))
-    assert until_w == max(until_b, sum(sizes)) and (until_w > until_b) == (activation == "relu")
+    assert until_w == max(until_b, sum(sizes)) and (until_w > until_b) == is_more
 
 
 def test_logits_are_a_tile_in_the_models_type_and_in_16_bits_another_in_fp32(monkeypatch):

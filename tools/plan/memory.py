@@ -94,12 +94,19 @@ def kept_by_mlp(stage: Stage) -> int:
     before and after the activation, which are one tensor with ReLU; if it is gated, gate and value,
     the activated gate, and what `down` takes. A mixture also keeps, for each expert of a position,
     what the expert takes and what it gives. With --ep it keeps both three times: sent, received and
-    sorted. The counts are those of experts that are used alike."""
+    sorted. The counts are those of experts that are used alike. The router takes what the norm
+    gives in the type of the masters. In 16 bits it keeps this copy, and a shared expert its input.
+    """
     cfg, grid = stage.cfg, stage.grid
     if hasattr(cfg, "n_expert"):
         copies = 2 if grid.ep == 1 else 6
         rows = copies * cfg.n_active * cfg.n_embd
-        return 2 * stage.own_x + stage.positions * (rows + 4 * mlp_channels(cfg) // grid.tp)
+        norm = 2 * stage.own_x
+        if stage.config.size == 2:
+            norm += stage.own_x
+            if cfg.shared_hidden > 0:
+                norm += stage.own_x
+        return norm + stage.positions * (rows + 4 * mlp_channels(cfg) // grid.tp)
     wide = 2 * cfg.hidden
     if cfg.gated:
         wide = 4 * cfg.hidden
@@ -115,6 +122,22 @@ def kept_by_attention(stage: Stage) -> int:
     return channels * stage.positions // stage.grid.tp
 
 
+def kept_for_weights(stage: Stage) -> int:
+    """How many numbers a block keeps from B to W under ZB-H1: the inputs of its matrices, and the
+    gradients of their outputs. qkv and up have outputs that are cut, proj and down inputs."""
+    cfg, grid = stage.cfg, stage.grid
+    hidden = mlp_channels(cfg)
+    up = 2 * hidden if cfg.gated else hidden
+    kept = kept_by_attention(stage) + (hidden + up) * stage.positions // grid.tp
+    whole = stage.own_x + stage.x           # what qkv takes, and the gradient of proj's output
+    if not hasattr(cfg, "n_expert"):
+        return kept + 2 * whole             # those of up and down are as large
+    rows = 2 * cfg.n_active * cfg.n_embd * stage.positions          # of experts' up and down
+    if cfg.shared_hidden > 0:
+        rows += whole
+    return kept + whole + rows
+
+
 def activation_bytes(stage: Stage) -> int:
     """The most that this rank keeps between forward and backward, in units of B T C / cp numbers
     (Korthikanti et al. 2022, section 4, for what we save; without dropout):
@@ -127,7 +150,7 @@ def activation_bytes(stage: Stage) -> int:
     microbatch keeps from B to W the inputs of a block's four matrices, and the gradients of their
     outputs: with GELU and no sequence parallelism as many numbers, otherwise more."""
     config, grid = stage.config, stage.grid
-    thin, unit = config.size * stage.own_x, config.size * stage.x
+    thin = config.size * stage.own_x
     block = config.size * (kept_by_mlp(stage) + kept_by_attention(stage)) + 2 * thin
     end = 2 * thin if grid.is_last else thin
     schedule = make_schedule(config.pp_schedule, grid, stage.microbatches)
@@ -137,11 +160,6 @@ def activation_bytes(stage: Stage) -> int:
     whole = stage.layers * block // grid.chunks + end
     for_weights = 0
     if config.pp_schedule == "zb-h1":
-        # Inputs: thin for qkv and up, q's channels for proj, F for down. Outputs: qkv and up are
-        # cut, the other two are whole.
-        up = 2 * stage.cfg.hidden if stage.cfg.gated else stage.cfg.hidden
-        cut = config.size * (kept_by_attention(stage) + (
-            stage.cfg.hidden + up) * stage.positions // grid.tp)
-        for_weights = stage.layers * (2 * thin + 2 * unit + cut)
+        for_weights = stage.layers * config.size * kept_for_weights(stage)
     change = dict(F=whole, B=for_weights - whole, W=-for_weights)
     return max(accumulate(change[op] for op, _, _ in schedule))

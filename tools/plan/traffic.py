@@ -132,7 +132,7 @@ def tensor_parallel_bytes_of_experts(stage: Stage) -> float:
     else:
         total += 2 * again * ring(grid.tp, numbers * INTEGER)
         total += 2 * once * ring(grid.tp, numbers * config.size)
-    if cfg.shared > 0:
+    if cfg.shared_hidden > 0:
         total += 2 * (once + again) * ring(grid.tp, x)
         if grid.sequence_parallel:
             total += once * ring(grid.tp, x)
