@@ -3,8 +3,8 @@
     python -m pytest tests/test_combinations.py
 
 The rows of `harness.COVER` have every two values of ZeRO stage, tp, pp, cp, schedule,
-recomputation, sequence parallelism and precision that may stand together. Compared with one
-process, and compiled blocks with plain ones.
+recomputation, sequence parallelism and precision that may stand together. Rows with replicas are
+trained with --ep, too. Compared with one process, and compiled blocks with plain ones.
 """
 import functools
 import itertools
@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama import LlamaConfig
+from models.moe import MoEConfig
 from parallelism import cpu_kernels
 from parallelism.full_tensors import full_gradients
 from runtime import checks
@@ -55,12 +56,12 @@ def test_the_rows_have_every_two_values_that_may_be_combined():
     assert allowed == set.union(*map(pairs, COVER))
 
 
-def run_of(row, pool, out, look, **changes):
+def run_of(row, pool, out, look, cfg, **changes):
     microbatch = 4 if row["pp_schedule"] == "gpipe" else 2      # of GPipe two, of others four
     dp = dp_for(row)
     config = settings(out, micro_batch=microbatch // dp, **row, **changes)
-    return pool.run(ranks_of(row), run_steps, (dp, row["tp"], row["pp"]), config,
-                    deep_enough_for(row), look, None, without_saves)[0]
+    return pool.run(ranks_of(row), run_steps, (dp, row["tp"], row["pp"]), config, cfg, look, None,
+                    without_saves)[0]
 
 
 @pytest.mark.claim("Any two of ZeRO stage, tp, pp, cp, schedule, recomputation, sequence "
@@ -81,7 +82,7 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
     changes = TWO_STEPS
     if dtype == "fp32" or steps == 6:
         changes = dict(steps=steps)
-    ours = run_of(row, pool, tmp_path, whole_gradient, **changes)
+    ours = run_of(row, pool, tmp_path, whole_gradient, cfg, **changes)
     masters = torch.float64 if dtype == "fp64" else torch.float32
     assert {x.dtype for x in ours.state["master"].values()} == {masters}
     one = reference(cfg, dtype="fp64" if half else dtype, **changes)
@@ -95,6 +96,31 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
         assert relative(ours.state, one.state) <= BOUNDS[dtype]
 
 
+# In fp64: with other precisions rounding chooses other experts.
+WITH_EP = {"-".join(map(str, row.values())): row for row in (
+    row | dict(ep=2, dtype="fp64") for row in COVER if dp_for(row) * row["cp"] % 2 == 0)}
+MIXTURE = MoEConfig(257, 16, 1, 8, 32, n_kv_head=4, hidden=16, n_expert=8, n_active=3,
+                    shared_hidden=24, balance_bias=0.01, balance_loss=0.1)
+
+
+def test_rows_with_ep_have_every_other_value_beside_it():
+    for name in set(COLUMNS) - {"dtype"}:
+        assert {row[name] for row in WITH_EP.values()} == {row[name] for row in COVER}, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", WITH_EP)
+def test_every_combination_with_ep_trains_as_one_process(pool, tmp_path, reference, row):
+    """Of a mixture with a shared expert and a router's bias: losses, gradients and norms of two
+    steps, and the final state."""
+    row = WITH_EP[row]
+    cfg = replace(MIXTURE, n_layer=deep_enough_for(row).n_layer)
+    ours = run_of(row, pool, tmp_path, whole_gradient, cfg, **TWO_STEPS)
+    one = reference(cfg, dtype="fp64", **TWO_STEPS)
+    assert max(differences(ours, one)) <= BOUNDS["fp64"]
+    assert relative(ours.state["master"], one.state["master"]) <= BOUNDS["fp64"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_long_run_in_16_bits_has_the_losses_of_fp64(pool, tmp_path, reference, dtype):
@@ -102,8 +128,9 @@ def test_a_long_run_in_16_bits_has_the_losses_of_fp64(pool, tmp_path, reference,
     """
     row = next(row for row in COVER if row["dtype"] == dtype and ranks_of(row) <= 4)
     changes = dict(steps=60, lr=4e-3)
-    ours = run_of(row, pool, tmp_path, nothing, **changes)
-    one = reference(deep_enough_for(row), dtype="fp64", **changes)
+    cfg = deep_enough_for(row)
+    ours = run_of(row, pool, tmp_path, nothing, cfg, **changes)
+    one = reference(cfg, dtype="fp64", **changes)
     losses, expected = (np.array(column(steps, "loss")) for steps in (ours.rows, one.rows))
     assert abs(losses - expected).max() <= 0.05 and losses[-1] < losses[0] - 0.5
 
