@@ -68,7 +68,7 @@ class Router(nn.Module):
         self.cfg = cfg
         self.weight = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd))
         self.bias = None
-        if cfg.balance_bias > 0:
+        if cfg.balance_bias > 0:        # it has no gradient: a run moves it, by the loads
             self.bias = nn.Parameter(torch.zeros(cfg.n_expert), requires_grad=False)
 
     def forward(self, x):
@@ -110,12 +110,6 @@ class Router(nn.Module):
         if self.cfg.z_loss == 0:
             return 0.0
         return self.cfg.z_loss * logits.logsumexp(-1).square().sum()
-
-    @torch.no_grad()
-    def move_bias(self, counts: torch.Tensor) -> None:
-        """After a step. `counts` (E,) are those of the whole batch."""
-        excess = self.cfg.n_expert * counts - counts.sum()
-        self.bias -= self.cfg.balance_bias * excess.sign()
 
 
 def count_choices(chosen: torch.Tensor, n_expert: int) -> torch.Tensor:

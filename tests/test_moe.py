@@ -33,12 +33,12 @@ from parallelism.collectives import all_reduce
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters
 from runtime import checks
-from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, Command, Memory, assert_same_rows,
-                           assert_same_state, different_bits, differences, expect_mistake, kinds, launch,
-                           losses_of_plain_program, nothing, on_ranks, own_processes,
-                           plain_gradient, random_gpt, read_metrics, relative, run_steps, saved,
-                           settings, tokens_of, trained, wait_for_step, whole_gradient,
-                           without_saves)
+from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, Command, Memory, after_backward,
+                           assert_same_rows, assert_same_state, different_bits, different_rows,
+                           differences, expect_mistake, kinds, launch, losses_of_plain_program,
+                           nothing, on_ranks, own_processes, plain_gradient, poison, random_gpt,
+                           read_metrics, relative, run_steps, saved, settings, tokens_of, trained,
+                           wait_for_step, watched, whole_gradient, without_saves)
 from tests.test_combinations import compiled_steps
 from tests.test_flipped_bits import STEPS, Flip, equal_states, events_of, inject
 from tools import huggingface, huggingface_formats, huggingface_unread_keys
@@ -378,20 +378,76 @@ def test_losses_of_routers_are_means_over_all_tokens_with_or_without_a_target(po
             assert relative(ours[name], parameter.grad[:rows]) <= 1e-10, name
 
 
-def test_a_bias_balances_without_a_loss():
-    """Tokens that all choose two experts are spread over eight, and the weights do not change."""
-    cfg = MoEConfig(balance_bias=0.002, balance_loss=0.0)
-    router = cfg.build().initialize(0).blocks["0"].mlp.router
-    x = 1 + 0.3 * torch.randn(4, 64, cfg.n_embd)
-    router(x)
-    first = router.load.sum(0)
-    for _ in range(300):
-        router.move_bias(router.load.sum(0))
-        weights, chosen = router(x)
-    assert first.max() > 2 * first.float().mean()
-    assert router.load.sum(0).max() < 1.5 * first.float().mean()
-    scores = F.linear(x, router.weight).softmax(-1).gather(-1, chosen)
-    assert weights.equal(scores / scores.sum(-1, keepdim=True))
+def prefer_two_experts(run):
+    """All tokens choose the experts 0 and 1, whose bias is larger than scores differ."""
+    run.model.blocks["0"].mlp.router.bias.data[:2] = 0.1
+    without_saves(run)
+
+
+def bias_and_load(run):
+    router = run.model.blocks["0"].mlp.router
+    return router.bias.detach().clone(), router.load.clone()
+
+
+def test_a_bias_balances_without_a_loss(tmp_path):
+    """Tokens that all choose two experts are spread over eight, where nothing but the bias is
+    trained. Experts with more tokens than the mean lose 0.002 in a step, those with fewer win it.
+    """
+    cfg = MoEConfig(**SHAPE | dict(n_layer=1, balance_bias=0.002, balance_loss=0.0))
+    config = settings(tmp_path, steps=40, lr=0.0, weight_decay=0.0)
+    seen = run_steps(0, 1, (1, 1, 1), config, cfg, bias_and_load, prepare=prefer_two_experts).seen
+    tokens = 8 * 16
+    assert seen[0][1].tolist() == [tokens] * 2 + [0] * 6
+    torch.testing.assert_close(seen[0][0], torch.tensor([0.098] * 2 + [0.002] * 6))
+    for (before, _), (after, load) in zip(seen, seen[1:]):
+        expected = before - 0.002 * (load - tokens * 2 / 8).sign()
+        torch.testing.assert_close(after, expected, rtol=0, atol=1e-7)
+    assert seen[-1][1].max() < 1.5 * tokens * 2 / 8
+
+
+def offloaded(run):
+    """The masters are apart from the parameters, and updated bucket by bucket, as with --offload on
+    a GPU."""
+    for bucket in run.flat.buckets:
+        bucket.shard["master"] = bucket.shard["master"].clone()
+    longest = max(len(bucket.shard["master"]) for bucket in run.flat.buckets)
+    run.flat.staging = torch.empty(2, longest)
+    without_saves(run)
+
+
+def test_a_bias_moves_the_same_with_offload(tmp_path):
+    """Bit for bit, in the parameters, too."""
+    cfg = replace(CFGS["shared, bias"], n_layer=2)
+    plain, ours = (run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=3), cfg, bias_and_load,
+                             prepare=prepare) for prepare in (without_saves, offloaded))
+    assert different_bits(ours, plain) == ""
+    assert all(one.equal(two) for row in zip(ours.seen, plain.seen) for one, two in zip(*row))
+    assert ours.seen[2][0].any()
+
+
+def slowed_after_step_30(run):
+    """The learning rate is that behind a rollback."""
+    def slow(step):
+        if step == 30:
+            run.divergence.lr_factor = 0.6
+    after_backward(run, slow)
+
+
+def test_a_mixture_that_goes_back_has_the_bits_of_one_that_never_diverged(tmp_path):
+    """Weights, biases and loads. From step 43 the run goes back to step 30, and leaves out the
+    batches of steps 33 to 43."""
+    cfg = replace(CFGS["shared, bias"], n_layer=1)
+    config = settings(tmp_path / "ours", steps=50, save_every=10, keep=9, micro_batch=8)
+    ours = watched(config, poison, cfg=cfg)
+    assert kinds(ours.events) == ["spike", "rollback", "skip"]
+    assert (ours.events[1]["step"], ours.events[1]["to"]) == (43, 30)
+    smooth = replace(config, out=str(tmp_path / "smooth"), skip_steps="33:43")
+    one = watched(smooth, slowed_after_step_30, cfg=cfg)
+    assert different_rows(ours.rows[:30] + ours.rows[43:], one.rows) == ""
+    end, expected = (saved(tmp_path / name, 50) for name in ("ours", "smooth"))
+    for key in checkpoint.STATE:
+        assert all(end[key][name].equal(full) for name, full in expected[key].items()), key
+    assert end["parameters"]["blocks.0.mlp.router.bias"].any()
 
 
 @pytest.mark.parametrize("fields, words", [
@@ -914,6 +970,22 @@ def test_the_search_divides_experts_as_train_py_can():
         assert not other["fits"] or other["step_seconds"] >= plans[0]["step_seconds"]
     assert {plan["ep"] for plan in json.loads(
         answer([*flags, "--ep", "8", "--search", "--json"]))} == {8}
+
+
+def test_a_plan_counts_the_shared_expert():
+    """Two blocks of 3 x 192 x 64 numbers, which every token uses. tp 2 divides them, and ep 2 does
+    not. Of 64 hidden channels a position keeps four numbers each: gate, value, the activated gate
+    and their product."""
+    flags = ["--model", "moe-nano", "--world", "4", "--gpu", "h100", "--tp", "2", "--ep", "2",
+             "--batch-size", "4", "--micro-batch", "1", "--json"]
+    without, plan = (json.loads(answer([*flags, "--shared-hidden", n])) for n in ("0", "64"))
+    numbers = 2 * 3 * 192 * 64
+    assert {name: plan[name] - without[name] for name in (
+        "parameters", "active_parameters", "flops_per_token", "memory_parameters",
+        "memory_moments", "memory_activations")} == dict(
+            parameters=numbers, active_parameters=numbers, flops_per_token=6 * numbers,
+            memory_parameters=4 * numbers / 2, memory_moments=8 * numbers / 2,
+            memory_activations=2 * 128 * 4 * 64 / 2 * 4)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -246,9 +246,9 @@ def a_step_of_a_mixture(rank, world, config, cfg):
     ({}, 2, dict(ep=2, dtype="bf16", zero=1)), ({}, 4, dict(ep=2, tp=2, recompute=True)),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
         ({}, 4, dict(ep=2, tp=2, sequence_parallel=True)),
-        (dict(shared=24, balance_bias=0.1), 4, dict(ep=2, tp=2)),
-        (dict(shared=24), 2, dict(tp=2, recompute=True)),
-        (dict(shared=24, balance_bias=0.1), 2,
+        (dict(shared_hidden=24, balance_bias=0.1), 4, dict(ep=2, tp=2)),
+        (dict(shared_hidden=24), 2, dict(tp=2, recompute=True)),
+        (dict(shared_hidden=24, balance_bias=0.1), 2,
          dict(tp=2, sequence_parallel=True, recompute=True)),
         (dict(norm_all_heads=True), 2, dict(tp=2)),
         (dict(norm_all_heads=True), 4, dict(ep=2, cp=2, tp=1, recompute=True)),
