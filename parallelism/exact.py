@@ -48,7 +48,7 @@ from parallelism.all_heads_norm import ParallelAllHeadsNorm
 from parallelism.collectives import all_reduce
 from parallelism.cpu_kernels import linear, use_kernels
 from parallelism.exact_sums import ExactSums
-from parallelism.sequence import all_positions, by_ranks, own_positions, sum_over_ranks
+from parallelism.sequence import all_positions, by_ranks, sum_over_ranks
 from parallelism.tensor import (TensorParallel, VocabParallelCrossEntropy, VocabParallelEmbedding,
                                 VocabParallelHead, matmul, tile_size)
 from parallelism.zero import FlatParameters, adamw_update
@@ -266,7 +266,7 @@ def add_positions(embed: nn.Module, grid, x: torch.Tensor, dropout_seed,
             start = grid.tp_rank * T if grid.sequence_parallel else 0
             positions = torch.arange(start, start + T, device=x.device).expand(B, T)
         else:
-            positions = own_positions(positions, grid)
+            positions = embed.position.own(positions)
         x = x + ExactLookup.apply(positions, embed.position.weight, grid.exact)
     return embed.dropout(x, dropout_seed)
 

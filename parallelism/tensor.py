@@ -236,9 +236,13 @@ class PositionEmbedding(TensorParallel):
 
     def forward(self, positions):
         if positions.dim() == 2:
-            return lookup(own_positions(positions, self.grid), self.weight)
+            return lookup(self.own(positions), self.weight)
         first = self.grid.tp_rank * len(positions) if self.grid.sequence_parallel else 0
         return self.lookup(positions + first)
+
+    def own(self, positions):
+        """This rank's part of those of all ranks."""
+        return own_positions(positions, self.grid)
 
     def lookup(self, positions):
         return F.embedding(positions, self.weight)
