@@ -1,0 +1,165 @@
+"""Train runs that differ in a few numbers, all of a grid or some at random, and compare them.
+
+    python -m tools.sweep --lr 1e-3,2e-3,4e-3 --beta2 0.95,0.99 --jobs 2 --out out/sweep
+    python -m tools.sweep --lr 1e-3,2e-3,4e-3 --beta2 0.9,0.95,0.99 --random 5 --out out/sweep
+
+A number of train.py with several values, separated by commas, is swept. All other flags are as they
+are there. Each run is in a folder of --out that is named by its values.
+
+A run that has ended is not repeated, and one that was stopped continues: give the same command
+again, or one with more values. One that fails or diverges does not end the others. --random N takes
+N points of the grid: the same ones each time, and the first of those of a larger N.
+
+It ends with the table of tools.compare, the best run first. With matplotlib it draws two pictures
+in --out: losses.svg is that of tools.compare; sweep.svg has the best validation loss over each
+number, with a line for each value of the others.
+"""
+import dataclasses
+import itertools
+import math
+import random
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import base      # without numpy or torch it ends in its line
+
+from base.commandline import Parser, add_flags, flag, flag_name
+from base.errors import errors_in_one_line
+from base.options import Config, parse_flags
+from base.other_names import ADVICE
+from data import TokenDataset
+from tools import compare
+from tools.comparable_losses import evaluated
+from tools.loss_picture import rising
+from tools.matplotlib_svg import picture
+from tools.metrics import Run
+from tools.train_many import Job, Stopped, Trainer, check_jobs
+
+NUMBERS = {flag_name(f.name): f for f in dataclasses.fields(Config) if f.type in (int, float)}
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepFlags:
+    """The flags of the sweep; all others are train.py's."""
+    out: str = flag("out/sweep", "directory of the runs", form="DIR", group="sweep")
+    jobs: int = flag(1, "runs that train at a time; with several each has one thread", low=1)
+    random: int = flag(None, "train only N points of the grid", low=1)
+    launch: str = flag(None, "what starts train.py (default: this python), such as 'torchrun "
+                       "--nproc_per_node=8'", form="COMMAND")
+
+
+def split_arguments(arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """{field: its values} of the numbers that have several, and the other arguments."""
+    swept, others = {}, []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if name not in NUMBERS:
+            others.append(word)
+            continue
+        if not equals:
+            value = next(words, None)
+        if value is None or "," not in value:
+            others += [name] if value is None else [name, value]
+            continue
+        swept[NUMBERS[name].name] = list(dict.fromkeys(filter(None, value.split(","))))
+    return swept, others
+
+
+def read_command(arguments: list[str]) -> tuple[SweepFlags, dict, list[Job]]:
+    """The sweep's flags, {field: values} of what is swept, and the jobs. Raises ValueError."""
+    parser = Parser("tools.sweep", "python -m tools.sweep --FLAG A,B,C ... [train.py's flags]",
+                    __doc__, ADVICE)
+    add_flags(parser, SweepFlags)
+    add_flags(parser, Config, [f.name for f in dataclasses.fields(Config) if f.name != "out"])
+    swept, others = split_arguments(arguments)
+    args, problems = parser.parse(others)
+    if problems:
+        raise ValueError("; ".join(problems))
+    own = {f.name: getattr(args, f.name) for f in dataclasses.fields(SweepFlags)
+           if hasattr(args, f.name)}
+    flags = SweepFlags(**own)
+    given = {name: value for name, value in vars(args).items() if name not in own}
+    if not swept:
+        raise ValueError("nothing to sweep: give a number of train.py several values, such as "
+                         "--lr 1e-3,2e-3")
+    wrong = [flag_name(name) for name in ("resume", "eval_only") if name in given]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} is for one run: drop it")
+    grid = list(itertools.product(*swept.values()))
+    if flags.random is not None:
+        random.Random(0).shuffle(grid)
+    jobs = []
+    for values in grid[:flags.random]:
+        # train.py's own parser checks each point.
+        words = [word for name, value in zip(swept, values) for word in (flag_name(name), value)]
+        point = parse_flags(words)
+        name = "_".join(f"{name.replace('_', '-')}{value}" for name, value in zip(swept, values))
+        jobs.append(Job(Path(flags.out, name), given | point))
+    return flags, swept, jobs
+
+
+def best_losses(runs: list[Run], name: str, swept: dict) -> list[tuple[str, list, list]]:
+    """The lines of a panel: (values of the other numbers in words, values of this one in order,
+    best validation losses there)."""
+    lines = {}
+    for run in runs:
+        found = evaluated(run)
+        if found is not None:
+            others = ", ".join(f"{other.replace('_', '-')} {run.config[other]}" for other in swept
+                               if other != name)
+            lines.setdefault(others, []).append((run.config[name], found.best["val_loss"]))
+    return [(words, *map(list, zip(*sorted(points)))) for words, points in sorted(lines.items())]
+
+
+def draw(runs: list[Run], swept: dict, file: Path) -> None:
+    """A panel for each number that is swept. Raises ValueError without matplotlib."""
+    columns = len(swept)
+    with picture(file, "Best validation loss of a sweep", 4) as figure:
+        panels = figure.subplots(1, columns, sharey=True, squeeze=False)[0]
+        for panel, name in zip(panels, swept):
+            lines = best_losses(runs, name, swept)
+            for (words, values, losses), color in zip(lines, rising(len(lines))):
+                panel.plot(values, losses, "o-", color=color, linewidth=1.5, label=words or None)
+            values = sorted({value for _, row, _ in lines for value in row})
+            if values and values[0] > 0 and values[-1] / values[0] >= 4:
+                panel.set_xscale("log")
+            panel.set_xticks(values, [f"{value:g}" for value in values])
+            panel.set_xticks([], minor=True)
+            panel.set_xlabel(flag_name(name))
+            panel.grid(alpha=0.25)
+            if columns > 1 and lines:
+                panel.legend(frameon=False, fontsize="small")
+        panels[0].set_ylabel("best validation loss, nats per token")
+
+
+@errors_in_one_line("tools.sweep")
+def main() -> None:
+    flags, swept, jobs = read_command(sys.argv[1:])
+    config = Config(**jobs[0].flags)
+    check_jobs(jobs, TokenDataset(config.data, "train", 1))
+    launch = shlex.split(flags.launch) if flags.launch else [sys.executable]
+    print(f"sweep    {len(jobs)} runs of {math.prod(map(len, swept.values()))}", flush=True)
+    try:
+        failures = Trainer(launch, flags.jobs).train([[job] for job in jobs])
+    except Stopped:
+        print("tools.sweep: stopped: give the same command to continue", file=sys.stderr)
+        sys.exit(130)
+    runs = compare.read_runs([str(job.out) for job in jobs])
+    print(compare.compare(runs))
+    for failure in failures:
+        print(f"failed   {failure.out}: {failure.reason}")
+    if find_spec("matplotlib") is None:
+        print("note     no picture: pip install matplotlib")
+    else:
+        draw(runs, swept, Path(flags.out, "sweep.svg"))
+        print(f"wrote {Path(flags.out, 'sweep.svg')}")
+        compare.draw(runs, Path(flags.out, "losses.svg"))
+    sys.exit(1 if len(failures) == len(jobs) else 0)
+
+
+if __name__ == "__main__":
+    main()
