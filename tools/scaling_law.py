@@ -98,19 +98,22 @@ def solve(features: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """For each of G pairs of exponents the nonnegative x (G, 3) that minimizes the weighted squares
     of features x - 1, with features (G, n, 3) and weights (G, n): the best of the solutions in
     which some of the three are zero."""
-    best = np.full(len(features), np.inf)
-    answer = np.zeros((len(features), 3))
     weighted = features * weights[..., None]
     gram = np.einsum("gni,gnj->gij", weighted, features)
     right = weighted.sum(1)
-    for used in ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]):
-        # The small term keeps a matrix of equal columns (b = 0.02, few tokens) solvable.
+    # The small term keeps a matrix of equal columns solvable.
+    answer = np.linalg.solve(gram + 1e-13 * np.eye(3), right[..., None])[..., 0]
+    negative = (answer < 0).any(1)
+    gram, right = gram[negative], right[negative]
+    best, found = np.full(len(gram), np.inf), np.zeros((len(gram), 3))
+    for used in ([0, 1], [0, 2], [1, 2], [0], [1], [2]):
         matrix = gram[:, used][:, :, used] + 1e-13 * np.eye(len(used))
-        x = np.zeros_like(answer)
+        x = np.zeros_like(found)
         x[:, used] = np.linalg.solve(matrix, right[:, used, None])[..., 0]
         error = np.einsum("gi,gij,gj->g", x, gram, x) - 2 * np.einsum("gi,gi->g", x, right)
         better = (x >= 0).all(1) & (error < best - 1e-12)
-        best[better], answer[better] = error[better], x[better]
+        best[better], found[better] = error[better], x[better]
+    answer[negative] = found
     return answer
 
 

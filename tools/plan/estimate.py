@@ -3,7 +3,7 @@ cost, and what scaling laws say.
 """
 import math
 
-from base.flops import active_parameters, flops_per_token, parameter_count
+from base.flops import active_parameters, flops_per_token, looked_up, parameter_count
 from model import GPTConfig
 from tools.plan.flags import LAYOUT, PlanConfig
 from tools.plan.gpus import GPUSpec
@@ -11,6 +11,7 @@ from tools.plan.memory import gpu_bytes, memory_bytes
 from tools.plan.stages import Stage, kinds_of_stages
 from tools.plan.time import LINK, step_seconds
 from tools.plan.traffic import traffic_bytes
+from tools.scaling_law import read_law
 
 HEADROOM = 0.06         # fraction of memory for temporaries, NCCL and fragmentation
 DISK = 2e9              # bytes per second of one writer
@@ -89,6 +90,13 @@ def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
     flops = flops_per_token(cfg)
     active = active_parameters(cfg)             # what laws for dense models are asked about
     optimal = compute_optimal(6 * active * tokens)
+    predicted_loss = chinchilla_loss(active, tokens)
+    if config.law is not None:
+        law = read_law(config.law)
+        multiply = active - looked_up(cfg)      # a ladder's N
+        predicted_loss = float(law(multiply, tokens))
+        del optimal["chinchilla_law"]
+        optimal["law"], _ = law.optimal(6 * multiply * tokens)
     return dict(
         parameters=N, active_parameters=active, tokens_per_step=tokens_per_step, tokens=tokens,
         flops_per_token=flops,
@@ -96,7 +104,7 @@ def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
         flops_with_recomputation=hardware_flops_per_token(cfg, config) * tokens,
         pf_days=flops * tokens / PF_DAY, compute_optimal_tokens=20 * active,
         **{f"compute_optimal_parameters_{name}": x for name, x in optimal.items()},
-        predicted_loss=chinchilla_loss(active, tokens))
+        predicted_loss=predicted_loss)
 
 
 def goodput(pause: float, write: float, read: float, nodes: float, mtbf_hours: float) -> dict:

@@ -34,7 +34,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: st
         *format_shape(cfg, config, plan, batch_source),
         f"memory   {parts(plan, 'memory_', format_bytes)} (buffers, logits, activations: "
         f"estimates)",
-        *format_compute(plan),
+        *format_compute(config, plan),
         f"sends    per step: {parts(plan, 'bytes_', format_bytes) or 'nothing'}",
         f"step     {plan['step_seconds']:.4g} s: {parts(plan, 'seconds_', '{:,.4g} s'.format)}; "
         f"bubble {plan['bubble']:.1%}; {plan['tokens_per_second']:,.0f} tokens per second",
@@ -89,10 +89,13 @@ def format_shape(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: s
         f"step{batch_source}"]
 
 
-def format_compute(plan: dict) -> list[str]:
+def format_compute(config: PlanConfig, plan: dict) -> list[str]:
     """The run's FLOPs, and what scaling laws say of them."""
+    law, of_law = "chinchilla_law", "the loss that Hoffmann et al. fitted"
+    if config.law is not None:
+        law, of_law = "law", f"the law in {config.law}"
     best = {name: plan[f"compute_optimal_parameters_{name}"]
-            for name in ("chinchilla", "chinchilla_law", "kaplan")}
+            for name in ("chinchilla", law, "kaplan")}
     return [
         f"compute  {plan['tokens']:.4g} tokens x {plan['flops_per_token']:.4g} FLOPs = "
         f"{plan['flops_with_attention']:.4g}, {plan['pf_days']:,.4g} PF-days; with recomputation "
@@ -102,8 +105,8 @@ def format_compute(plan: dict) -> list[str]:
         f"{plan['tokens'] / plan['compute_optimal_tokens']:.3g} times as many; predicted loss "
         f"{plan['predicted_loss']:.2f}",
         f"         the compute of this run would be best spent on a model of "
-        f"{best['chinchilla']:.4g} parameters by that rule, {best['chinchilla_law']:.4g} by the "
-        f"loss that Hoffmann et al. fitted, {best['kaplan']:.4g} by Kaplan et al. 2020"]
+        f"{best['chinchilla']:.4g} parameters by that rule, {best[law]:.4g} by {of_law}, "
+        f"{best['kaplan']:.4g} by Kaplan et al. 2020"]
 
 
 def notes_of(config: PlanConfig, plan: dict) -> list[str]:
