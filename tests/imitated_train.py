@@ -39,8 +39,11 @@ every = int(flags["save_every"]) or steps
 with open(out / "metrics.jsonl", "ab", buffering=0) as metrics:
     def write(**line):
         metrics.write(json.dumps(line | dict(time=time.time())).encode() + b"\n")
-    source = dict(fingerprint=os.environ["FINGERPRINT"], weight=1.0)
-    write(event=kind, step=step, config=config, data=dict(sources=dict(d=source)))
+    source = dict(fingerprint=os.environ["FINGERPRINT"], weight=1.0, val_fingerprint="v",
+                  sequences=8)
+    write(event=kind, step=step, config=config, data=dict(
+        tokenizer="bytes", vocab_size=257, bytes_per_token=1.0, seq_len=config["seq_len"],
+        sources=dict(d=source)))
     if config["lr"] > 1:
         write(step=step + 1, loss=None, tokens=0, lr=0.1, tokens_per_second=1.0)
         write(event="stop", step=step + 1, reason="the loss is not finite")

@@ -25,6 +25,7 @@ from data import TokenDataset
 from models import SIZES, make_config
 from runtime import checks
 from tests.harness import ROOT, Command, dataset, run_main
+from tools.ladder import picture
 from tools.ladder.__main__ import plan
 from tools.ladder.rungs import shape_of_width
 from tools.scaling_law import Law
@@ -34,6 +35,7 @@ TOKENS_PER_STEP = 16 * 32
 FLAGS = ["--rungs", "8,12,16", "--n-embd", 32, "--n-head", 4, "--seq-len", 32, "--steps", 200,
          "--warmup-steps", 5, "--lr", 1e-3]
 WIDTHS = (8, 12, 16, 24, 32)
+OF_IMITATED = ("STARTS", "DEFAULTS", "FINGERPRINT", "SIZES", "SECONDS_OF_A_STEP")
 
 
 def multiplying(width, vocabulary=257):
@@ -50,6 +52,7 @@ def imitated(shards, tmp_path, monkeypatch):
         SIZES=json.dumps({width: multiplying(width) for width in WIDTHS}), SECONDS_OF_A_STEP=0)
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(tools.ladder.__main__, "find_spec", lambda name: None)      # no picture
     # Without site-packages: a tenth of the time.
     launch = shlex.join([sys.executable, "-S", "-E", str(ROOT / "tests/imitated_train.py")])
     return ["--data", shards, "--out", tmp_path / "o", "--launch", launch, "--jobs", 2]
@@ -97,14 +100,8 @@ def kill(pid):
         os.kill(pid, signal.SIGKILL)
 
 
-def children(pid):
-    with suppress(OSError):
-        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-    return []
-
-
 def runs_of(pid):
-    """The processes that it and its threads have started."""
+    """The processes that its threads have started."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -112,10 +109,16 @@ def runs_of(pid):
     return found
 
 
+def ladder_command(arguments):
+    """In a process of its own, to be killed."""
+    imitation = {name: os.environ[name] for name in OF_IMITATED if name in os.environ}
+    return Command("tools/ladder/__main__.py", *arguments, **imitation)
+
+
 def start_until_it_ends(arguments, seconds, numbers):
     """Start the ladder, end it after each of these times by a signal, and start it again."""
     for moment, number in zip(seconds, numbers):
-        ladder = Command("tools/ladder/__main__.py", *arguments)
+        ladder = ladder_command(arguments)
         deadline = time.monotonic() + moment
         while ladder.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -127,17 +130,17 @@ def start_until_it_ends(arguments, seconds, numbers):
         elif ladder.poll() is None:
             ladder.send_signal(number)
         ladder.finish(200)
-    status, text, error = Command("tools/ladder/__main__.py", *arguments).finish(1500)
+    status, text, error = ladder_command(arguments).finish(1500)
     assert (status, error) == (0, ""), text
     return text
 
 
-@pytest.mark.claim("A ladder that is killed at any moment ends with the same ladder.json.")
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_a_killed_ladder_ends_with_the_same_prediction(imitated, tmp_path, monkeypatch):
     """Killed alone, its runs go on, and the next start waits for them. Killed with its runs, these
     resume. A signal stops it and its runs."""
-    assert Command("tools/ladder/__main__.py", *imitated, *FLAGS).finish()[0] == 0
+    assert ladder_command([*imitated, *FLAGS]).finish()[0] == 0
     whole = (tmp_path / "o/ladder.json").read_bytes()
     (tmp_path / "o").rename(tmp_path / "whole")
     (tmp_path / "starts").unlink()
@@ -149,6 +152,7 @@ def test_a_killed_ladder_ends_with_the_same_prediction(imitated, tmp_path, monke
 
 
 @pytest.mark.slow
+@pytest.mark.claim("A ladder that is killed at any moment ends with the same ladder.json.")
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_a_real_ladder_killed_ten_times_ends_with_the_same_prediction(library, tmp_path):
     """train.py itself, on the library's source, killed at random: ladder.json is the same, byte for
@@ -156,7 +160,7 @@ def test_a_real_ladder_killed_ten_times_ends_with_the_same_prediction(library, t
     flags = ["--data", library, "--rungs", "16,24,32", "--n-embd", 64, "--n-head", 4, "--steps",
              400, "--batch-size", 4, "--warmup-steps", 20, "--jobs", 2]
     out = tmp_path / "o"
-    assert Command("tools/ladder/__main__.py", *flags, "--out", out).finish(1500)[0] == 0
+    assert ladder_command([*flags, "--out", out]).finish(1500)[0] == 0
     whole = (out / "ladder.json").read_bytes()
     out.rename(tmp_path / "whole")
     generator = random.Random(0)
@@ -165,10 +169,9 @@ def test_a_real_ladder_killed_ten_times_ends_with_the_same_prediction(library, t
                for _ in range(10)]
     text = start_until_it_ends([*flags, "--out", out], moments, numbers)
     assert (out / "ladder.json").read_bytes() == whole
-    *_, train = shlex.split(re.search(r"(?m)^train    python (train\.py .*)$", text)[1]), None
     words = shlex.split(re.search(r"(?m)^train    python (train\.py .*)$", text)[1])
     assert Command(*words).finish(600)[0] == 0
-    assert Command("tools/ladder/__main__.py", *flags, "--out", out).finish(200)[0] == 0
+    assert ladder_command([*flags, "--out", out]).finish(200)[0] == 0
     found = json.loads((out / "ladder.json").read_text())
     assert found["prediction"]["loss"] == pytest.approx(found["measured"], rel=0.05)
 
@@ -264,10 +267,15 @@ def test_heads_keep_their_size_and_their_groups():
         assert cfg.hidden / width == pytest.approx(target.hidden / target.n_embd, rel=0.02)
 
 
-def test_the_picture_has_a_curve_for_each_rung_and_the_target(imitated, tmp_path, capsys):
+def test_the_picture_has_a_curve_for_each_rung_and_the_target(tmp_path):
     pytest.importorskip("matplotlib")
-    assert run_main(capsys, tools.ladder.__main__, *imitated, *FLAGS)[0] == 0
-    content = (tmp_path / "o/ladder.svg").read_text()
-    assert "<title>A ladder of 3 sizes predicts one" in content and ">predicted 3." in content
-    assert [f">width {width}, N" in content for width in (8, 12, 16, 32)] == [True] * 3 + [False]
-    assert ">target, width 32" in content
+    points = [dict(N=multiplying(width), D=D, width=width, loss=float(LAW(multiplying(width), D)))
+              for width in (8, 12, 16) for D in (1e4, 1e5)]
+    found = dict(law=vars(LAW), points=points, prediction=dict(loss=3.25, low=3.2, high=3.3),
+                 target=dict(N=multiplying(32), D=1e5, width=32), measured=3.125)
+    picture.draw(found, tmp_path / "a.svg")
+    content = (tmp_path / "a.svg").read_text()
+    assert "<title>A ladder of 3 sizes predicts one 3.1 times larger<" in content
+    for words in ("width 8, N 3.82k", "width 12, N ", "width 16, N ", "target, width 32, N ",
+                  "predicted 3.250", "measured 3.125"):
+        assert f">{words}" in content, words

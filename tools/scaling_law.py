@@ -104,6 +104,8 @@ def solve(features: np.ndarray, weights: np.ndarray) -> np.ndarray:
     # The small term keeps a matrix of equal columns solvable.
     answer = np.linalg.solve(gram + 1e-13 * np.eye(3), right[..., None])[..., 0]
     negative = (answer < 0).any(1)
+    if not negative.any():
+        return answer
     gram, right = gram[negative], right[negative]
     best, found = np.full(len(gram), np.inf), np.zeros((len(gram), 3))
     for used in ([0, 1], [0, 2], [1, 2], [0], [1], [2]):
@@ -151,7 +153,8 @@ class Prediction(NamedTuple):
     loss: float
     low: float          # 80% of the noise of the sizes: see `predict`
     high: float
-    untied: float       # the loss if a and b may differ
+    law: Law            # with a = b
+    untied: Law
 
 
 class BackTest(NamedTuple):
@@ -177,11 +180,12 @@ def predict(points: Points, N: float, D: float) -> Prediction:
     count = len(sizes)
     if count < FEWEST_SIZES:
         raise ValueError(f"{count} sizes do not tell what another one will reach: three do")
-    loss = float(fit(points, tied=True)(N, D))
+    law = fit(points, tied=True)
+    loss = float(law(N, D))
     without = np.array([fit(points.where(points.N != size), tied=True)(N, D) for size in sizes])
     spread = math.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum())
     half = STUDENTS_T[min(count - 1, len(STUDENTS_T)) - 1] * spread
-    return Prediction(loss, loss - half, loss + half, float(fit(points)(N, D)))
+    return Prediction(loss, loss - half, loss + half, law, fit(points))
 
 
 def back_test(points: Points) -> BackTest:
@@ -272,7 +276,7 @@ def main() -> None:
             raise ValueError(f"--at {args.at}: give two numbers, such as 1e9:20e9") from None
         found = predict(points, N, D)
         print(f"at       N {N:.4g}, D {D:.4g}: {found.loss:.4f} ({found.low:.4f} to "
-              f"{found.high:.4f}), untied {found.untied:.4f}")
+              f"{found.high:.4f}), untied {found.untied(N, D):.4f}")
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ def split_arguments(arguments: list[str]) -> tuple[dict[str, list[str]], list[st
             continue
         if not equals:
             value = next(words, None)
+        swept.pop(NUMBERS[name].name, None)         # the last repetition of a flag wins
         if value is None or "," not in value:
             others += [name] if value is None else [name, value]
             continue
@@ -94,9 +95,8 @@ def read_command(arguments: list[str]) -> tuple[SweepFlags, dict, list[Job]]:
         random.Random(0).shuffle(grid)
     jobs = []
     for values in grid[:flags.random]:
-        # train.py's own parser checks each point.
-        words = [word for name, value in zip(swept, values) for word in (flag_name(name), value)]
-        point = parse_flags(words)
+        # train.py's parser checks them.
+        point = parse_flags([f"{flag_name(name)}={value}" for name, value in zip(swept, values)])
         name = "_".join(f"{name.replace('_', '-')}{value}" for name, value in zip(swept, values))
         jobs.append(Job(Path(flags.out, name), given | point))
     return flags, swept, jobs

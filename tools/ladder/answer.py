@@ -4,8 +4,7 @@ from dataclasses import asdict
 import numpy as np
 
 from tools.ladder.rungs import Rung
-from tools.scaling_law import (FEWEST_TOKENS, Law, Points, back_test, fit, isoflop, on_law,
-                               predict)
+from tools.scaling_law import FEWEST_TOKENS, Law, Points, back_test, isoflop, on_law, predict
 
 ISOFLOP_LEVELS = 5
 
@@ -17,13 +16,13 @@ def find(rungs: list[Rung], target: Rung, tokens_per_step: int) -> dict:
     points = on_law(every)
     D = target.steps * tokens_per_step
     found = predict(points, target.N, D)
-    law = fit(points, tied=True)
+    law = found.law
     measured = [row["loss"] for row in target.points() if row["steps"] == target.steps]
     test = back_test(points)
     return dict(
         prediction=dict(loss=found.loss, low=found.low, high=found.high),
         measured=measured[0] if measured else None, law=asdict(law),
-        untied=dict(law=asdict(fit(points)), loss=found.untied),
+        untied=dict(law=asdict(found.untied), loss=float(found.untied(target.N, D))),
         target=dict(width=target.width, N=target.N, D=D), points=rows,
         points_used=len(points.N), back_test=test._asdict(),
         largest_error=float(np.abs(law(points.N, points.D) / points.loss - 1).max()),
