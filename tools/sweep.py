@@ -51,7 +51,8 @@ class SweepFlags:
 
 
 def split_arguments(arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """{field: its values} of the numbers that have several, and the other arguments."""
+    """{field: its values} of the numbers that have several, in the order of --help, whatever that
+    of the command; and the other arguments."""
     swept, others = {}, []
     words = iter(arguments)
     for word in words:
@@ -67,7 +68,8 @@ def split_arguments(arguments: list[str]) -> tuple[dict[str, list[str]], list[st
             others += [name] if value is None else [name, value]
             continue
         swept[NUMBERS[name].name] = list(dict.fromkeys(filter(None, value.split(","))))
-    return swept, others
+    in_order = {f.name: swept[f.name] for f in NUMBERS.values() if f.name in swept}
+    return in_order, others
 
 
 def read_command(arguments: list[str]) -> tuple[SweepFlags, dict, list[Job]]:

@@ -26,6 +26,8 @@ as many tokens, so that from the rungs to the target only N grows. The rungs hav
 depth, and heads of about its size. The learning rate of a rung is the target's times
 sqrt(width of the target / its width).
 
+--budget FLOPS --gpu NAME --price P says which size and tokens are best for a budget, and its cost.
+
 What decides whether it works: small batches and many steps, so that the losses are on a power law
 (3 tokens for each parameter at least: points with fewer are left out); text that is not repeated;
 and a back test that is as close as the prediction has to be.

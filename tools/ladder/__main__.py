@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import tools.ladder
 from base import options
 from base.commandline import Parser, add_flags, flag, flag_name, parse_given
 from base.errors import errors_in_one_line, named
@@ -23,6 +22,11 @@ from tools.plan.gpus import gpu_name
 from tools.scaling_law import FEWEST_SIZES
 from tools.train_many import Stopped, Trainer, check_jobs
 
+HELP = """Predict the loss of a model before it is trained: train smaller ones and fit a law.
+
+The flags of the model, the batch and the layout are those of the target. The same command repeats
+no run that has ended, and continues those that were stopped. Once the target has been trained by
+the command that is printed, it says how far off the prediction was."""
 MOST_EPOCHS = 4         # up to these, repeated text is almost as good as new (Muennighoff 2023)
 EVAL_TOKENS = 65_536    # by default: a validation loss of fewer is noise
 # Flags that would make rungs and target differ in more than width, or that the ladder sets.
@@ -65,7 +69,7 @@ OWN = ("rungs", "jobs", "launch", "budget", "gpu", "price")
 def read_flags(arguments: list[str]) -> tuple[LadderConfig, dict]:
     """The config, and train.py's flags for all runs. Raises ValueError."""
     parser = Parser("tools.ladder", "python -m tools.ladder [--rungs W,W,W] [--jobs N] [train.py's "
-                    "flags of the target]", tools.ladder.__doc__, ADVICE)
+                    "flags of the target]", HELP, ADVICE)
     add_flags(parser, LadderConfig)
     given = parse_given(parser, arguments)
     refused = [flag_name(name) for name in REFUSED if name in given]
