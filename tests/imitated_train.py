@@ -35,7 +35,7 @@ for name, value in flags.items():
         config[name] = float(value) if name == "lr" or isinstance(known, float) else int(value)
 tokens_per_step = config["batch_size"] * config["seq_len"]
 N = json.loads(os.environ["SIZES"])[str(config["n_embd"])]
-every = int(flags["save_every"]) or steps
+every = int(flags.get("save_every", 0)) or steps
 with open(out / "metrics.jsonl", "ab", buffering=0) as metrics:
     def write(**line):
         metrics.write(json.dumps(line | dict(time=time.time())).encode() + b"\n")

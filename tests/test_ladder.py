@@ -89,7 +89,8 @@ def test_a_ladder_predicts_repeats_nothing_and_compares(imitated, tmp_path, caps
     (tmp_path / "o/w32/steps200").mkdir(parents=True)
     assert subprocess.run(shlex.split(command)).returncode == 0
     status, text, _ = run_main(capsys, tools.ladder.__main__, *imitated, *FLAGS)
-    assert status == 0 and re.search(r"\nmeasured \d\.\d+: the prediction is [+-]0\.00% off\n", text)
+    assert status == 0
+    assert re.search(r"\nmeasured \d\.\d+: the prediction is [+-]0\.00% off\n", text)
     compared = json.loads((tmp_path / "o/ladder.json").read_text())
     assert compared == found | dict(measured=compared["measured"])
     assert compared["measured"] == pytest.approx(expected, rel=1e-6)
@@ -245,7 +246,7 @@ def test_train_py_takes_the_commands_and_trains_the_model_that_is_counted(shards
         40, "--seq-len", 16, "--batch-size", 8, "--warmup-steps", 2])))
     assert target.width == 192 and [rung.width for rung in rungs] == [32, 48, 64]
     for rung in [*rungs, target]:
-        for job in rung.jobs():
+        for job in [*rung.jobs(), rung.job_of_target()]:
             given = {name: value for name, value in job.flags.items() if name != "resume"}
             run, cfg = checks.validate(given, None, 1, "cpu")
             assert cfg == rung.cfg and cfg.n_layer == 2 and run.batch_size == 8

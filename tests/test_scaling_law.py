@@ -49,11 +49,12 @@ def points_of(widths):
                      for D, loss in zip(TOKENS, LADDER[width]))
 
 
-@pytest.mark.claim("A scaling law is recovered from its points: the constants to 1e-4, a prediction "
-                   "at 4 times the largest size to 2e-6.")
+@pytest.mark.claim("A scaling law is recovered from its points: the constants to 1e-4, a "
+                   "prediction at 4 times the largest size to 2e-6.")
 @pytest.mark.parametrize("law, sizes, tokens", [
     (HOFFMANN, (7e7, 1.6e10), (5e9, 5e11)), (BESIROGLU, (5e7, 1e10), (1e9, 3e11)),
-    (GEMSTONES, (5e7, 2e9), (1e9, 3.5e11)), (Law(0.0, 30.0, 20.0, 0.3, 0.3), (3e4, 2e5), (2e5, 2e6))
+    (GEMSTONES, (5e7, 2e9), (1e9, 3.5e11)),
+    (Law(0.0, 30.0, 20.0, 0.3, 0.3), (3e4, 2e5), (2e5, 2e6))
 ], ids=["Hoffmann", "Besiroglu", "Gemstones", "no E"])
 def test_a_known_law_is_recovered(law, sizes, tokens):
     points = grid(np.geomspace(*sizes, 6), np.geomspace(*tokens, 6), law)
@@ -127,8 +128,8 @@ def test_a_prediction_has_an_interval_and_a_back_test():
 
 
 @pytest.mark.slow
-@pytest.mark.claim("Of a ladder's intervals of 80%, at least 60% hold the true loss where the noise "
-                   "of a rung, 0.5%, is shared by its points.")
+@pytest.mark.claim("Of a ladder's intervals of 80%, at least 60% hold the true loss where the "
+                   "noise of a rung, 0.5%, is shared by its points.")
 def test_intervals_hold_the_true_loss():
     law, generator = Law(1.2, 20.0, 25.0, 0.28, 0.28), np.random.default_rng(0)
     sizes, tokens = np.array([33e3, 68e3, 115e3]), 8e5 * np.array([1, 2, 4, 8])
@@ -146,7 +147,8 @@ def test_the_best_size_for_a_budget_is_the_laws_minimum_and_the_parabolas():
     N, D = KNOWN.optimal(flops)
     sizes = np.geomspace(1e6, 1e10, 20_001)
     losses = KNOWN(sizes, flops / 6 / sizes)
-    assert N == pytest.approx(sizes[losses.argmin()], rel=1e-3) and 6 * N * D == pytest.approx(flops)
+    assert N == pytest.approx(sizes[losses.argmin()], rel=1e-3)
+    assert 6 * N * D == pytest.approx(flops)
     near = grid(N * np.array([0.4, 0.7, 1.2, 2.0]), np.geomspace(1e7, 1e11, 60), KNOWN)
     assert isoflop(near, flops) == pytest.approx(N, rel=0.05)
     assert isoflop(near.where(near.N > N), flops) is None           # two sizes
@@ -159,7 +161,8 @@ def test_a_table_of_points_is_fitted_on_the_command_line(tmp_path, capsys):
     known = Law(1.0, 300.0, 300.0, 0.3, 0.3)
     points = grid([1e7, 2e7, 4e7], [2e8, 4e8, 8e8], known)
     file = tmp_path / "points.csv"
-    rows = [f"{loss!r}, {N:.0f},{D:.0f}, x" for N, D, loss in zip(*map(np.ndarray.tolist, points))]
+    rows = [f"{loss!r}, {N:.0f},{D:.0f}, x"
+            for N, D, loss in zip(*map(np.ndarray.tolist, points))]
     file.write_text("\n".join(["loss, N,D, name", *rows]) + "\n")
     assert np.allclose(read_points(str(file)), points)
     status, text, error = run_main(capsys, scaling_law, file, "--at", "1.6e8:8e8")

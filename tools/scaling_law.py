@@ -24,8 +24,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import base      # without numpy it ends in its line
-
 import numpy as np
 
 from base.commandline import Parser
@@ -129,7 +127,8 @@ def fit(points: Points, tied: bool = False) -> Law:
         axes = [np.linspace(*ends, GRID) for ends in zip(low, high)]
         a, b = (x.ravel() for x in np.meshgrid(*axes, indexing="ij"))
         if tied:
-            a = b = axes[0]
+            a = axes[0]
+            b = a
         features = np.stack([np.ones((len(a), len(loss))), (N / n0) ** -a[:, None],
                              (D / d0) ** -b[:, None]], -1) / loss[:, None]      # (G, n, 3)
         weights = np.ones(features.shape[:2])
@@ -142,7 +141,8 @@ def fit(points: Points, tied: bool = False) -> Law:
         if huber[place] < best[0]:
             best = huber[place], np.array([a[place], b[place]]), x[place]
         reach = 1.5 * (high - low) / (GRID - 1)
-        low, high = np.maximum(best[1] - reach, EXPONENTS[0] / 2), best[1] + reach
+        low = np.maximum(best[1] - reach, EXPONENTS[0] / 2)
+        high = best[1] + reach
     _, (a, b), (E, A, B) = best
     return Law(float(E), float(A * n0 ** a), float(B * d0 ** b), float(a), float(b))
 
@@ -207,7 +207,8 @@ def isoflop(points: Points, flops: float) -> float | None:
     for N in points.sizes():
         curve = points.where(points.N == N)
         order = curve.D.argsort()
-        D, tokens = flops / 6 / N, curve.D[order]
+        tokens = curve.D[order]
+        D = flops / 6 / N
         if tokens[0] <= D <= tokens[-1]:
             sizes.append(math.log(N))
             losses.append(np.interp(math.log(D), np.log(tokens), np.log(curve.loss[order])))

@@ -23,8 +23,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import base      # without numpy or torch it ends in its line
-
 from base.commandline import Parser, add_flags, flag, flag_name
 from base.errors import errors_in_one_line
 from base.options import Config, parse_flags
@@ -47,7 +45,7 @@ class SweepFlags:
     jobs: int = flag(1, "runs that train at a time; with several each has one thread", low=1)
     random: int = flag(None, "train only N points of the grid", low=1)
     launch: str = flag(None, "what starts train.py (default: this python), such as 'torchrun "
-                       "--nproc_per_node=8'", form="COMMAND")
+                       "--standalone --nproc_per_node=8'", form="COMMAND")
 
 
 def split_arguments(arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:

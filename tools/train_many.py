@@ -23,7 +23,9 @@ from data import TokenDataset
 from tools.metrics import Run, read_metrics
 
 TRAIN = str(Path(__file__).resolve().parents[1] / "train.py")
-COMPARED = [*RESTORED, "dtype", "exact"]        # flags that change what a run computes
+# Flags that change what a run computes.
+COMPARED = {*RESTORED, "dtype", "exact"} - {"save_every", "keep", "check_every", "eval_every",
+                                            "eval_answers", "max_rollbacks"}
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -81,7 +83,7 @@ def check_jobs(jobs: list[Job], data: TokenDataset) -> None:
         if wanted.epochs is not None or wanted.steps > run.config["steps"]:
             given["steps"] = run.config["steps"]
         differing = [f"{flag_name(name)} {run.config[name]}, not {given[name]}"
-                     for name in COMPARED
+                     for name in sorted(COMPARED)
                      if name in run.config and run.config[name] != given[name]]
         if differing:
             raise ValueError(f"{job.out} holds a run with {'; '.join(differing)}: give another "

@@ -13,10 +13,11 @@ from base.commandline import Parser, add_flags, flag, flag_name, parse_given
 from base.errors import errors_in_one_line, named
 from base.other_names import ADVICE
 from data import TokenDataset
+from model import ceil_div
 from models import SIZES
 from runtime.checks import check_heads, default_lr
 from tools.ladder import answer, budget, picture
-from tools.ladder.rungs import (DECAY, DOUBLINGS, MULTIPLE, Rung, default_widths, make_rung,
+from tools.ladder.rungs import (DOUBLINGS, MULTIPLE, Rung, default_widths, make_rung,
                                 start_of_branch)
 from tools.plan.gpus import gpu_name
 from tools.scaling_law import FEWEST_SIZES
@@ -55,7 +56,7 @@ class LadderConfig(options.Config):
                          "the target's)", form="W,W,W", group="ladder")
     jobs: int = flag(1, "rungs that train at a time; with several each has one thread", low=1)
     launch: str = flag(None, "what starts train.py (default: this python), such as 'torchrun "
-                       "--nproc_per_node=8'", form="COMMAND")
+                       "--standalone --nproc_per_node=8'", form="COMMAND")
     budget: float = flag(None, "FLOPs of which the best size and tokens are told (default: the "
                          "target's)", low=1)
     gpu: gpu_name = flag("h100", "GPU in whose days the budget is told, as of tools.plan",
@@ -92,7 +93,7 @@ def check(config: LadderConfig, rungs: list[Rung], target: Rung, data: TokenData
         raise ValueError(f"the target has width {target.width}, and the rungs {', '.join(wide)} "
                          f"are no smaller: give narrower --rungs, or a larger --n-embd")
     if config.steps % MULTIPLE:
-        near = -(-config.steps // MULTIPLE) * MULTIPLE
+        near = ceil_div(config.steps, MULTIPLE) * MULTIPLE
         raise ValueError(f"--steps {config.steps} cannot be branched at the saves of its trunk: "
                          f"give a multiple of {MULTIPLE}, such as {near}")
     first = start_of_branch(config.steps >> DOUBLINGS)
@@ -125,11 +126,11 @@ def plan(arguments: list[str]) -> tuple[LadderConfig, list[Rung], Rung, list[str
         config = replace(config, lr=default_lr(config.model, shape))
     vocab_size = data.meta["vocab_size"]
     target = make_rung(shape["n_embd"], shape, vocab_size, config, of_all)
-    rungs = [make_rung(width, shape, vocab_size, config, of_all)
-             for width in config.rungs or default_widths(shape["n_embd"])]
+    widths_of_rungs = config.rungs or default_widths(shape["n_embd"])
+    rungs = [make_rung(width, shape, vocab_size, config, of_all) for width in widths_of_rungs]
     notes = check(config, rungs, target, data)
     every = [job for rung in rungs for job in rung.jobs()]
-    check_jobs([*every, target.job(target.steps)], data)
+    check_jobs([*every, target.job_of_target()], data)
     return config, rungs, target, notes
 
 
@@ -169,7 +170,7 @@ def main() -> None:
     lines = answer.report(found) + budget.report_budget(found, config.budget, config.gpu,
                                                         config.price)
     words = [*shlex.split(config.launch or "python"), "train.py",
-             *target.job(target.steps).words()]
+             *target.job_of_target().words()]
     print("\n".join([*lines, f"train    {shlex.join(words)}", *write(found, config)]))
     sys.exit(1 if failures else 0)
 

@@ -42,14 +42,16 @@ def minima(points: Points) -> list[dict]:
 
 def report(found: dict) -> list[str]:
     """The lines of the answer. Those of the budget are budget.py's."""
-    law, target, test = Law(**found["law"]), found["target"], found["back_test"]
+    law = Law(**found["law"])
+    target, test = found["target"], found["back_test"]
     prediction, rows = found["prediction"], found["points"]
     lines = ["   width           N            D  tokens/N     loss  the law's      off"]
     for row in rows:
         expected = float(law(row["N"], row["D"]))
         note = f"  {row['rollbacks']} rollback" if row["rollbacks"] else ""
         lines.append(f"{row['width']:8} {row['N']:11,} {row['D']:12,} {row['D'] / row['N']:9.1f} "
-                     f"{row['loss']:8.4f} {expected:10.4f} {expected / row['loss'] - 1:+8.2%}{note}")
+                     f"{row['loss']:8.4f} {expected:10.4f} {expected / row['loss'] - 1:+8.2%}"
+                     f"{note}")
     lines += [
         f"law      {law}, with a = b; at most {found['largest_error']:.2%} off; from "
         f"{found['points_used']} of {len(rows)} points",
@@ -76,8 +78,8 @@ def notes(found: dict) -> list[str]:
     few = sum(row["D"] < FEWEST_TOKENS * row["N"] for row in rows)
     if few and found["points_used"] == len(rows):
         lines.append(f"note     {few} points have fewer than {FEWEST_TOKENS} tokens for each "
-                     f"parameter, where the law does not hold yet, and without them too few remain: "
-                     f"give more --steps or smaller --rungs")
+                     f"parameter, where the law does not hold yet, and without them too few "
+                     f"remain: give more --steps or smaller --rungs")
     if any(row["rollbacks"] for row in rows):
         lines.append("note     a run that was rolled back has left out batches: a lower --lr may "
                      "avoid it")

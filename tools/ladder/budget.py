@@ -30,7 +30,8 @@ def cost(flops: float, gpu: str, price: float | None) -> str:
 
 def report_budget(found: dict, flops: float | None, gpu: str, price: float | None) -> list[str]:
     """Lines on a budget, by default that of the target."""
-    law, target = Law(**found["law"]), found["target"]
+    law = Law(**found["law"])
+    target = found["target"]
     whose = "--budget"
     if flops is None:
         flops = 6 * target["N"] * target["D"]

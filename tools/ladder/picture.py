@@ -12,7 +12,8 @@ from tools.scaling_law import Law
 def draw(found: dict, file: Path) -> None:
     """Raises ValueError without matplotlib."""
     from matplotlib.ticker import MaxNLocator, NullLocator
-    law, target, prediction = Law(**found["law"]), found["target"], found["prediction"]
+    law = Law(**found["law"])
+    target, prediction = found["target"], found["prediction"]
     rows = found["points"]
     sizes = sorted({(row["N"], row["width"]) for row in rows})
     times = target["N"] / sizes[-1][0]

@@ -53,6 +53,10 @@ class Rung:
         saves = dict(save_every=start_of_branch(self.ends()[0]), keep=99)
         return [trunk._replace(flags=trunk.flags | saves), *branches]
 
+    def job_of_target(self) -> Job:
+        """The run of the target: the trunk, with train.py's own saves."""
+        return Job(self.out(self.steps), self.flags | dict(steps=self.steps))
+
     def points(self) -> list[dict]:
         """What its runs have measured so far."""
         found = []
