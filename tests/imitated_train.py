@@ -27,12 +27,16 @@ elif "resume" in flags:
     assert Path(flags["resume"]).exists(), flags["resume"]
     step, kind = int(Path(flags["resume"]).stem[5:]), "resume"
 config = json.loads(os.environ["DEFAULTS"])
+if "resume" in flags:               # a branch has the flags of its trunk, unless it gives others
+    with open(Path(flags["resume"]).parent / "metrics.jsonl") as trunk:
+        config |= json.loads(trunk.readline())["config"]
 for name, value in flags.items():
     known = config[name]
     config[name] = value
-    if isinstance(known, (int, float)) or name in ("n_embd", "n_head", "n_layer", "seq_len", "lr",
-                                                   "eval_tokens"):
-        config[name] = float(value) if name == "lr" or isinstance(known, float) else int(value)
+    if name == "lr" or isinstance(known, float):
+        config[name] = float(value)
+    elif isinstance(known, int) or name in ("n_embd", "n_head", "seq_len", "eval_tokens"):
+        config[name] = int(value)
 tokens_per_step = config["batch_size"] * config["seq_len"]
 N = json.loads(os.environ["SIZES"])[str(config["n_embd"])]
 every = int(flags.get("save_every", 0)) or steps
