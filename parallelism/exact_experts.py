@@ -23,7 +23,7 @@ from parallelism.cpu_kernels import linear
 from parallelism.exact import CopyToStrips, SumOfStrips, copy_matrix
 from parallelism.experts import (Exchange, ExpertColumns, ExpertRows, ParallelExperts,
                                  ParallelRouter)
-from parallelism.sequence import all_positions, own_positions
+from parallelism.sequence import all_positions, cut_positions
 from parallelism.tensor import matmul
 
 
@@ -38,16 +38,16 @@ class _AllPositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
-        return own_positions(dx, ctx.grid), None
+        return cut_positions(dx, ctx.grid), None
 
 
-class _OwnPositions(torch.autograd.Function):
+class _CutPositions(torch.autograd.Function):
     """The reverse: (B, T, K) -> (B, T / tp, K). Backward gathers the gradients of all positions."""
 
     @staticmethod
     def forward(ctx, weights, grid):
         ctx.grid = grid
-        return own_positions(weights, grid)
+        return cut_positions(weights, grid)
 
     @staticmethod
     def backward(ctx, dweights):
@@ -66,7 +66,7 @@ class ExactRouter(ParallelRouter):
         if not self.grid.sequence_parallel:
             return super().forward(x)
         weights, chosen = super().forward(_AllPositions.apply(x, self.grid))
-        return _OwnPositions.apply(weights, self.grid), own_positions(chosen, self.grid)
+        return _CutPositions.apply(weights, self.grid), cut_positions(chosen, self.grid)
 
 
 class ExpertProduct(torch.autograd.Function):

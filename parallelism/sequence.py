@@ -66,7 +66,7 @@ def all_positions(x: torch.Tensor, grid) -> torch.Tensor:
     return by_sequences(gather_positions(x, grid).wait(), grid)
 
 
-def own_positions(x: torch.Tensor, grid) -> torch.Tensor:
+def cut_positions(x: torch.Tensor, grid) -> torch.Tensor:
     """Without TP2, x itself; with it, (B, T, ...) -> (B, T / tp, ...), those of this rank."""
     if not grid.sequence_parallel:
         return x

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from model import GPT, IGNORE_INDEX, VOCAB_MATRICES, GPTConfig, ceil_div
 from parallelism.collectives import all_reduce
 from parallelism.cpu_kernels import linear, lookup, multiplies_in_fp32, upcast_for_matmul
-from parallelism.sequence import (by_ranks, by_sequences, gather_positions, own_positions,
+from parallelism.sequence import (by_ranks, by_sequences, cut_positions, gather_positions,
                                   sum_over_ranks)
 
 
@@ -242,7 +242,7 @@ class PositionEmbedding(TensorParallel):
 
     def own(self, positions):
         """This rank's part of those of all ranks."""
-        return own_positions(positions, self.grid)
+        return cut_positions(positions, self.grid)
 
     def lookup(self, positions):
         return F.embedding(positions, self.weight)
