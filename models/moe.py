@@ -21,22 +21,25 @@ expert computes all tokens that choose it.
 A router that is left alone soon sends most tokens to few experts. There are two remedies.
 
     balance_loss    a loss of each sequence (DeepSeek-V3, section 2.1.2). It is computed per
-                    sequence, so it does not depend on how the batch is cut. It multiplies how many
-                    of the T tokens chose an expert by the mean of the expert's scores:
-                    E / K sum_e (count_e / T) (sum_t s_te / T)      1 if all experts are used alike
-                    times T, because a model here returns sums over tokens
+                    sequence, so it does not depend on how the batch is cut. For each expert it
+                    multiplies the part of the T tokens that chose it by the mean of its scores:
+                        E / K sum_e (count_e / T) (sum_t s_te / T)
+                    This is 1 if all experts are used alike. The code computes T times this,
+                    because a model here returns sums over tokens.
     balance_bias    no loss (Wang et al. 2024). The K largest of s + b are chosen. After each step
-                    b_e rises by this speed if fewer tokens of the batch than the mean over experts
-                    chose e, and falls if more did. The weights w are those of s.
+                    train.py adds balance_bias to b_e if fewer tokens of the batch than the mean
+                    over experts chose e, and subtracts it if more did. The weights w are those
+                    of s.
 
-A third loss, z_loss, keeps the logits z of the router small (ST-MoE, Zoph et al. 2022). It is the
+Another loss, z_loss, keeps the logits z of the router small (ST-MoE, Zoph et al. 2022). It is the
 mean over tokens of (log sum_e exp z_e)^2.
 
     model = MoEConfig(vocab_size=257).build().initialize(seed=0)
     loss = model(tokens, targets) / targets.numel()     # the cross-entropy alone. Its gradient has
                                                         # the router's losses of each block, too
 Shapes, besides those of model.py and llama.py:
-    E experts, K of them active for a token, F hidden channels of each, N = B T tokens
+    E experts, K of them active for a token (the K of llama.py does not occur here), F hidden
+    channels of each, N = B T tokens
 
 Papers: Shazeer et al. 2017, Switch (Fedus et al. 2021), Mixtral (Jiang et al. 2024), OLMoE
 (Muennighoff et al. 2024), DeepSeekMoE (Dai et al. 2024), DeepSeek-V3 (2024), Qwen3 (2025).
@@ -68,7 +71,7 @@ class Router(nn.Module):
         self.cfg = cfg
         self.weight = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd))
         self.bias = None
-        if cfg.balance_bias > 0:        # it has no gradient: a run moves it, by the loads
+        if cfg.balance_bias > 0:        # without a gradient: zero.adamw_update moves it by loads
             self.bias = nn.Parameter(torch.zeros(cfg.n_expert), requires_grad=False)
 
     def forward(self, x):
@@ -121,8 +124,8 @@ def count_choices(chosen: torch.Tensor, n_expert: int) -> torch.Tensor:
 
 class ExpertLinear(nn.Module):
     """E linear layers, x (n, in) -> (n, out). The first counts[0] rows of x are for expert 0, the
-    next counts[1] rows for expert 1, and so on. `stacked`: how many matrices each expert's has
-    along `outputs`; tensor parallelism cuts each by itself."""
+    next counts[1] rows for expert 1, and so on. `stacked`: an expert's matrix consists of so many,
+    one after another along `outputs`. Tensor parallelism cuts each by itself."""
 
     def __init__(self, n_expert: int, inputs: int, outputs: int, stacked: int = 1):
         super().__init__()
@@ -131,14 +134,14 @@ class ExpertLinear(nn.Module):
 
     def forward(self, x, counts):
         # An expert without rows has a product, too: its gradient is zero, not None.
-        products = [F.linear(rows, weight) for rows, weight in zip(x.split(counts.tolist()),
-                                                                   self.weight)]
-        return torch.cat(products)
+        parts = x.split(counts.tolist())
+        return torch.cat([F.linear(rows, weight) for rows, weight in zip(parts, self.weight)])
 
 
 class Experts(nn.Module):
     """x (B, T, C) -> the weighted sum (B, T, C) of what its chosen experts compute. The tokens are
-    sorted by expert, so each expert multiplies all of its tokens at once."""
+    sorted by expert, so each expert multiplies all of its tokens at once. (The steps are methods
+    of their own because parallelism/ replaces `permute` and `run`, and compiles two others.)"""
 
     def __init__(self, cfg: MoEConfig):
         super().__init__()
@@ -158,7 +161,7 @@ class Experts(nn.Module):
         return self.weighted_sum(y, weights)
 
     def permute(self, rows, order, inverse):
-        return rows[order]
+        return rows[order]          # (parallelism/experts.py needs the inverse, for backward.)
 
     def run(self, x, counts):
         """x (n, C), sorted by expert -> (n, C). counts (E,): the rows of each expert."""

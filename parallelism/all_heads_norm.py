@@ -26,8 +26,9 @@ class _SumBothWays(torch.autograd.Function):
 
 
 class SumInOrder(torch.autograd.Function):
-    """--exact: the sum of all strips' x, once for each of this rank's. All ranks have the x of all
-    strips and add them in the order of the strips. Backward does the same with the gradients."""
+    """--exact: the sum of the x of all strips, as many times as this rank has strips. Each rank
+    gathers the x of all strips and adds them in the order of the strips. Backward does the same
+    with the gradients."""
 
     @staticmethod
     def forward(ctx, grid, *xs):
@@ -43,8 +44,9 @@ class SumInOrder(torch.autograd.Function):
 
 def sum_in_order(xs: tuple, grid) -> torch.Tensor:
     """The sum of this rank's xs and those of the other tp ranks."""
-    strips = torch.stack(xs).repeat(grid.tp, *(1 for _ in xs[0].shape))     # one slice is sent
-    return all_gather(strips, grid.groups["tp"]).wait().sum(0)
+    strips = xs[0].new_empty(grid.tp, len(xs), *xs[0].shape)
+    strips[grid.tp_rank] = torch.stack(xs)
+    return all_gather(strips, grid.groups["tp"]).wait().flatten(0, 1).sum(0)
 
 
 def widened(q: torch.Tensor) -> torch.Tensor:

@@ -239,11 +239,11 @@ class KnownRotary(Rotary):
 
 def keep_angles(model: GPT, T: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compute cos and sin of this rank's T positions, which all blocks share."""
-    known = None
-    for block in model.blocks.values():
-        if hasattr(block.attn, "rotary"):
-            known = known or block.attn.rotary.cos_and_sin(T, dtype, device)
-            block.attn.rotary = KnownRotary(block.attn.rotary, known)
+    attentions = [block.attn for block in model.blocks.values() if hasattr(block.attn, "rotary")]
+    if attentions:
+        known = attentions[0].rotary.cos_and_sin(T, dtype, device)
+        for attention in attentions:
+            attention.rotary = KnownRotary(attention.rotary, known)
 
 
 def compile_model(model: GPT) -> None:

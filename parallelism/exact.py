@@ -166,7 +166,7 @@ class InStrips:
         return [narrow(x, *args) for narrow, x in zip(self.strips(len(xs)), xs)]
 
     def strips(self, count: int):
-        """`narrow`, again and again, with the weights of one strip after another."""
+        """Yields `narrow` once for each strip, with the weights of this strip."""
         strips = {name: cut_in_strips(getattr(self.part, name), count) for name in self.names}
         self.narrow.train(self.part.training)
         for number in range(count):

@@ -8,9 +8,9 @@
     router                  backward: one product for each microbatch           ExactRouter
 
 The rows of an expert's product are the tokens of one microbatch that chose the expert, in their
-order. So with --ep a rank computes the tokens of each rank by themselves: products have the shapes
-that they have without. And each tp rank sends all rows, not a part (EP4 of experts.py). The rows of
-a router's product are all tokens of a microbatch, with sequence parallelism too. A router compares
+order. With --ep a rank computes the tokens of each rank by themselves. So products have the same
+shapes as without --ep. Each tp rank sends all rows, not a part (EP4 of experts.py). The rows of a
+router's product are all tokens of a microbatch, with sequence parallelism too. A router compares
 numbers that have the same bits, and so chooses the same experts.
 """
 from functools import partial
@@ -91,8 +91,8 @@ class ExpertProduct(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-class InStrip:
-    """A layer of experts that multiplies by one strip of each matrix, number `strip`."""
+class OneStrip:
+    """A layer of experts. It multiplies by strip number `strip` of each expert's matrix."""
 
     def forward(self, x, counts, strip: int):
         products = [ExpertProduct.apply(rows.contiguous(), self.weight, self, expert, strip)
@@ -106,11 +106,11 @@ class InStrip:
         return weight[expert].unflatten(dim, (self.stacked, count, -1)).select(dim + 1, strip)
 
 
-class ExactColumns(InStrip, ExpertColumns):
+class ExactColumns(OneStrip, ExpertColumns):
     pass
 
 
-class ExactRows(InStrip, ExpertRows):
+class ExactRows(OneStrip, ExpertRows):
     pass
 
 

@@ -8,10 +8,11 @@ and 4 experts:
     replica 0    tokens for experts 0 1 | 2 3    ->    experts 0 1 of both    ->    own tokens
     replica 1    tokens for experts 0 1 | 2 3    ->    experts 2 3 of both    ->    own tokens
 
-Each arrow is an all-to-all of as many rows as the replicas' tokens have chosen experts. Backward
-sends the gradients the other way. A rank whose experts nobody chose takes part with no rows, and
-their gradients are zero. Every ep-th replica has the same experts. So their gradients are summed,
-and ZeRO shards, over these (`Bucket.group`).
+Each arrow is an all-to-all. In it a token has a row for each of the K experts that it chose.
+Backward sends the gradients the other way. If no token chose the experts of a rank, this rank takes
+part with no rows, and the gradients of its experts are zero. Every ep-th replica has the same
+experts. The gradients of experts are summed over these replicas, and ZeRO shards experts over them
+(`Bucket.group`).
 
 Tensor parallelism cuts each expert as it cuts an MLP, with the f and g of tensor.py: f copies its
 input to the tp ranks and sums the gradients in backward, g sums the outputs. Each tp rank has some
@@ -98,7 +99,7 @@ class ParallelRouter(Router):
         nn.Module.__init__(self)
         self.cfg, self.grid = plain.cfg, grid
         self.weight, self.bias = plain.weight, plain.bias
-        self.has_own_positions = grid.sequence_parallel     # or those of all tp ranks
+        self.has_own_positions = grid.sequence_parallel     # else the same as all tp ranks
         self.set_token_factor(1.0)
 
     def set_token_factor(self, token_factor: float) -> None:
@@ -213,8 +214,8 @@ class Exchange(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """rows[order]. Backward permutes by the inverse. (That of an index cannot know that no row is
-    taken twice: it sorts, and adds.)"""
+    """rows[order]. Backward permutes by the inverse. (Autograd's backward of an index must expect
+    that a row is taken twice: it sorts the indices, and adds.)"""
 
     @staticmethod
     def forward(ctx, rows, order, inverse):

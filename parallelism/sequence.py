@@ -62,7 +62,7 @@ def by_sequences(x: torch.Tensor, grid) -> torch.Tensor:
 
 
 def all_positions(x: torch.Tensor, grid) -> torch.Tensor:
-    """Without TP2, x itself; with it, (B, T / tp, ...) -> (B, T, ...), the positions of all."""
+    """Without TP2, x itself; with it, (B, T / tp, ...) -> (B, T, ...), those of all tp ranks."""
     return by_sequences(gather_positions(x, grid).wait(), grid)
 
 

@@ -1,11 +1,11 @@
 """How a mixture's experts are used: train.Run.step_stats calls `measure` and `fields`,
 run_log.write_row `in_words`. Of each step metrics.jsonl has
 
-    load/3          in block 3, the tokens of the expert that most chose, relative to the mean of
-                    all its experts: 1 if all are used alike, E / K at most
+    load/3          in block 3, how many tokens chose the expert that is used most, relative to
+                    the mean over its experts: 1 if all are used alike, E / K at most
     dead_experts    how many experts of all blocks no token of the batch chose
-    router_loss     the balancing loss and z_loss times their factors, summed over the blocks, in
-                    the mean over the tokens. `loss` is the cross-entropy alone
+    router_loss     the balancing loss and z_loss times their factors, summed over the blocks: the
+                    mean over the tokens. `loss` is the cross-entropy alone
 """
 import torch
 
