@@ -751,43 +751,34 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(dy, *ctx.arguments), None, None, None
 
 
-class PlainExperts(nn.Module):
-    """The experts of a block, of which this rank keeps E / ep: the first rank of an ep group the
-    first ones, and so on. `whole` is a moe.Experts. Its forward sorts the tokens by expert, calls
-    `run`, and sorts the results back. The `run` below replaces it. It sends rows to other ranks."""
-
-    def __init__(self, whole: nn.Module, grid: Grid):
-        super().__init__()
-        self.whole, self.grid = whole, grid
-        for layer in (whole.up, whole.down):
-            own = layer.weight.detach().chunk(grid.ep)[grid.ep_rank]
-            layer.weight = nn.Parameter(own.clone())
-            layer.weight.is_expert = True
-        whole.run = self.run
-
-    def forward(self, x, weights, chosen):
-        return self.whole(x, weights, chosen)
-
-    def run(self, x, counts):
-        """x (n, C), counts (E,): the rows of each expert, one expert after another -> (n, C)."""
-        grid, group = self.grid, self.grid.groups["ep"]
-        counts = counts.view(grid.ep, -1)                   # (ep, E / ep): for each rank's experts
-        ones = [1] * grid.ep
-        theirs = Exchange.apply(counts, ones, ones, group)  # (ep, E / ep): of each rank, for mine
-        sent, received = counts.sum(1).tolist(), theirs.sum(1).tolist()
-        x = Exchange.apply(x, sent, received, group)
-        # The rows that arrive are sorted by rank, then by expert. Sort them by expert alone. With
-        # ep 2, two experts and counts [[2, 1], [1, 2]], `expert` is 0 0 1 and 0 1 1.
-        expert = torch.arange(theirs.shape[1]).repeat(grid.ep).repeat_interleave(theirs.flatten())
-        order = expert.argsort(stable=True)
-        y = self.whole.mlp(x[order], theirs.sum(0))
-        return Exchange.apply(y[order.argsort()], received, sent, group)
+def plain_experts(experts: nn.Module, grid: Grid, x: torch.Tensor, counts: torch.Tensor):
+    """The `run` of a moe.Experts of which this rank keeps E / ep experts. Its forward sorts the
+    tokens by expert before it calls `run`. x (n, C), counts (E,): how many rows of x are for each
+    expert -> (n, C), what the experts compute for these rows."""
+    group = grid.groups["ep"]
+    counts = counts.view(grid.ep, -1)                   # (ep, E / ep): for each rank's experts
+    ones = [1] * grid.ep
+    theirs = Exchange.apply(counts, ones, ones, group)  # (ep, E / ep): of each rank, for mine
+    sent, received = counts.sum(1).tolist(), theirs.sum(1).tolist()
+    x = Exchange.apply(x, sent, received, group)
+    # The rows that arrive are sorted by rank, then by expert. Sort them by expert alone. With ep 2,
+    # two experts on this rank and `theirs` [[2, 1], [1, 2]], `expert` is 0 0 1 and 0 1 1.
+    expert = torch.arange(theirs.shape[1]).repeat(grid.ep).repeat_interleave(theirs.flatten())
+    order = expert.argsort(stable=True)
+    y = experts.mlp(x[order], theirs.sum(0))
+    return Exchange.apply(y[order.argsort()], received, sent, group)
 
 
 def plain_expert_parallel(model: GPT, grid: Grid) -> None:
-    """Divide the experts of every block."""
+    """Divide the experts of every block: the first rank of an ep group keeps the first E / ep, and
+    so on."""
     for block in model.blocks.values():
-        block.mlp.experts = PlainExperts(block.mlp.experts, grid)
+        experts = block.mlp.experts
+        for layer in (experts.up, experts.down):
+            own = layer.weight.detach().chunk(grid.ep)[grid.ep_rank]
+            layer.weight = nn.Parameter(own.clone())
+            layer.weight.is_expert = True
+        experts.run = partial(plain_experts, experts, grid)
 
 
 # ---------------------------------------------------------------------------------------------

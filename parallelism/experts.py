@@ -22,7 +22,7 @@ hidden channels of the rank's experts:
 
 The router is whole on every tp rank. All use the choice of the first, which sends its N K numbers.
 
-It computes the same as models/moe.py, and as `PlainExperts` in parallel.py. The differences:
+It computes the same as models/moe.py, and as `plain_experts` in parallel.py. The differences:
 
          difference                             gain                           where
     EP1  a rank has E / ep experts              memory / ep                    ParamSpec.cut
