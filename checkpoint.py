@@ -43,7 +43,7 @@ from model import GPT, VOCAB_MATRICES, GPTConfig
 from models import make_config
 from parallelism.buckets import Bucket, is_owner, make_buckets
 from parallelism.build import Grid, build_stage
-from parallelism.cpu_kernels import use_kernels
+from parallelism.kernels import use_kernels
 from parallelism.tensor import ParamSpec, param_specs
 from parallelism.zero import FlatParameters
 

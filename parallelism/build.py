@@ -28,10 +28,10 @@ from parallel import GROUPS, keep_stage
 from parallelism.buckets import Bucket, make_buckets
 from parallelism.collectives import all_gather_object, all_reduce, on_hosts
 from parallelism.context import CP_PLAN, ContextParallelAttention, recompute_attention
-from parallelism.cpu_kernels import use_kernels
 from parallelism.exact import EXACT_PLAN, ExactParameters, make_exact, new_sums
 from parallelism.exact_experts import EXACT_EXPERT_PLAN
 from parallelism.experts import EXPERT_PLAN, ParallelExperts, ParallelRouter
+from parallelism.kernels import use_kernels
 from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
 from parallelism.tensor import TP_PLAN, ParamSpec, TensorParallel, param_specs, softmax_over_ranks
 from parallelism.zero import FlatParameters, gather_before_use

@@ -32,7 +32,7 @@ from model import GPT, CoreAttention, seed_dropout
 from models.llama import Rotary
 from parallel import own_positions
 from parallelism.collectives import all_gather, reduce_scatter
-from parallelism.cpu_kernels import upcast_for_matmul
+from parallelism.kernels import upcast_for_matmul
 from parallelism.tensor import PositionEmbedding
 
 

@@ -46,8 +46,8 @@ from model import GPT, IGNORE_INDEX, GPTConfig
 from models.moe import Mixture
 from parallelism.all_heads_norm import ParallelAllHeadsNorm
 from parallelism.collectives import all_reduce
-from parallelism.cpu_kernels import linear, use_kernels
 from parallelism.exact_sums import ExactSums
+from parallelism.kernels import linear, use_kernels
 from parallelism.sequence import all_positions, by_ranks, sum_over_ranks
 from parallelism.tensor import (TensorParallel, VocabParallelCrossEntropy, VocabParallelEmbedding,
                                 VocabParallelHead, matmul, tile_size)

@@ -19,10 +19,10 @@ import torch
 import torch.nn as nn
 
 from models.moe import Experts, Router
-from parallelism.cpu_kernels import linear
 from parallelism.exact import CopyToStrips, SumOfStrips, copy_matrix
 from parallelism.experts import (Exchange, ExpertColumns, ExpertRows, ParallelExperts,
                                  ParallelRouter)
+from parallelism.kernels import linear
 from parallelism.sequence import all_positions, cut_positions
 from parallelism.tensor import matmul
 

@@ -48,7 +48,7 @@ import torch.nn as nn
 from models.moe import Experts, Router
 from parallelism.all_heads_norm import norm_of_heads
 from parallelism.collectives import all_reduce, all_to_all, sum_dtype
-from parallelism.cpu_kernels import expert_linear, expert_weight_grad
+from parallelism.kernels import expert_linear, expert_weight_grad
 from parallelism.sequence import gather_positions, sum_over_ranks
 from parallelism.tensor import TensorParallel, _Reduce
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from model import GPT, IGNORE_INDEX, VOCAB_MATRICES, GPTConfig, ceil_div
 from parallelism.collectives import all_reduce
-from parallelism.cpu_kernels import linear, lookup, multiplies_in_fp32, upcast_for_matmul
+from parallelism.kernels import linear, lookup, multiplies_in_fp32, upcast_for_matmul
 from parallelism.sequence import (by_ranks, by_sequences, cut_positions, gather_positions,
                                   sum_over_ranks)
 

@@ -19,7 +19,7 @@ from base.processes import print_rank0
 from model import PEAK_LR
 from parallelism.buckets import state_bytes
 from parallelism.collectives import on_hosts
-from parallelism.cpu_kernels import multiplies_in_fp32
+from parallelism.kernels import multiplies_in_fp32
 from runtime import checks
 from runtime.directory import Start
 from runtime.evaluation import describe_data, evaluate

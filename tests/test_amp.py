@@ -14,7 +14,7 @@ import torch.nn as nn
 import amp
 import model
 from model import GPTConfig
-from parallelism import collectives, cpu_kernels
+from parallelism import collectives, kernels
 from parallelism.build import Grid
 from tests.harness import (CFG, assert_close, column, gridded, on_ranks, random_tensor, relative,
                            run_steps, settings, staged, tokens_of, whole_gradient)
@@ -106,7 +106,7 @@ def test_16_bit_gradients_of_layer_norms_and_embeddings_add_up_in_fp32(dtype, bo
     assert_close(pairs, bound)
 
     embed = model.Embed(cfg).to(dtype)
-    cpu_kernels.use_kernels(embed)
+    kernels.use_kernels(embed)
     nn.init.zeros_(embed.token.weight)
     theirs = nn.Embedding.from_pretrained(embed.token.weight.detach(), freeze=False)
     dy = random_tensor(32, 128, cfg.n_embd, seed=2).add(0.1).to(dtype)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama import LlamaConfig
 from models.moe import MoEConfig
-from parallelism import cpu_kernels
+from parallelism import kernels
 from parallelism.full_tensors import full_gradients
 from runtime import checks
 from tests.harness import (BOUNDS, CFG, COLUMNS, COVER, TWO_STEPS, assert_same_rows, column,
@@ -199,7 +199,7 @@ def test_a_cpu_without_products_in_16_bits_multiplies_in_fp32(rank, world, tmp_p
     cfg = replace(CFG, n_layer=2, dropout=0.1)
     runs = []
     for missing in ([], [torch.bfloat16]):
-        with mock.patch.object(cpu_kernels, "NO_PRODUCTS", missing), Products() as seen:
+        with mock.patch.object(kernels, "NO_PRODUCTS", missing), Products() as seen:
             runs.append((run_steps(rank, world, (1, world, 1), config, cfg)[0], seen.types))
     (native, with_16), (rows, without) = runs
     assert torch.bfloat16 in with_16 and without == {torch.float32}

@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from model import GPTConfig
-from parallelism import cpu_kernels
+from parallelism import kernels
 from parallelism.exact import ExactLookup
 from parallelism.exact_sums import ExactSums, plain_exact_sum
 from tests.harness import (after_backward, column, differences, different_bits, plain_gradient,
@@ -328,7 +328,7 @@ def test_a_random_layout_has_the_bits_of_one_process(pool, tmp_path, seed):
 
 
 def on_a_cpu_without_products(rank, world, *args):
-    with mock.patch.object(cpu_kernels, "NO_PRODUCTS", [torch.bfloat16]):
+    with mock.patch.object(kernels, "NO_PRODUCTS", [torch.bfloat16]):
         return run_steps(rank, world, *args)
 
 

@@ -32,7 +32,7 @@ import train
 from base import processes
 from model import GPT
 from models.llama import LlamaConfig
-from parallelism import build, collectives, cpu_kernels, pipeline
+from parallelism import build, collectives, kernels, pipeline
 from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
@@ -505,7 +505,7 @@ def test_a_compiled_llama_computes_no_angles(tmp_path, cp):
 def kernels_of_ours(rank, world, folder, dtype):
     """Kernels that inductor generates for (a block, the rest of a step)."""
     count_before = metrics.generated_kernel_count
-    with mock.patch.object(cpu_kernels, "NO_PRODUCTS", []):               # as on a GPU
+    with mock.patch.object(kernels, "NO_PRODUCTS", []):               # as on a GPU
         run = new_run(folder, dtype, 2, "inductor")
         x = torch.randn_like(run.activation_like).requires_grad_()
         torch.autograd.grad(run.model.blocks["0"](x, 0).sum(), x)
@@ -542,9 +542,9 @@ def differences_of_expert_products(device, dtype, counts):
     counts = torch.tensor(counts, device=device)
     x, weight, dy = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
                      for shape in ((int(counts.sum()), 32), (4, 48, 32), (int(counts.sum()), 48)))
-    y = cpu_kernels.expert_linear(x, weight, counts)
+    y = kernels.expert_linear(x, weight, counts)
     found = [y, *torch.autograd.grad(y, (x, weight), dy)]
-    assert torch.equal(cpu_kernels.expert_weight_grad(dy, x, weight, counts), found[-1])
+    assert torch.equal(kernels.expert_weight_grad(dy, x, weight, counts), found[-1])
     wide_x, wide_weight = (z.detach().double().requires_grad_() for z in (x, weight))
     parts = zip(wide_x.split(counts.tolist()), wide_weight)
     wide_y = torch.cat([rows @ matrix.mT for rows, matrix in parts])
@@ -559,7 +559,7 @@ COUNTS = [[5, 0, 9, 3], [0, 0, 0, 17], [1000, 1, 22, 2025], [0, 0, 0, 0]]
 def test_all_experts_products_at_once_are_those_of_each(monkeypatch, counts):
     """PyTorch's kernel has a slow form for CPUs."""
     assert max(differences_of_expert_products("cpu", torch.float32, counts)) <= 1e-6
-    monkeypatch.setattr(cpu_kernels, "multiplies_experts_at_once", lambda weight: True)
+    monkeypatch.setattr(kernels, "multiplies_experts_at_once", lambda weight: True)
     assert max(differences_of_expert_products("cpu", torch.float32, counts)) <= 1e-6
     assert max(differences_of_expert_products("cpu", torch.bfloat16, counts)) <= 1e-2
 
@@ -568,7 +568,7 @@ def products_on_a_gpu(rank, world):
     """{type: the largest difference}, or None without a GPU."""
     if not torch.cuda.is_available():
         return None
-    assert cpu_kernels.multiplies_experts_at_once(
+    assert kernels.multiplies_experts_at_once(
         torch.empty(1, 8, 8, device="cuda", dtype=torch.bfloat16))
     return {dtype: max(max(differences_of_expert_products("cuda", dtype, counts))
                        for counts in COUNTS) for dtype in (torch.bfloat16, torch.float64)}

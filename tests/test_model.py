@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import model
 from base.flops import parameter_count
 from model import GPT, SIZES, GPTConfig
-from parallelism import collectives, context, cpu_kernels
+from parallelism import collectives, context, kernels
 from parallelism.build import Grid
 from tests.harness import (CFG, differences, on_ranks, run_steps, settings, staged, tokens_of,
                            trained, whole_gradient, without_saves)
@@ -122,7 +122,7 @@ def test_the_loss_of_16_bit_logits_is_computed_in_fp32():
     where a CPU has no instructions for bf16, a parallel model multiplies in fp32.)"""
     plain, tokens = GPT(CFG).initialize(0).bfloat16(), tokens_of(CFG, 2)
     same_products = copy.deepcopy(plain)
-    cpu_kernels.use_kernels(same_products)
+    kernels.use_kernels(same_products)
     local, _ = staged(CFG, Grid(1, 1, 1), torch.bfloat16)
     for gpt, beside in ((plain, plain), (local, same_products)):
         logits = beside(tokens).float().flatten(0, 1)

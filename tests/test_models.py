@@ -22,7 +22,7 @@ from base.options import parse_flags
 from model import GPTConfig
 from models import SIZES, kv_cache, llama, make_config, moe
 from models.llama import FAMILIES, LlamaConfig
-from parallelism import cpu_kernels
+from parallelism import kernels
 from runtime import checks
 from tests.harness import (BOUNDS, TWO_STEPS, differences, different_bits, plain_gradient,
                            random_gpt, relative, tokens_of, trained, weights_only, whole_gradient,
@@ -505,7 +505,7 @@ def test_rms_norm_is_torchs(dtype):
     norm = torch.nn.RMSNorm(16, 1e-5, dtype=dtype)
     torch.nn.init.normal_(norm.weight)
     expected = norm(x)
-    cpu_kernels.use_kernels(norm)
+    kernels.use_kernels(norm)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         found = norm(x)

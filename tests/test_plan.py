@@ -31,7 +31,7 @@ from base.options import Config, parse_flags
 from model import GPT, SIZES, GPTConfig
 from models.llama import LlamaConfig
 from models.moe import MoEConfig, Router
-from parallelism import cpu_kernels, pipeline, sequence, tensor
+from parallelism import kernels, pipeline, sequence, tensor
 from parallelism.build import Grid
 from parallelism.collectives import Work
 from parallelism.schedules import SCHEDULES
@@ -104,7 +104,7 @@ def a_step_of_a_run(rank, world, config, cfg):
         run.model.register_forward_pre_hook(lambda *_: forwards.append(-flops.get_total_flops()))
         run.model.register_forward_hook(lambda *_: forwards.append(flops.get_total_flops()))
         plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-        with flops, traffic(note), plain, mock.patch.object(cpu_kernels, "NO_PRODUCTS", []), \
+        with flops, traffic(note), plain, mock.patch.object(kernels, "NO_PRODUCTS", []), \
                 mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
             run.log = run_log.RunLog(Rows(run, nothing))
             run.stop = no_signal(close=lambda: steps_are_made.append(True))
@@ -583,7 +583,7 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
     """Of a microbatch, after its forward: with recomputation, without the block that is there
     besides in backward. Each rank is alone here, and sums nothing. A CPU without products in the
     type of the activations keeps no more."""
-    monkeypatch.setattr(cpu_kernels, "NO_PRODUCTS", missing)
+    monkeypatch.setattr(kernels, "NO_PRODUCTS", missing)
     cfg = model
     if model == "silu":
         cfg = LlamaConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, n_kv_head=2)

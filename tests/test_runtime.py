@@ -52,7 +52,7 @@ from corpus import flags as data_flags
 from corpus.tokenizers import get_tokenizer
 from model import GPT, SIZES, GPTConfig
 from models.kv_cache import CachedModel
-from parallelism import collectives, cpu_kernels
+from parallelism import collectives, kernels
 from parallelism.buckets import make_buckets
 from parallelism.build import Grid, build_stage, rank_buckets, rank_parameters
 from parallelism.tensor import param_specs
@@ -648,7 +648,7 @@ def test_a_run_says_what_it_chose_and_what_makes_it_slow(
     for a ramp that does not rise, a microbatch that its default does not divide, a learning rate
     for fine-tuning, and one of 0."""
     monkeypatch.chdir(things)
-    with mock.patch.object(cpu_kernels, "NO_PRODUCTS", missing):
+    with mock.patch.object(kernels, "NO_PRODUCTS", missing):
         text = run_train("--data", shards, "--out", tmp_path, *TINY, *flags.split())[1]
     told = re.findall("^note .*|^layout .*multiplies.*", text, re.M)
     assert len(told) == len(notes) and all(words in line for words, line in zip(notes, told))

@@ -1,4 +1,4 @@
-"""Replacements for PyTorch's kernels that are slow or inaccurate on a CPU.
+"""Replacements for kernels of PyTorch that are slow or inaccurate.
 
     where                               PyTorch's kernel                   here
     products in 16 bits, on a CPU       4 to 27 times the time of fp32     upcast_for_matmul
@@ -10,9 +10,9 @@
     products of experts, on a GPU       a kernel for each number of        expert_linear
                                         rows, which the host awaits
 
-In fp32 and fp64, on GPUs, and compiled, all but the last are PyTorch's own. model.py calls PyTorch
-alone: `use_kernels` lets its modules compute by these functions. build.build_stage calls it for
-training, checkpoint.load_model for everything else.
+Elsewhere these functions call PyTorch's own: the first two in fp32 and fp64, the first three on
+GPUs, the last one on CPUs. model.py calls PyTorch alone: `use_kernels` lets its modules compute by
+these functions. build.build_stage calls it for training, checkpoint.load_model for everything else.
 """
 from functools import partial
 from typing import Callable
