@@ -68,9 +68,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 # ---- Products of experts --------------------------------------------------------------------
 
 def multiplies_experts_at_once(weight: torch.Tensor) -> bool:
-    """Whether PyTorch has one kernel for the products of all experts: in bf16 on GPUs, where rows
-    begin at a multiple of 16 bytes."""
+    """Whether PyTorch has one kernel for the products of all experts: in bf16 on GPUs since the
+    A100, where rows begin at a multiple of 16 bytes."""
     return (weight.device.type == "cuda" and weight.dtype == torch.bfloat16
+            and torch.cuda.get_device_capability(weight.device) >= (8, 0)
             and all(size % 8 == 0 for size in weight.shape[1:]))
 
 

@@ -225,9 +225,9 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
     made = [data_flags.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [
         "data/python", "data/python", "data/mine", "data/fineweb", "data/tinystories",
-        "data/words", "data/chat", "data/mine", "data/own", "data/more",
+        "data/shakespeare", "data/words", "data/chat", "data/mine", "data/own", "data/more",
         "data/fineweb-10bt", "data/c4",
-        "data/$source", "data/part-00", "data/part-01", "data/mine-bytes", "data/shakespeare",
+        "data/$source", "data/part-00", "data/part-01", "data/mine-bytes",
         "data/smollm2", "data/python", "data/mine"]
     drawings = readme_commands("tools.schedule")
     assert len(drawings) == 4
