@@ -29,6 +29,18 @@ LADDER = {32: (2.649, 2.486, 2.315), 48: (2.578, 2.427, 2.278), 64: (2.587, 2.41
           96: (2.464, 2.347, 2.155), 128: (2.451, 2.312, 2.143)}
 TOKENS = (102_400, 204_800, 409_600)
 
+# The ladder of OLMo 2 (Bhagia et al. 2024): github.com/allenai/OLMo-ladder at commit 67a3f44,
+# src/scripts/paper/data/ladder-runs/. {N: {tokens in billions: cross-entropy on C4's validation
+# set at the end}}
+OLMO_LADDER = {
+    190_354_176: {1.909: 3.7475, 3.813: 3.5999, 7.619: 3.4965, 19.041: 3.3905, 38.076: 3.3367},
+    371_262_464: {3.721: 3.5319, 7.433: 3.3948, 14.859: 3.2879, 37.135: 3.1880, 74.260: 3.1326},
+    758_220_288: {7.596: 3.3315, 15.178: 3.2011, 30.343: 3.1043, 75.836: 3.0045, 151.658: 2.9549},
+    1_279_395_840: {12.811: 3.1830, 25.605: 3.0635, 51.192: 2.9712, 127.956: 2.8785,
+                    255.896: 2.8323},
+    3_169_537_280: {31.728: 2.9951, 63.424: 2.8737, 126.814: 2.7880, 316.986: 2.7057,
+                    633.940: 2.6644}}
+
 
 def grid(sizes, tokens, law, noise=None):
     """Points of a law at each size after each number of tokens."""
@@ -91,6 +103,19 @@ def test_a_measured_ladder_predicts_the_sizes_that_were_held_out(held_out, fitte
     found = [law(multiplying(held_out), D) / loss - 1
              for D, loss in zip(TOKENS[1:], LADDER[held_out][1:])]
     assert found == pytest.approx(errors, abs=0.002)
+
+
+@pytest.mark.parametrize("fitted, held_out, mean, most", [(3, 3, 0.0075, 0.013),
+                                                          (3, 4, 0.01, 0.022), (2, 3, 0.011, 0.018)])
+def test_a_public_ladder_predicts_the_sizes_that_were_held_out(fitted, held_out, mean, most):
+    """1.7 to 4.2 times the largest size that is fitted: off by about 1% on average."""
+    points = Points.of((N, 1e9 * D, loss) for N, row in OLMO_LADDER.items()
+                       for D, loss in row.items())
+    sizes = points.sizes()
+    law = fit(points.where(points.N < sizes[fitted]), tied=True)
+    there = points.where(points.N == sizes[held_out])
+    errors = np.abs(law(there.N, there.D) / there.loss - 1)
+    assert 0.001 < errors.mean() <= mean and errors.max() <= most
 
 
 def test_an_outlier_counts_little():
