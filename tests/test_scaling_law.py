@@ -105,8 +105,8 @@ def test_a_measured_ladder_predicts_the_sizes_that_were_held_out(held_out, fitte
     assert found == pytest.approx(errors, abs=0.002)
 
 
-@pytest.mark.parametrize("fitted, held_out, mean, most", [(3, 3, 0.0075, 0.013),
-                                                          (3, 4, 0.01, 0.022), (2, 3, 0.011, 0.018)])
+@pytest.mark.parametrize("fitted, held_out, mean, most", [
+    (3, 3, 0.0075, 0.013), (3, 4, 0.01, 0.022), (2, 3, 0.011, 0.018)])
 def test_a_public_ladder_predicts_the_sizes_that_were_held_out(fitted, held_out, mean, most):
     """1.7 to 4.2 times the largest size that is fitted: off by about 1% on average."""
     points = Points.of((N, 1e9 * D, loss) for N, row in OLMO_LADDER.items()
