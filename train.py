@@ -178,7 +178,7 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
         stopping = stop.received and step < config.steps
         if config.is_due(step, config.save_every) or stopping:
             plain_run.update_facts(facts, config, model_config, step)
-            with plain_run.errors_in_one_line(config):          # such as a full disk
+            with plain_run.clean_up_failed_save(config):        # after a full disk, say
                 plain_save(model, optimizer, facts, Path(config.out))
             plain_run.remove_old_files(facts, config)
         if stopping:

@@ -124,8 +124,8 @@ def remove_old_files(facts: dict, config: Config) -> None:
 
 
 @contextmanager
-def errors_in_one_line(config: Config):
-    """Raise RunError if the block cannot write a checkpoint."""
+def clean_up_failed_save(config: Config):
+    """If the block cannot write a checkpoint, remove what it wrote and raise RunError."""
     out = Path(config.out)
     try:
         yield
