@@ -122,6 +122,9 @@ def find_file(given: str) -> Path:
         return path
     file = path / "tokenizer.json"
     if file.is_file():
+        own = list(path.glob("bpe-*.tiktoken"))
+        if len(own) == 1:       # an export: tokenizer.json has the same tokens, by another name
+            return own[0]
         return file
     found = sorted(file for pattern in ("*.tiktoken", "json-*.json") for file in path.glob(pattern))
     if len(found) == 1:

@@ -21,12 +21,16 @@ import torch
 import checkpoint
 import sample
 from corpus import formats
-from corpus.tokenizers import get_tokenizer
+from corpus.bpe import train_bpe
+from corpus.tiktoken_tokenizers import write_tokens
+from corpus.tokenizers import get_tokenizer, name_of
 from model import GPTConfig
+from models import llama, moe
 from models.llama import LlamaConfig
+from models.moe import MoEConfig
 from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, no_file_above,
                            readme_commands, relative, saved, tokens_of, weights_only)
-from tools import huggingface
+from tools import huggingface, huggingface_formats
 
 
 class Hub(http.server.SimpleHTTPRequestHandler):
@@ -173,26 +177,55 @@ def test_a_gpt2_with_another_tokenizer_of_its_size_has_not_gpt2s(tmp_path, name,
     assert huggingface.find_tokenizer(tmp_path, GPT2) == (expected, None)
 
 
+SHAPE = dict(vocab_size=350, seq_len=16, n_layer=1, n_head=2, n_embd=16)
+MIXTURE = SHAPE | dict(n_expert=3, n_active=2)
+EXPORTED = {                                    # model_type in config.json: a model that gets it
+    "gpt2": GPTConfig(**SHAPE), "opt": GPTConfig(**SHAPE, activation="relu"),
+    "llama": LlamaConfig(**SHAPE),
+    "mistral": LlamaConfig(**SHAPE | dict(n_embd=15), head_dim=8),      # of no multiple of n_head
+    "qwen2": LlamaConfig(**SHAPE, **llama.FAMILIES["qwen2"]),
+    "qwen3": LlamaConfig(**SHAPE, **llama.FAMILIES["qwen3"]),
+    "olmo": LlamaConfig(**SHAPE, **llama.FAMILIES["olmo"]),
+    "gpt_neox": LlamaConfig(**SHAPE, hidden=64, **llama.FAMILIES["neox"]),
+    "mixtral": MoEConfig(**MIXTURE, **moe.FAMILIES["mixtral"]),
+    "olmoe": MoEConfig(**MIXTURE, **moe.FAMILIES["olmoe"]),
+    "qwen3_moe": MoEConfig(**MIXTURE, **moe.FAMILIES["qwen3-moe"])}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_an_exported_bytes_models_tokenizer_gives_and_takes_our_tokens(tmp_path, capsys,
-                                                                       activation):
-    """Any text, as both kinds of transformers' tokenizer; <|endoftext|> in a text ends it there."""
+@pytest.mark.parametrize("model_type", huggingface_formats.FAMILIES)
+def test_transformers_opens_the_tokenizer_of_every_model_type(tmp_path, capsys, model_type):
+    """Bytes, and merges of one's own: any text gives our tokens, and the tokens give it back;
+    <|endoftext|> in a text ends it there. An import finds the tokenizer again. For a Qwen2
+    AutoTokenizer takes the vocabulary alone: a note names the class that reads the whole file."""
     transformers = pytest.importorskip("transformers")
-    weights_only(tmp_path / "a.pt", replace(CFG, activation=activation))
-    assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")[0] == 0
-    ours = get_tokenizer("bytes")
-    texts = [*NASTY, " ".join(NASTY), "a , b .  'll", "".join(map(chr, range(0x250))), "\ue000"]
-    for fast in (True, False):
-        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", use_fast=fast)
-        assert len(theirs) == 257 and theirs.eos_token_id == theirs.bos_token_id == 256
-        assert theirs.convert_tokens_to_ids(formats.EOT) == 256
+    file = write_tokens(train_bpe([" ".join(NASTY * 2) + " the then 1234 don't I'LL\n\nx"], 300))
+    texts = [*NASTY, " ".join(NASTY), "a , b .  'll", "".join(map(chr, range(0x250))), "\ue000",
+             f"the{formats.EOT} then 123 \n\n x{formats.EOT}"]
+    opener = transformers.AutoTokenizer
+    if model_type == "qwen2":
+        opener = transformers.PreTrainedTokenizerFast
+    for name, own in (("bytes", None), (name_of(file), file)):
+        ours, kept, folder = get_tokenizer(name, own), tmp_path / f"{name}.pt", tmp_path / name
+        weights_only(kept, EXPORTED[model_type], name)
+        if own is not None:
+            torch.save(torch.load(kept) | dict(tokenizer_file=own), kept)
+        huggingface.export_model(kept, folder)
+        assert ("PreTrainedTokenizerFast" in capsys.readouterr().err) == (model_type == "qwen2")
+        assert json.loads((folder / "config.json").read_text())["model_type"] == model_type
+        theirs = opener.from_pretrained(folder)
+        end = ours.eot_token
+        assert len(theirs) == end + 1 and theirs.eos_token_id == theirs.bos_token_id == end
+        assert theirs.convert_tokens_to_ids(formats.EOT) == end
         for text in texts:
             tokens = theirs(text)["input_ids"]
             assert tokens == ours.encoding.encode(text, allowed_special="all"), text
             assert theirs.decode(tokens) == text
-        assert theirs.decode(range(256)).encode("utf-8") == bytes(range(256)).decode(
-            errors="replace").encode()
+        if own is None:
+            assert theirs.decode(range(256)) == bytes(range(256)).decode(errors="replace")
+        huggingface.import_model(str(folder), tmp_path / f"{name}, back.pt")
+        back = checkpoint.load(tmp_path / f"{name}, back.pt")
+        assert (back["tokenizer"], back.get("tokenizer_file")) == (name, own)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -286,8 +319,8 @@ def test_an_export_is_one_file_or_shards_of_limited_size(tmp_path, capsys):
     weights_only(tmp_path / "a.pt", CFG)
     (tmp_path / "new").touch()
     assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "one")[0] == 0
-    assert names_in(tmp_path / "one") == ["config.json", "merges.txt", "model.safetensors",
-                                          "tokenizer_config.json", "vocab.json"]
+    assert names_in(tmp_path / "one") == ["config.json", "model.safetensors", "tokenizer.json",
+                                          "tokenizer_config.json"]
     with mock.patch.object(huggingface, "SHARD_BYTES", 20_000):
         assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "many")[0] == 0
     sizes, listed = [], {}

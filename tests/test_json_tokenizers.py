@@ -461,19 +461,22 @@ def test_what_the_config_says_is_told_or_refused(make_data, refuse_data):
 
 
 def test_a_folder_is_read_if_it_holds_a_tokenizer(make_data, refuse_data):
-    """A tokenizer.json with a byte-order mark, or one .tiktoken; else what it holds is named."""
+    """A tokenizer.json with a byte-order mark, or one .tiktoken; else what it holds is named. In an
+    export a tokenizer.json is beside the file of one's own, whose name the checkpoint has."""
     made("tokenizer.json", "Llama 3")
     name = name_of(read_file(Path("tokenizer.json")))
-    for folder in ("json", "own", "none", "two"):
+    for folder in ("json", "own", "export", "none", "two"):
         Path(folder).mkdir()
     Path("json/tokenizer.json").write_text("\ufeff" + Path("tokenizer.json").read_text())
     own = write_tokens([bytes([i]) for i in range(256)] + [b"th"])
     Path("own/mine.tiktoken").write_text("".join(reversed(own.splitlines(True))))
+    Path(f"export/{name_of(own)}.tiktoken").write_text(own)
+    Path("tokenizer.json").rename("export/tokenizer.json")
     Path("none/model.safetensors").touch()
     for number in "12":
         Path(f"two/{number}.tiktoken").write_text(own)
     flags = write_documents("a.jsonl")
-    for folder, expected in (("json", name), ("own", name_of(own))):
+    for folder, expected in (("json", name), ("own", name_of(own)), ("export", name_of(own))):
         make_data(*flags, folder, "--out", f"of {folder}")
         assert read_meta(Path(f"of {folder}"))["tokenizer"] == expected
     refuse_data("but model.safetensors", *flags, "none")

@@ -4,9 +4,9 @@ GPT-NeoX, OLMo, and the mixtures Mixtral, OLMoE and Qwen3-MoE.
     python -m tools.huggingface import gpt2 gpt2.pt         # a name on the hub, or a folder
     python -m tools.huggingface export out/latest.pt folder
 
-tools/hub.py says what a folder contains. A model of GPT-2's tokens or of bytes has its tokenizer
-too, in vocab.json and merges.txt: <|endoftext|> within a text is one token there, where data.py and
-sample.py see 13 characters.
+tools/hub.py says what a folder contains. A model of GPT-2's tokens, of bytes or of tokens of one's
+own has its tokenizer too, in tokenizer.json: <|endoftext|> within a text is one token there, where
+data.py and sample.py see 13 characters.
 
 tools/huggingface_formats.py says how each architecture differs in its names and in the layout of
 its tensors.
@@ -301,34 +301,43 @@ def write_tensors(parameters: dict[str, torch.Tensor], family: Family, cfg: GPTC
 
 def write_tokenizer(encoding, cfg: GPTConfig, folder: Path, own: str | None,
                     template=None) -> None:
-    """Write a tokenizer as transformers opens it: a tokenizer.json as it is, any other as one of
-    GPT-2's kind. `own` is the content of its file, if it has one. With the `template` of
-    conversations an answer's end is the end of a text."""
-    config = dict(model_max_length=cfg.seq_len, eos_token=encoding.end_of_text)
+    """Write a tokenizer as transformers opens it for any architecture: tokenizer.json. `own` is the
+    content of its file, if it has one. With the `template` of conversations an answer's end is the
+    end of a text."""
+    # This class reads tokenizer.json as it is. Others split words by a pattern of their own.
+    config = dict(model_max_length=cfg.seq_len, eos_token=encoding.end_of_text,
+                  tokenizer_class="PreTrainedTokenizerFast")
     if encoding.name.startswith("json-"):
-        (folder / "tokenizer.json").write_text(own, encoding="utf-8")
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        content = own
         if len(encoding.prefix) == 1:
             config["bos_token"] = encoding.tokenizer.id_to_token(encoding.prefix[0])
     else:
-        write_vocabulary(encoding, folder)
+        content = json.dumps(tokenizer_json(encoding))
         if own is not None:
             (folder / file_name(encoding.name)).write_text(own)
-        config |= dict(tokenizer_class="GPT2Tokenizer", bos_token=EOT, unk_token=EOT, pad_token=EOT)
+        config |= dict(bos_token=EOT, unk_token=EOT, pad_token=EOT)
+    (folder / "tokenizer.json").write_text(content, encoding="utf-8")
     if template is not None:
         config |= entries_of(template)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def write_vocabulary(encoding, folder: Path) -> None:
-    """vocab.json and merges.txt of a tokenizer with GPT-2's pattern."""
+def tokenizer_json(encoding) -> dict:
+    """The content of tokenizer.json for a tokenizer with GPT-2's pattern."""
     ranks = encoding.ranks()
     characters = characters_of_bytes()
     written = {token: "".join(characters[byte] for byte in token) for token in ranks}
     vocab = {written[token]: number for token, number in ranks.items()}
-    (folder / "vocab.json").write_text(json.dumps(vocab | {EOT: encoding.eot_token}))
-    merges = [f"{written[left]} {written[right]}\n" for left, right in find_merges(ranks)]
-    (folder / "merges.txt").write_text("".join(["#version: 0.2\n", *merges]))
+    merges = [f"{written[left]} {written[right]}" for left, right in find_merges(ranks)]
+    end = dict(id=encoding.eot_token, content=EOT, special=True, single_word=False, lstrip=False,
+               rstrip=False, normalized=False)
+    in_words = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    return dict(
+        version="1.0", truncation=None, padding=None, added_tokens=[end], normalizer=None,
+        pre_tokenizer=in_words, post_processor=None, decoder=in_words,
+        model=dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix="",
+                   end_of_word_suffix="", fuse_unk=False, byte_fallback=False,
+                   vocab=vocab | {EOT: encoding.eot_token}, merges=merges))
 
 
 def export_model(file: Path, folder: Path) -> None:
@@ -371,6 +380,10 @@ def export_model(file: Path, folder: Path) -> None:
         write_tensors(state["parameters"], family, cfg, aside)
         if has_tokenizer:
             write_tokenizer(encoding, cfg, aside, own, template)
+            if config["model_type"] == "qwen2" and not encoding.name.startswith("json-"):
+                note(f"AutoTokenizer of transformers encodes for any Qwen2 with Qwen's pattern of "
+                     f"words and in NFC: PreTrainedTokenizerFast.from_pretrained({str(folder)!r}) "
+                     f"gives the tokens of the training")
         os.rename(aside, folder)
     text = f"with its tokenizer, {tokenizer}"
     if not has_tokenizer:
