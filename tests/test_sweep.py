@@ -118,7 +118,8 @@ def test_a_real_sweep_goes_on_past_a_run_that_diverges(shards, tmp_path):
     status, text, _ = Command("tools/sweep.py", *flags).finish(600)
     assert status == 0 and text.count("the run has diverged") == 2
     assert text.count("is not divisible by n_head 3") == 4
-    assert "\na " in text and "lr1e-3_n-head2, " in text
+    assert "\na " in text and "n-head2_lr1e-3, " in text
     assert len(list((tmp_path / "o").glob("*.svg"))) == 2
     status, again, _ = Command("tools/sweep.py", *flags).finish(600)
-    assert status == 0 and "lr1e-3_n-head2\n" not in re.findall("(?m)^train .*\n", again)
+    trained = re.findall("(?m)^train .*/(.*)$", again)
+    assert status == 0 and trained and "n-head2_lr1e-3" not in trained
