@@ -227,7 +227,7 @@ def compile_method(module: nn.Module, name: str) -> None:
 
 class KnownRotary(Rotary):
     """Rotary positions of which cos and sin, (T, n / 2) each, are known. The compiler would compute
-    them again for every channel of q and k: on an H100 that took a quarter of a Llama's step."""
+    them again for every channel of q and k."""
 
     def __init__(self, plain: Rotary, cos_and_sin: tuple):
         super().__init__(plain.cfg)

@@ -152,7 +152,8 @@ def test_a_part_that_fails_or_hangs_leaves_its_rows_and_the_next_one_runs(monkey
         race=f"{row}; raise ZeroDivisionError('of this part')",
         layouts=f"{row}; import time; time.sleep(60)",
         memory="print('other words'); " + row.replace("1,", '"x|y",'))
-    monkeypatch.setattr(gpu, "part_command", lambda name, work: [sys.executable, "-c", programs[name]])
+    monkeypatch.setattr(gpu, "part_command",
+                        lambda name, work: [sys.executable, "-c", programs[name]])
     monkeypatch.setattr(gpu, "SECONDS", dict(race=30, layouts=1, memory=30))
     monkeypatch.setattr(sys, "argv", ["tools.bench", "gpu", "--device", "cpu", *programs, "--out",
                                       str(tmp_path)])

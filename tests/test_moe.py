@@ -530,8 +530,8 @@ def test_mixtures_train_in_every_layout_as_in_one_process(pool, tmp_path, refere
 
 @on_ranks
 def test_plain_experts_have_the_gradients_of_all(rank, world=4):
-    """Four replicas, two of which share the experts: parallel.plain_experts, for 64 experts of which
-    most get no token."""
+    """Four replicas, two of which share the experts: parallel.plain_experts, for 64 experts. Most
+    get no token."""
     cfg = CFGS["few tokens"]
     tokens = tokens_of(cfg, 5)
     inputs, targets = tokens[:4], tokens[1:]

@@ -3,9 +3,9 @@
     MEMORY_FILE=memory.json torchrun --nproc_per_node=2 -m tools.bench.shared_gpu --tp 2
 
 NCCL refuses two ranks on one GPU of a machine. So each rank names a machine of its own, and they
-talk through sockets. launch.py starts it for all measurements. Rank 0 writes its use of memory into MEMORY_FILE. With
-POISON_FREED_PARAMETERS, parameters that ZeRO 3 frees become NaN first: a use after that shows in
-the loss.
+talk through sockets. launch.py starts it for all measurements. Rank 0 writes its use of memory into
+MEMORY_FILE. With POISON_FREED_PARAMETERS, parameters that ZeRO 3 frees become NaN first: a use
+after that shows in the loss.
 """
 import json
 import math

@@ -44,7 +44,7 @@ class PlanConfig(options.Config):
                        "that gets its compute-optimal tokens", low=1e-4)
     mtbf_hours: float = flag(5100.0, "hours between two failures of a machine; OPT-175B: 35 "
                              "restarts in two months on 124 machines", low=1)
-    law: str = flag(None, "ladder.json of tools.ladder: its law in place of that of Hoffmann et al.",
+    law: str = flag(None, "ladder.json of tools.ladder: its law in place of Hoffmann et al.'s",
                     form="FILE")
     search: bool = flag(False, "the ten fastest layouts that fit; layout flags that are given are "
                         "constraints")
