@@ -37,8 +37,9 @@ from typing import NamedTuple
 
 import torch
 
-from base.checkpoint_files import (flush_folder, link_file, name_for_torch, reading, remove_old,
-                                   retry_transient, step_file, verify, write_file)
+from base.checkpoint_files import (facts_file, flush_folder, link_file, name_for_torch, reading,
+                                   remove_old, retry_transient, step_file, verify, write_file)
+from base.checkpoint_folder import FolderTensors, add_tensors, fill_shards, shapes_of
 from model import GPT, VOCAB_MATRICES, GPTConfig
 from models import make_config
 from parallelism.buckets import Bucket, is_owner, make_buckets
@@ -181,6 +182,9 @@ def restore(state: dict, flat: FlatParameters) -> None:
     """
     for key, flat_name in STATE.items():
         full = state.pop(key)
+        if isinstance(full, FolderTensors):
+            fill_shards(full, flat, flat_name)
+            continue
         for bucket in flat.buckets:
             for spec, shard_slice, param_slice in bucket.shard_ranges:
                 part = spec.cut(full[spec.name], flat.grid)
@@ -217,8 +221,10 @@ def load(path: Path) -> dict:
     tensors and plain types. Raises ValueError if another version of this code wrote it.
     """
     with reading(path, "is refused"):
-        with name_for_torch(path) as name:
+        with name_for_torch(facts_file(path)) as name:
             state = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
+        if path.is_dir():
+            state = add_tensors(state, path, STATE)
         if not isinstance(state, dict) or "format" not in state:
             raise ValueError("it is not a checkpoint of this project")
     if state["format"] != FORMAT:               # not damaged: it must not be passed over
@@ -230,7 +236,7 @@ def load(path: Path) -> dict:
         weights_only = not state["exp_avg"] and not state["exp_avg_sq"]
         shapes = parameter_shapes(make_config(**state["model"]))
         for key in STATE:
-            found = {name: tuple(tensor.shape) for name, tensor in state[key].items()}
+            found = shapes_of(state[key])
             if found != shapes and (key == "parameters" or not weights_only):
                 raise ValueError(f"its {key} are not those of its model")
     return state

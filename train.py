@@ -46,6 +46,7 @@ from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
 from runtime import console, directory, evaluation, expert_loads, plain_run, run_state, startup
 from runtime.checkpoint_writer import Writer
+from runtime.folder_writer import FolderWriter
 from runtime.loader import Loader
 from runtime.memory_limits import advice_on_memory
 from runtime.monitors import Monitors
@@ -277,7 +278,8 @@ class Run:
         # buffers, whose hooks sum the gradients (dp, ZeRO).
         self.model, self.flat = build_rank(model_config, grid, config, (dtype, master_dtype),
                                            device)
-        self.writer = Writer(Path(config.out), config.keep, model_config, self.flat,
+        writer = FolderWriter if config.checkpoint_format == "folder" else Writer
+        self.writer = writer(Path(config.out), config.keep, model_config, self.flat,
                              config.timeout)
         # An empty tensor, of the shape and dtype that one stage sends to the next.
         self.activation_like = like_activations(config, model_config, grid, dtype, device)

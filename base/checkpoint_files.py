@@ -1,6 +1,7 @@
 """The files of checkpoints: which a directory has, which is the newest, which are removed, and how
 a file is written to and read from a disk that may fail. checkpoint.py says what a file holds, and
-calls this file. So does whoever looks for a checkpoint.
+calls this file. So does whoever looks for a checkpoint. A checkpoint may also be a folder
+(checkpoint_folder.py).
 
 Reading fails in three ways, which differ in what to do:
 
@@ -24,11 +25,14 @@ from pathlib import Path
 
 import torch
 
+from base.checkpoint_folder import FACTS, verify_folder
 from base.errors import WriteFailed, is_failure
 from base.processes import RunError, warn
 from parallelism.collectives import PeerError, first_line, out_of_memory
 
-STEP_FILE = re.compile(r"step_(\d{8})\.pt")
+# A folder has no suffix. One with ".old" is about to be replaced (`rename_folder`).
+STEP_FILE = re.compile(r"step_(\d{8})(\.pt|\.old)?")
+LATEST = {"file": "latest.pt", "folder": "latest"}      # names of the newest, by format
 RETRY_SECONDS = (0, 0.2, 1, 3)      # waits before each attempt to read
 
 
@@ -40,8 +44,14 @@ class ReadFailed(RunError, OSError):
     """The file system failed repeatedly. The file itself may be whole."""
 
 
-def step_file(out: Path, step: int) -> Path:
-    return out / f"step_{step:08d}.pt"
+def step_file(out: Path, step: int, form: str = "file") -> Path:
+    """The checkpoint after a step. `form`: --checkpoint-format."""
+    return out / (f"step_{step:08d}.pt" if form == "file" else f"step_{step:08d}")
+
+
+def facts_file(path: Path) -> Path:
+    """The file that has a checkpoint's entries other than tensors."""
+    return path / FACTS if path.is_dir() else path
 
 
 # ---------------------------------------------------------------------------------------------
@@ -85,6 +95,34 @@ def link_file(path: Path, name: Path) -> None:
         write_file(path, aside, name)
 
 
+def rename_folder(aside: Path, path: Path, name: Path) -> None:
+    """Give a folder that is whole its name, and the link `name` to it. At each moment one of the
+    two folders that have had the name is there and counts."""
+    old = path.with_name(path.name + ".old")
+    if path.exists():
+        remove(old)
+        os.rename(path, old)
+    os.rename(aside, path)
+    link = name.with_name(name.name + ".tmp")
+    link.unlink(missing_ok=True)
+    os.symlink(path.name, link)
+    os.replace(link, name)
+    flush_folder(path.parent)
+    remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, if it is there. A folder loses its name first: half of it is none."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    aside = path.with_name("removed.tmp")
+    if aside.exists():                          # a killed process has left it
+        shutil.rmtree(aside)
+    os.rename(path, aside)
+    shutil.rmtree(aside)
+
+
 def flush_folder(folder: Path) -> None:
     """Flush the names in a folder to the disk: they too must survive a power failure."""
     if hasattr(os, "O_DIRECTORY"):              # Windows cannot open a folder to flush it
@@ -105,11 +143,11 @@ def retry_transient(read):
     a network may cause for a while. Raises ReadFailed if the error persists: the file must not be
     passed over as damaged."""
     @wraps(read)
-    def read_with_retries(path: Path):
+    def read_with_retries(path: Path, *args):
         for seconds in RETRY_SECONDS:
             time.sleep(seconds)
             try:
-                return read(path)
+                return read(path, *args)
             except (FileNotFoundError, PermissionError):
                 raise
             except OSError as error:
@@ -127,7 +165,7 @@ def reading(path: Path, problem: str):
     problem: damaged bytes make zipfile and torch.load raise exceptions of many types. Errors of the
     file system are raised as they are."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if not stat.S_ISREG(os.stat(facts_file(path)).st_mode):
             raise FileNotFoundError
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -181,9 +219,19 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 @retry_transient
-def verify(path: Path) -> None:
-    """Read the file once and compare its bytes with the zip's CRCs. Raises CorruptCheckpoint."""
-    with reading(path, "is damaged, cut off, or no checkpoint"), zipfile.ZipFile(path) as archive:
+def verify(path: Path, rank: int = 0, world: int = 1) -> None:
+    """Read a checkpoint once and compare its bytes with the CRCs that its zips have. Of a folder
+    each rank reads some of the files, if all ranks of `world` call this; a file is for rank 0.
+    Raises CorruptCheckpoint."""
+    with reading(path, "is damaged, cut off, or no checkpoint"):
+        if rank == 0:
+            verify_zip(facts_file(path))
+        if path.is_dir():
+            verify_folder(path, rank, world)
+
+
+def verify_zip(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
         bad = archive.testzip()
         if bad is not None:
             raise ValueError(f"the CRC of {bad} does not match")
@@ -201,15 +249,15 @@ def verify(path: Path) -> None:
 def list_checkpoints(out: Path) -> list[Path]:
     """The checkpoints in `out`, newest first. A file written after more rollbacks is newer: a
     rollback makes the files of later steps void. Otherwise that of the later step is. The time of
-    a file says nothing, because a copy changes it. A file with two names, as latest.pt is a hard
-    link, is listed once, under its step's name."""
+    a file says nothing, because a copy changes it. A file or folder with two names, because latest
+    is a link to it, is listed once, under its step's name."""
     try:
         names = os.listdir(out)
     except (FileNotFoundError, NotADirectoryError):
         return []
     files = {}                                      # {inode: path}
     for name in sorted(names):                      # latest.pt comes first
-        if STEP_FILE.fullmatch(name) or name == "latest.pt":
+        if STEP_FILE.fullmatch(name) or name in LATEST.values():
             with suppress(FileNotFoundError):       # another process has just removed it
                 files[os.stat(out / name).st_ino] = out / name
     orders = {path: read_order(path) for path in files.values()}
@@ -237,7 +285,7 @@ def what_is_left(out: Path) -> str:
 def read_order(path: Path) -> tuple[int, int] | None:
     """(rollbacks of the run so far, step) of a checkpoint, or None if it cannot be read."""
     try:
-        with name_for_torch(path) as name:
+        with name_for_torch(facts_file(path)) as name:
             state = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
         return state["monitor"].get("rollbacks", 0), state["step"]
     except Exception as error:
@@ -249,12 +297,13 @@ def read_order(path: Path) -> tuple[int, int] | None:
 
 
 def remove_old(out: Path, keep: int, named: Container[str]) -> None:
-    """Remove the checkpoints in `out`, except the newest `keep` and those whose name is in `named`.
-    A failure costs a warning: the newest is written."""
+    """Remove the checkpoints in `out`, except the newest `keep` and those whose name is in `named`,
+    and a link that the other format has left. A failure costs a warning: the newest is written."""
     try:
         files = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
+        (out / LATEST["file" if files[0].is_dir() else "folder"]).unlink(missing_ok=True)
         for file in files[keep:]:
             if file.name not in named:
-                file.unlink(missing_ok=True)
+                remove(file)
     except OSError as error:
         warn(f"old checkpoints in {out} could not be removed: {error}")

@@ -13,6 +13,7 @@ import torch
 
 from amp import PRECISIONS
 from base.batch_ramp import batch_sizes, sequences_after
+from base.checkpoint_files import LATEST
 from base.flops import flops_per_token, parameter_count
 from base.options import RESTORED, Config, restored_flags, step_range
 from base.processes import print_rank0
@@ -211,7 +212,7 @@ def report_end(run) -> None:
     run.log.event("end", step=run.config.steps)
     meta = run.train_data.meta
     if meta["tokenizer"] in ("gpt2", "bytes") or "tokenizer_file" in meta:
-        file = shlex.quote(f"{run.config.out}/latest.pt")
+        file = shlex.quote(f"{run.config.out}/{LATEST[run.config.checkpoint_format]}")
         chat = " --chat" if "template" in meta else ""
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}{chat}")
 

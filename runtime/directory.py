@@ -12,9 +12,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from base.checkpoint_files import CorruptCheckpoint, list_checkpoints, verify
-from base.processes import RunError, warn
+from base.processes import RunError, all_ranks, is_rank0, on_rank0, warn
 from checkpoint import load
+from parallelism.collectives import all_gather_object
 from runtime import dashboards
 
 
@@ -50,20 +53,42 @@ def lock_output_dir(out: Path):
 
 def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
     """The first whole checkpoint of a list, and an event for each damaged or missing one before it.
-    None in the list is step 0 of a run from the seed. Raises RunError if none is whole."""
+    None in the list is step 0 of a run from the seed. Raises RunError if none is whole. Every rank
+    calls it."""
     events = []
     for path in files:
         if path is None:
             return None, events
-        try:
-            verify(path)
-            load(path)
+        reason = damage(path)
+        if reason is None:
             return path, events
-        except (CorruptCheckpoint, FileNotFoundError) as error:
-            events.append(dict(event="damaged", path=str(path), reason=str(error)))
-            warn(f"{error}; passed over")
+        events.append(dict(event="damaged", path=str(path), reason=reason))
+        if is_rank0():
+            warn(f"{reason}; passed over")
     raise RunError(f"none of the {len(files)} checkpoints is whole: "
                    f"{', '.join(map(str, files))}; move them away to start over")
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None. Every rank calls it, and reads its share."""
+    def look():
+        try:
+            verify_share(path)
+            if is_rank0():
+                load(path)
+        except (CorruptCheckpoint, FileNotFoundError) as error:
+            return str(error)
+        return None
+    reasons = [reason for reason in all_gather_object(all_ranks(look)) if reason is not None]
+    return reasons[0] if reasons else None
+
+
+def verify_share(path: Path) -> None:
+    """Verify this rank's share of a checkpoint."""
+    if dist.is_initialized():
+        verify(path, dist.get_rank(), dist.get_world_size())
+    else:
+        verify(path)
 
 
 class Start(NamedTuple):
@@ -88,20 +113,33 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     `restarted` the group: FILE may be gone. With --eval-only, FILE is evaluated without a look at
     `out`. The kind is then "init-from": the weights are enough.
 
-    Raises ValueError or OSError for a usage error, also for a damaged FILE; RunError if `out` holds
-    only damaged checkpoints or the file system fails.
+    Every rank calls it, and verifies its share of the checkpoint. Raises RunError, with status 2
+    for a usage error, also for a damaged FILE.
     """
     file = init_from if resume in ("auto", "never") else resume         # one of them at most
     kind = "seed"
     if file is not None:
         file = Path(file)
         kind = "resume" if init_from is None else "init-from"
-    found = [] if eval_only and file is not None else list_checkpoints(out)
-    if resume == "never" and found and not restarted:
-        raise ValueError(f"--resume never, but {out} holds {found[0].name}: give another --out")
 
-    if found:
-        path, events = latest_valid(found)
+    def look() -> list[Path]:
+        found = [] if eval_only and file is not None else list_checkpoints(out)
+        if resume == "never" and found and not restarted:
+            raise ValueError(f"--resume never, but {out} holds {found[0].name}: give another --out")
+        return found
+    found = on_rank0(look)
+    newest, events = latest_valid(found) if found else (None, [])
+    if not found and file is not None:
+        all_ranks(lambda: verify_share(file))
+    return on_rank0(lambda: decide(out, kind, file, found, newest, events, eval_only, restarted))
+
+
+def decide(out: Path, kind: str, file: Path | None, found: list[Path], newest: Path | None,
+           events: list[dict], eval_only: bool, restarted: bool) -> Start:
+    """The last part of `find_start`, on rank 0. `newest`: of the checkpoints `found` in `out`, the
+    first that is whole. Raises ValueError or OSError."""
+    if newest is not None:
+        path = newest
         state = load(path)
         if file is not None and not restarted:
             try:
@@ -117,7 +155,6 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
                                  f"to go on with that run, or give another --out")
         start = Start("continue", path, state["run"], found, events)
     elif file is not None:
-        verify(file)
         state = load(file)
         start = Start(kind, file, new_run(kind, state), found)
     elif eval_only:

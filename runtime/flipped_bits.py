@@ -28,7 +28,6 @@ from model import ceil_div
 from parallelism.collectives import all_gather, all_gather_object, to_host
 from parallelism.zero import FlatParameters
 from runtime import run_state
-from runtime.directory import latest_valid
 
 # Kinds of groups, the one that names a parameter best first: replicas share all gradients, so one
 # tensor alone differs.
@@ -139,7 +138,7 @@ def go_back(run, difference: dict) -> None:
         raise RunError(f"step {step}: {reason}, as before on {', '.join(again)}: leave this "
                        f"machine out, then give the same command")
     accused = [*run.divergence.accused, *hosts]
-    run_state.go_back(run, lambda: latest_valid(list_checkpoints(Path(run.config.out)) or [None]))
+    run_state.go_back(run, lambda: list_checkpoints(Path(run.config.out)) or [None])
     run.divergence.accused = accused        # the restored state does not have it
     run.log.event("rollback", f"replicas {reason}: back to step {run.step - 1}",
                   reason=reason, to=run.step - 1, step=step)

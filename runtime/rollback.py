@@ -16,7 +16,7 @@ from base.processes import RunError, all_ranks
 from data import Batch
 from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
-from runtime import directory, flipped_bits, run_state
+from runtime import flipped_bits, run_state
 from runtime.divergence import BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, scale_may_help
 
 
@@ -83,7 +83,7 @@ def roll_back(run, divergence: Divergence) -> None:
     candidates = monitor.candidates(first_skipped)
     files = [Path(config.out, name) for name in candidates] or [None]       # None: step 0
 
-    run_state.go_back(run, lambda: directory.latest_valid(files))
+    run_state.go_back(run, lambda: files)
     excluded[0] = max(excluded[0], run.batches.consumed)
     # The history of rollbacks outlasts the restored state, which has a monitor of its own.
     monitor.rolled_back(run.step - 1, excluded, data_to_blame, restored=run.divergence)

@@ -13,7 +13,7 @@ from amp import LossScaler, make_scaler
 from base.checkpoint_files import step_file
 from base.options import Config
 from base.processes import all_ranks, on_rank0
-from runtime.directory import load_state
+from runtime.directory import latest_valid, load_state
 from runtime.divergence import DivergenceMonitor
 
 
@@ -56,12 +56,12 @@ def initial_weights(config: Config) -> dict | None:
 
 
 def go_back(run, find: Callable) -> None:
-    """Restore an older checkpoint. find() chooses it on rank 0, as directory.latest_valid does.
-    Every rank must call it."""
+    """Restore an older checkpoint: the first whole one of the list that find() returns on rank 0
+    (directory.latest_valid). Every rank must call it."""
     step = run.step
     run.flat.wait_params()                      # restoring them starts the next all-gather
     all_ranks(run.writer.wait)                  # we may load the file being written
-    path, events = on_rank0(find)
+    path, events = latest_valid(on_rank0(find))
     run.restore(all_ranks(lambda: load_state(path), status=1))
     run.log.compute_clock = None                # the rollback was no computing
     for event in events:
@@ -87,7 +87,7 @@ def judge_checkpoint(config: Config, progress: Progress, is_start: bool) -> None
     """Record in the monitor the checkpoint that is about to be written, and whether it is healthy:
     a rollback may return to it. `is_start`: it is the starting state of the run."""
     done = progress.step
-    file = step_file(Path(config.out), done).name
+    file = step_file(Path(config.out), done, config.checkpoint_format).name
     scheduled = done == config.steps or (config.save_every > 0 and done % config.save_every == 0)
     at_floor = config.dtype == "fp16" and progress.scaler.scale <= progress.scaler.min_scale
     progress.monitor.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)

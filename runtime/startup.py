@@ -56,7 +56,14 @@ def prepare(given: dict, job: Job, device: torch.device,
         (given, device.type), "the ranks have different flags or devices: start all with one "
         "command")
     devices.assert_own_gpu(device)
-    return on_rank0(lambda: resolve(given, job, device, stack))
+    store = launch_store() if job.rank == 0 else None
+    restarted = on_rank0(lambda: store.check(["begun"]))    # a refused start leaves no key
+    config = Config(**given)
+    if config.log is not None:
+        on_rank0(lambda: dashboards.check("--log", config.log))
+    begin = find_start(Path(config.out), config.resume, config.init_from, config.eval_only,
+                       restarted)
+    return on_rank0(lambda: resolve(given, begin, job, device, store, stack))
 
 
 def launch_store() -> dist.Store:
@@ -67,18 +74,11 @@ def launch_store() -> dist.Store:
     return dist.HashStore()
 
 
-def resolve(given: dict, job: Job, device: torch.device,
+def resolve(given: dict, begin: Start, job: Job, device: torch.device, store: dist.Store,
             stack: ExitStack) -> tuple[Config, GPTConfig, Start]:
     """Resolve flags and checkpoint on rank 0: the complete config, the model, and where the run
     begins. Finally lock --out; `stack` releases the lock. Raises ValueError, OSError or RunError.
     """
-    store = launch_store()
-    restarted = store.check(["begun"])          # a refused start leaves no key
-    config = Config(**given)
-    if config.log is not None:
-        dashboards.check("--log", config.log)
-    out = Path(config.out)
-    begin = find_start(out, config.resume, config.init_from, config.eval_only, restarted)
     if begin.kind == "init-from":
         given = {**given, "init_from": str(begin.path)}
     config, model_config = checks.validate(given, load_state(begin.path), job.world, device.type,
@@ -88,8 +88,8 @@ def resolve(given: dict, job: Job, device: torch.device,
     memory_limits.check_memory(model_config, grid, config, PRECISIONS[config.dtype], device,
                                job.local_world)
     if not config.eval_only:
-        stack.enter_context(lock_output_dir(out))
-        if list_checkpoints(out) != begin.found:
+        stack.enter_context(lock_output_dir(Path(config.out)))
+        if list_checkpoints(Path(config.out)) != begin.found:
             raise ValueError(f"another run has just written to {config.out}: start again")
         store.set("begun", "")
     return config, model_config, begin._replace(given=given)

@@ -351,7 +351,7 @@ def refusal(shards, flags):
     try:
         with ExitStack() as stack, mock.patch.object(sys, "argv", given):
             given, device, _ = startup.read_flags(job)
-            startup.resolve(given, job, device, stack)
+            startup.prepare(given, job, device, stack)
     except (ValueError, OSError, RunError) as error:
         return str(error)
     return None
@@ -441,7 +441,7 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         n_expert n_active shared_hidden balance_loss z_loss balance_bias
         dropout batch_size batch_ramp steps lr
         min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip seed
-        save_every keep check_every eval_every eval_tokens eval_answers rollback
+        save_every keep checkpoint_format check_every eval_every eval_tokens eval_answers rollback
         max_rollbacks skip_steps""".split())
 
 

@@ -1,0 +1,293 @@
+"""A checkpoint as a folder, for models that are too large for one file: every rank writes its own
+numbers, and reads those that it needs. The folder is in the format of torch.distributed.checkpoint
+(DCP), with a file of our own beside it.
+
+    out/step_00000200/
+        __0_0.distcp, __1_0.distcp ...  one file a rank: its chunks, each saved by torch.save
+        .metadata                       DCP's table: which chunk of which tensor is where
+        facts.pt                        the entries of a checkpoint file except the tensors
+
+A chunk is a box of a full tensor (a rectangle, if it is a matrix), at the global `offsets`. A rank
+holds a range of the flattened part of a parameter (checkpoint.owned_slices), which is no box. So it
+is cut into few: the end of a row, whole rows, the beginning of a row. The names are
+parameters.NAME, exp_avg.NAME and exp_avg_sq.NAME, and the tensors have no layout, as in a file.
+
+DCP's own functions open such a folder, and read it in one process or in many. Two things differ
+when this file reads. `.metadata` is a pickle, and a pickle may run any code: ours knows only the
+classes of that table. And each chunk is a zip with a CRC, which `verify_folder` compares.
+
+runtime/folder_writer.py writes a folder, on every rank. checkpoint.py reads it. Functions import
+DCP where they need it: importing it takes more than a second.
+"""
+import io
+import math
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from parallelism.tensor import ParamSpec
+
+FACTS = "facts.pt"
+TABLE = ".metadata"
+# What a pickle of DCP's table consists of. (The last four are of dtypes, layouts and paths.)
+CLASSES = {("torch.distributed.checkpoint.metadata", name) for name in (
+    "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+    "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")}
+CLASSES |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"),
+            ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"),
+            ("collections", "OrderedDict"), ("builtins", "set")}
+
+
+# ---------------------------------------------------------------------------------------------
+# A rank's numbers as chunks
+# ---------------------------------------------------------------------------------------------
+
+
+def boxes(shape, low: int, high: int) -> Iterator[tuple]:
+    """Cut the numbers low to high - 1 of a flattened tensor into boxes, in their order. Yields
+    (offsets, sizes). Of a matrix there are at most three."""
+    row = math.prod(shape[1:])                      # of a vector: 1
+    while low < high:
+        number, column = divmod(low, row)
+        if column == 0 and high - low >= row:       # whole rows
+            count = (high - low) // row
+            yield (number, *[0] * (len(shape) - 1)), (count, *shape[1:])
+            low += count * row
+        else:
+            end = min(high, (number + 1) * row)
+            for offsets, sizes in boxes(shape[1:], column, end - number * row):
+                yield (number, *offsets), (1, *sizes)
+            low = end
+
+
+def place(spec: ParamSpec, grid, offsets: tuple, box: torch.Tensor) -> Iterator[tuple]:
+    """A box of this rank's part of a parameter, as chunks of the full tensor: one for each stacked
+    matrix that it reaches into, without the padding. Yields (offsets, view of `box`). It is the
+    inverse of ParamSpec.cut."""
+    expert = grid.ep_rank % spec.ep * (spec.padded_rows // spec.ep)
+    offsets = (offsets[0] + expert, *offsets[1:])
+    dim = spec.partition_dim
+    if dim is None:
+        yield offsets, box
+        return
+    size = spec.local_shape[dim] // spec.stacked    # of this rank's part of one stacked matrix
+    begin = offsets[dim]
+    for matrix in range(spec.stacked):
+        low = max(begin, matrix * size)
+        high = min(begin + box.shape[dim], (matrix + 1) * size)
+        # In the full tensor all tp parts of a matrix come before the next matrix.
+        first = low + (matrix * (spec.tp - 1) + grid.tp_rank) * size
+        if dim == 0:
+            high = min(high, low + spec.shape[0] - first)       # without padding
+        if low < high:
+            yield ((*offsets[:dim], first, *offsets[dim + 1:]),
+                   box.narrow(dim, low - begin, high - low))
+
+
+def chunks(spec: ParamSpec, grid, numbers: torch.Tensor, where: slice) -> Iterator[tuple]:
+    """The numbers part.flatten()[where] of this rank's part of a parameter, as chunks of the full
+    tensor. Yields (offsets, view of `numbers`)."""
+    begin = 0
+    for offsets, sizes in boxes(spec.local_shape, where.start, where.stop):
+        end = begin + math.prod(sizes)
+        yield from place(spec, grid, offsets, numbers[begin:end].view(sizes))
+        begin = end
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """A chunk in a rank's file."""
+    name: str
+    shape: tuple            # of the full tensor
+    offsets: tuple          # of the chunk in it
+    sizes: tuple
+    start: int              # bytes in the file
+    length: int
+
+
+def part_file(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def write_part(path: Path, named_chunks) -> list[Entry]:
+    """Write this rank's file and flush it to the disk. `named_chunks`: (name, shape of the full
+    tensor, offsets, tensor)."""
+    entries = []
+    with open(path, "wb") as file:
+        for name, shape, offsets, tensor in named_chunks:
+            start = file.tell()
+            torch.save(tensor.clone(), file)        # of a view it would write the whole memory
+            entries.append(Entry(name, tuple(shape), offsets, tuple(tensor.shape), start,
+                                 file.tell() - start))
+        file.flush()
+        os.fsync(file.fileno())
+    return entries
+
+
+def make_table(parts: list[list[Entry]], dtype: torch.dtype) -> bytes:
+    """`.metadata`, from what each rank has written."""
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, Metadata,
+                                                       MetadataIndex, TensorProperties,
+                                                       TensorStorageMetadata)
+    tensors, where = {}, {}
+    for rank, entries in enumerate(parts):
+        file = part_file(rank)
+        for name, shape, offsets, sizes, start, length in entries:
+            if name not in tensors:
+                tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape),
+                                                      [])
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            tensors[name].chunks.append(chunk)
+            where[MetadataIndex(name, chunk.offsets)] = _StorageInfo(file, start, length)
+    return pickle.dumps(Metadata(tensors, storage_data=where, version=CURRENT_DCP_VERSION))
+
+
+def write_table(folder: Path, table: bytes, facts: dict) -> None:
+    """Write `.metadata` and facts.pt, and flush them to the disk."""
+    with open(folder / TABLE, "wb") as file:
+        file.write(table)
+        file.flush()
+        os.fsync(file.fileno())
+    with open(folder / FACTS, "wb") as file:
+        torch.save(facts | dict(table_crc=zlib.crc32(table)), file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------
+
+
+class TableUnpickler(pickle.Unpickler):
+    """Loads nothing but the classes of DCP's table."""
+
+    def find_class(self, module, name):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) in CLASSES or is_dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{TABLE} names {module}.{name}")
+
+
+def read_table(folder: Path):
+    """DCP's Metadata of a folder."""
+    return TableUnpickler(io.BytesIO((folder / TABLE).read_bytes())).load()
+
+
+class Targets(NamedTuple):
+    """What FileSystemReader asks of a planner: where a chunk's numbers go."""
+    tensors: dict           # {MetadataIndex: tensor to fill}
+
+    def resolve_tensor(self, item) -> torch.Tensor:
+        target = self.tensors[item.dest_index]
+        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths)):
+            target = target.narrow(dim, start, length)
+        return target
+
+    def commit_tensor(self, item, tensor) -> None:
+        pass                # resolve_tensor gave a view
+
+
+class FolderTensors(Mapping):
+    """The tensors of one kind in a folder: {global name: full tensor}, read when asked for."""
+
+    def __init__(self, folder: Path, table, kind: str):
+        self.folder = folder
+        self.table = table
+        self.prefix = f"{kind}."
+
+    def __iter__(self):
+        return (name.removeprefix(self.prefix) for name in self.table.state_dict_metadata
+                if name.startswith(self.prefix))
+
+    def __len__(self):
+        return sum(1 for _ in self)
+
+    def shapes(self) -> dict[str, tuple]:
+        tensors = self.table.state_dict_metadata
+        return {name: tuple(tensors[self.prefix + name].size) for name in self}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self.table.state_dict_metadata[self.prefix + name]
+        full = torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        self.read([(name, (0,) * full.dim(), full)])
+        return full
+
+    def read(self, wanted: list[tuple]) -> None:
+        """Fill tensors with chunks of the full ones: [(name, offsets, tensor)]. Reads from the
+        files the chunks that overlap. Raises ValueError if the folder has not all of it."""
+        from torch.distributed.checkpoint import FileSystemReader, LoadPlan
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+        targets, boxes_of = {}, {}
+        for name, offsets, tensor in wanted:
+            name = self.prefix + name
+            targets[MetadataIndex(name, offsets)] = tensor
+            box = ChunkStorageMetadata(torch.Size(offsets), tensor.shape)
+            boxes_of.setdefault(name, []).append(box)
+        items = []
+        for name, own in boxes_of.items():
+            found = create_read_items_for_chunk_list(name, self.table.state_dict_metadata[name],
+                                                     own)
+            if sum(math.prod(item.lengths) for item in found) < sum(
+                    math.prod(box.sizes) for box in own):
+                raise ValueError(f"{self.folder} lacks a part of {name}")
+            items += found
+        reader = FileSystemReader(self.folder)
+        reader.set_up_storage_reader(self.table, is_coordinator=False)
+        reader.read_data(LoadPlan(items), Targets(targets))
+
+
+def add_tensors(facts: dict, folder: Path, kinds) -> dict:
+    """The state in a folder: its facts, and {name: tensor} for each kind, as a file has them."""
+    table = read_table(folder)
+    state = facts | {kind: FolderTensors(folder, table, kind) for kind in kinds}
+    del state["table_crc"]
+    return state
+
+
+def shapes_of(tensors: Mapping) -> dict[str, tuple]:
+    """{name: shape} of the tensors of a state. Those of a folder are not read for it."""
+    if isinstance(tensors, FolderTensors):
+        return tensors.shapes()
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def fill_shards(tensors: FolderTensors, flat, kind: str) -> None:
+    """Load shard[kind] of each bucket of a zero.FlatParameters."""
+    wanted = []
+    for bucket in flat.buckets:
+        for spec, shard_slice, param_slice in bucket.shard_ranges:
+            numbers = bucket.shard[kind][shard_slice].zero_()       # padding is in no folder
+            wanted += [(spec.name, offsets, chunk)
+                       for offsets, chunk in chunks(spec, flat.grid, numbers, param_slice)]
+    tensors.read(wanted)
+
+
+def verify_folder(folder: Path, rank: int, world: int) -> None:
+    """Compare the bytes of the files with the CRCs of their chunks: of every file, if the ranks of
+    this `world` all call it. Raises ValueError."""
+    facts = torch.load(folder / FACTS, weights_only=True)
+    if zlib.crc32((folder / TABLE).read_bytes()) != facts["table_crc"]:
+        raise ValueError(f"the CRC of {TABLE} does not match")
+    chunks_of = {}
+    for index, where in read_table(folder).storage_data.items():
+        chunks_of.setdefault(where.relative_path, []).append((index.fqn, where))
+    for file in sorted(chunks_of)[rank::world]:
+        with open(folder / file, "rb") as stream:
+            for name, where in chunks_of[file]:
+                stream.seek(where.offset)
+                with zipfile.ZipFile(io.BytesIO(stream.read(where.length))) as archive:
+                    if archive.testzip() is not None:
+                        raise ValueError(f"the CRC of {name} in {file} does not match")

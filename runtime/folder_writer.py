@@ -1,0 +1,132 @@
+"""Checkpoints as folders are written while training goes on, each rank's part by a thread of that
+rank (--checkpoint-format folder). train.Run builds a `FolderWriter` in place of a
+checkpoint_writer.Writer. base/checkpoint_folder.py says what a folder holds.
+
+    1. copy     each rank copies its pieces to host memory. Training waits for this alone
+    2. begin    rank 0 makes the folder out/step.tmp
+    3. parts    each rank writes its file and flushes it to the disk
+    4. end      rank 0 hears that all have, writes the table and the facts, and renames the folder
+
+A folder has its name only if it is whole. A rank whose disk is full tells rank 0 in 3, and a rank
+that dies closes its connections: then the folder never gets its name. The next save removes it.
+"""
+import shutil
+from collections import deque
+from collections.abc import Callable, Container
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from base.checkpoint_files import (LATEST, first_cause, flush_folder, remove_old, rename_folder,
+                                   step_file, what_is_left)
+from base.checkpoint_folder import chunks, make_table, part_file, write_part, write_table
+from base.processes import warn
+from checkpoint import STATE, owned_slices
+from parallelism.collectives import comm_errors, on_hosts, out_of_memory
+from runtime.checkpoint_writer import Writer, copy_pieces
+
+
+class FolderWriter(Writer):
+    """Writes folders in a thread of each rank, one at a time."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.aside = self.out / "step.tmp"
+        # The entries stay the same from one save to the next. So they are sent once.
+        self.written = None         # this rank's, if rank 0 has them
+        self.table = None           # on rank 0: `.metadata`
+        # Other threads send by the other groups meanwhile. A slow disk is no error.
+        if self.grid.world > 1:
+            self.grid.groups["folder"] = dist.new_group(timeout=timedelta(days=1), backend="gloo",
+                                                        group_desc="all ranks")
+
+    def submit(self, facts: dict, named: Container[str]) -> None:
+        copies = copy_pieces(self.flat, STATE.values(), self.timeout)
+        self.pending = self.thread.submit(self._write, facts, named, copies)
+
+    def _write(self, facts: dict, named: Container[str], copies: deque) -> str | None:
+        """Returns on every rank why the folder could not be written, or None."""
+        is_first = self.grid.rank == 0
+        _, reason = attempt(self._begin if is_first else no_action)
+        reason = self._from_rank0(reason)
+        if reason is None:
+            entries, reason = attempt(lambda: write_part(self.aside / part_file(self.grid.rank),
+                                                         self._named_chunks(copies)))
+            parts = self._to_rank0((entries if entries != self.written else None, reason))
+            if is_first:
+                reason = self._failure(parts)
+                if reason is None:
+                    _, reason = attempt(lambda: self._end(facts, named, parts))
+            reason = self._from_rank0(reason)
+            self.written = entries if reason is None else None      # rank 0 knows them, or not
+        if is_first and reason is not None:
+            shutil.rmtree(self.aside, ignore_errors=True)       # give its space back
+            warn(f"{reason}; {what_is_left(self.out)}")
+        return reason
+
+    def _begin(self) -> None:
+        if self.aside.exists():                     # a killed save has left it
+            shutil.rmtree(self.aside)
+        self.aside.mkdir(parents=True)
+
+    def _named_chunks(self, copies: deque):
+        """What this rank writes: (name, shape of the full tensor, offsets, chunk)."""
+        for key in STATE:
+            for _, spec, _, where in owned_slices(self.flat.buckets, self.grid,
+                                                  self.flat.num_shards):
+                for offsets, chunk in chunks(spec, self.grid, copies.popleft(), where):
+                    yield f"{key}.{spec.name}", spec.shape, offsets, chunk
+
+    def _end(self, facts: dict, named: Container[str], parts: list[tuple]) -> None:
+        """On rank 0, when all ranks have written their files."""
+        for rank in range(self.grid.world):
+            if not (self.aside / part_file(rank)).exists():
+                raise OSError(f"the file of rank {rank}{on_hosts([rank], self.grid.hosts)} is not "
+                              f"in {self.aside}: --out must be on a disk that all machines share")
+        entries = [of_rank for of_rank, _ in parts]
+        if None not in entries:                         # all are new
+            dtype = self.flat.buckets[0].shard["master"].dtype
+            self.table = make_table(entries, dtype)
+        write_table(self.aside, self.table, facts)
+        flush_folder(self.aside)
+        rename_folder(self.aside, step_file(self.out, facts["step"], "folder"),
+                      self.out / LATEST["folder"])
+        remove_old(self.out, self.keep, named)
+
+    def _failure(self, parts: list[tuple]) -> str | None:
+        for rank, (_, reason) in enumerate(parts):
+            if reason is not None:
+                return f"rank {rank}{on_hosts([rank], self.grid.hosts)}: {reason}"
+        return None
+
+    def _to_rank0(self, value) -> list | None:
+        """On rank 0 the values of all ranks."""
+        if self.grid.world == 1:
+            return [value]
+        values = [None] * self.grid.world if self.grid.rank == 0 else None
+        with comm_errors("save, send to rank 0"):
+            dist.gather_object(value, values, 0, self.grid.groups["folder"])
+        return values
+
+    def _from_rank0(self, value):
+        if self.grid.world == 1:
+            return value
+        values = [value]
+        with comm_errors("save, receive from rank 0"):
+            dist.broadcast_object_list(values, 0, self.grid.groups["folder"])
+        return values[0]
+
+
+def no_action() -> None:
+    pass
+
+
+def attempt(action: Callable) -> tuple:
+    """(the result of action(), None), or (None, why a file could not be written)."""
+    try:
+        return action(), None
+    except (OSError, RuntimeError) as error:
+        cause = first_cause(error)
+        if out_of_memory(cause):
+            raise cause
+        return None, str(cause)

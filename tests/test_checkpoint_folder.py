@@ -1,0 +1,204 @@
+"""Checkpoints as folders, of which each rank writes a part.
+
+    python -m pytest tests/test_checkpoint_folder.py
+    python -m pytest tests/test_checkpoint_folder.py -m slow      all pairs of layouts
+
+What a folder holds is compared with the state that rank 0 gathers, and with what PyTorch's own
+torch.distributed.checkpoint reads from it, which is told names and shapes alone.
+"""
+import itertools
+import math
+import os
+import pickle
+import random
+import shutil
+import zlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import checkpoint
+from base import checkpoint_files
+from base.checkpoint_files import CorruptCheckpoint, step_file
+from base.checkpoint_folder import chunks
+from models.llama import FAMILIES, LlamaConfig
+from models.moe import MoEConfig
+from parallelism.tensor import ParamSpec
+from runtime import directory
+from tests.harness import (CFG, INTERLEAVED, assert_same_state, names_in, saved_file, settings,
+                           trained, watched)
+
+
+def random_spec(rng):
+    """One parameter, as any model may have it, and its ranks (ep rank, tp rank)."""
+    tp, ep, stacked = rng.choice([1, 2, 4]), 1, rng.choice([1, 2, 3])
+    size = tp * rng.randint(1, 4)                       # of a dimension that is cut
+    kind = rng.choice(["whole", "vector", "column", "row", "vocabulary", "experts"])
+    shape, dim = {"whole": ((rng.randint(1, 9), rng.randint(1, 9)), None),
+                  "vector": ((stacked * size,), 0), "column": ((stacked * size, 5), 0),
+                  "row": ((5, size), 1), "vocabulary": ((rng.randint(1, 20), 3), 0),
+                  "experts": ((2 * rng.randint(1, 3), stacked * size, 3), 1)}[kind]
+    if kind in ("whole", "row", "vocabulary"):
+        stacked = 1
+    if kind == "experts":
+        ep = rng.choice([1, 2])
+    padded = math.ceil(shape[0] / 8) * 8 if kind == "vocabulary" else shape[0]
+    ranks = [SimpleNamespace(ep_rank=e, tp_rank=t) for e in range(ep) for t in range(tp)]
+    return ParamSpec("x", shape, padded, dim, stacked, tp, [], False, ep=ep), ranks
+
+
+def test_chunks_are_the_inverse_of_a_cut():
+    """Each number of a parameter, cut by tensor and expert parallelism and then anywhere by ZeRO,
+    is in one chunk, at its place; the padding is in none."""
+    rng = random.Random(0)
+    for _ in range(500):
+        spec, ranks = random_spec(rng)
+        full = torch.arange(math.prod(spec.shape)).view(spec.shape)
+        seen = torch.full_like(full, -1)
+        numbers = 0
+        for grid in ranks:
+            part = spec.cut(full, grid).flatten()
+            ends = sorted(rng.randint(0, len(part)) for _ in range(3))
+            for low, high in itertools.pairwise([0, *ends, len(part)]):
+                for offsets, chunk in chunks(spec, grid, part[low:high], slice(low, high)):
+                    seen[tuple(slice(o, o + s) for o, s in zip(offsets, chunk.shape))] = chunk
+                    numbers += chunk.numel()
+        assert seen.equal(full), spec
+        is_replicated = spec.partition_dim is None
+        assert numbers == full.numel() * (len(ranks) // spec.ep if is_replicated else 1), spec
+
+
+LLAMA = LlamaConfig(257, 16, 5, 8, 32, n_kv_head=4, **FAMILIES["qwen2"])
+MIXTURE = MoEConfig(257, 16, 2, 4, 32, n_expert=4, n_active=2, shared_hidden=32)
+# Layouts dp, tp, pp and flags. Each writes a folder that the next one reads, and so on.
+BY_DEFAULT = [((2, 2, 2), dict(zero=1)), ((1, 2, 1), {})]
+CHAIN = [
+    ((1, 1, 1), {}), ((4, 1, 1), dict(zero=2)), ((1, 4, 1), dict(sequence_parallel=True)),
+    ((2, 1, 2), dict(zero=3)), ((1, 1, 4), {}), ((2, 2, 1), dict(zero=3, recompute=True)),
+    ((1, 2, 1), dict(cp=2, zero=1)), ((1, 1, 2), INTERLEAVED), ((3, 1, 1), dict(zero=1)),
+    ((2, 1, 1), dict(zero=2, offload=True)), ((1, 1, 2), dict(pp_schedule="zb-h1")),
+    ((1, 4, 2), {}), ((2, 1, 1), dict(dtype="fp16", zero=1)), ((1, 2, 2), dict(dtype="bf16")),
+    ((4, 1, 1), dict(zero=3, dtype="fp16")), ((2, 2, 1), dict(exact=True)),
+    ((1, 1, 2), dict(exact=True, zero=0)), ((2, 1, 1), dict(exact=True, zero=3)),
+    ((1, 1, 1), dict(offload=True)), ((8, 1, 1), dict(zero=3))]
+PAIRS = [(CFG, BY_DEFAULT[0], BY_DEFAULT[1])]
+PAIRS += [pytest.param(cfg, one, other, marks=pytest.mark.slow)
+          for cfg, (one, other) in zip(itertools.cycle([CFG, LLAMA]), itertools.pairwise(
+              [*CHAIN, CHAIN[0]]))]
+PAIRS += [pytest.param(MIXTURE, ((2, 1, 1), dict(ep=2, zero=1)), ((1, 2, 1), {}),
+                       marks=pytest.mark.slow),
+          pytest.param(MIXTURE, ((2, 2, 1), dict(ep=2, zero=3)), ((4, 1, 1), dict(ep=4)),
+                       marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("cfg, writer, reader", PAIRS)
+def test_a_layout_reads_the_folder_of_another_bit_for_bit(pool, tmp_path, cfg, writer, reader):
+    """A folder holds the state that rank 0 gathers of the run that writes it. The run that reads it
+    has the same state before it trains."""
+    (layout, flags), (other, theirs) = writer, reader
+    whole = trained(pool, layout, tmp_path, cfg, steps=2, checkpoint_format="folder", **flags).state
+    folder = step_file(tmp_path, 2, "folder")
+    state = checkpoint.load(folder)
+    for key, name in checkpoint.STATE.items():
+        assert state[key].keys() == whole[name].keys()
+        assert all(state[key][n].equal(full) for n, full in whole[name].items())
+    checkpoint_files.verify(folder)
+    again = trained(pool, other, tmp_path / "again", cfg, state=folder, steps=2, **theirs).state
+    assert all(full.equal(again[name][n]) for name in whole for n, full in whole[name].items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_pytorch_alone_opens_a_folder(pool, tmp_path):
+    """As a folder of torch.distributed.checkpoint, by the names: into tensors, and as one file."""
+    trained(pool, (2, 2, 1), tmp_path, steps=2, checkpoint_format="folder", zero=2)
+    trained(pool, (2, 2, 1), tmp_path / "file", steps=2, zero=2)
+    folder = step_file(tmp_path, 2, "folder")
+    file = checkpoint.load(saved_file(tmp_path / "file", 2))
+    assert_same_state(checkpoint.load(folder), file, ("config", "run", "monitor"))
+    names = {f"{key}.{name}": tensor for key in checkpoint.STATE
+             for name, tensor in file[key].items()}
+    theirs = {name: torch.empty_like(tensor) for name, tensor in names.items()}
+    dcp.load(theirs, checkpoint_id=folder, no_dist=True)
+    assert all(tensor.equal(theirs[name]) for name, tensor in names.items())
+    dcp_to_torch_save(folder, tmp_path / "theirs.pt")
+    whole = torch.load(tmp_path / "theirs.pt")
+    assert whole.keys() == names.keys()
+    assert all(tensor.equal(whole[name]) for name, tensor in names.items())
+
+
+def write_folders(tmp_path, steps, **flags):
+    """The folders of a run in one process, newest first."""
+    watched(settings(tmp_path, steps=steps, save_every=1, keep=9, checkpoint_format="folder",
+                     **flags))
+    found = checkpoint_files.list_checkpoints(tmp_path)
+    assert found == [step_file(tmp_path, step, "folder") for step in range(steps, 0, -1)]
+    return found
+
+
+def test_a_damaged_folder_is_passed_over(tmp_path, capsys):
+    """One bit flipped, or the end cut off, in any file of a folder; or a file that is gone."""
+    newest, older = write_folders(tmp_path, 2)
+    whole = {file.name: file.read_bytes() for file in newest.iterdir()}
+    assert sorted(whole) == [".metadata", "__0_0.distcp", "facts.pt"]
+    rng = random.Random(0)
+    for name, content in whole.items():
+        damaged = [content[:rng.randrange(len(content))], None]
+        for _ in range(20):
+            changed = bytearray(content)
+            changed[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+            damaged.append(bytes(changed))
+        found = 0
+        for bytes_ in damaged:
+            (newest / name).unlink()
+            if bytes_ is not None:
+                (newest / name).write_bytes(bytes_)
+            path, events = directory.latest_valid([newest, older])
+            found += path == older
+            if path == newest:          # a bit that nobody reads: the state is whole
+                assert_same_state(checkpoint.load(newest), intact)
+            (newest / name).write_bytes(content)
+            intact = checkpoint.load(newest)
+        assert found > 15, name
+    assert directory.latest_valid([newest, older]) == (newest, [])
+
+
+class Runs:
+    """A pickle of it runs code."""
+
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def test_a_table_runs_no_code(tmp_path, monkeypatch):
+    """DCP itself would run it."""
+    monkeypatch.chdir(tmp_path)
+    (folder,) = write_folders(tmp_path, 1)
+    table = pickle.dumps(Runs())
+    (folder / ".metadata").write_bytes(table)
+    facts = torch.load(folder / "facts.pt")
+    torch.save(facts | dict(table_crc=zlib.crc32(table)), folder / "facts.pt")
+    for look in (checkpoint_files.verify, checkpoint.load):
+        with pytest.raises(CorruptCheckpoint, match="it holds more than tensors"):
+            look(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_of_the_same_step_is_replaced_and_old_ones_are_removed(tmp_path):
+    """Also what killed saves have left, and a link of the other format."""
+    newest, _, first = write_folders(tmp_path, 3)
+    for left in ("step.tmp", "removed.tmp", "step_00000003.old"):
+        shutil.copytree(newest, tmp_path / left)
+    before = (newest / "facts.pt").stat().st_ino
+    config = settings(tmp_path, steps=3, save_every=1, keep=2, checkpoint_format="folder")
+    watched(config, state=first)
+    assert names_in(tmp_path) == ["latest", "step_00000002", "step_00000003"]
+    assert (newest / "facts.pt").stat().st_ino != before
+    assert os.readlink(tmp_path / "latest") == "step_00000003"
+    watched(replace(config, steps=4, checkpoint_format="file"), state=newest)
+    assert names_in(tmp_path) == ["latest.pt", "step_00000003", "step_00000004.pt"]
+    watched(replace(config, steps=5), state=saved_file(tmp_path, 4))
+    assert names_in(tmp_path) == ["latest", "step_00000004.pt", "step_00000005"]
