@@ -185,9 +185,9 @@ def reading(path: Path, problem: str):
 
 def advice(path: Path) -> str:
     """What to give instead of `path`, which is no file."""
-    inside = sorted(map(str, path.glob("*.pt")))        # latest.pt is the first
-    if inside:
-        return f"it is a directory: give a file in it: {', '.join(inside)}"
+    inside = sorted([*path.glob("*.pt"), *(facts.parent for facts in path.glob(f"*/{FACTS}"))])
+    if inside:                                          # latest or latest.pt is the first
+        return f"it is a directory: give a file in it: {', '.join(map(str, inside))}"
     if path.suffix == ".pt":
         others = [file.name for file in list_checkpoints(path.parent)]
         if others:                                      # --keep has removed it

@@ -165,6 +165,16 @@ def write_table(folder: Path, table: bytes, facts: dict) -> None:
         os.fsync(file.fileno())
 
 
+def write_whole(state: dict, kinds, folder: Path) -> None:
+    """Write a state whose tensors are whole, as one process: a folder with one part."""
+    entries = write_part(folder / part_file(0), (
+        (f"{kind}.{name}", tensor.shape, (0,) * tensor.dim(), tensor)
+        for kind in kinds for name, tensor in state[kind].items()))
+    dtype = next(iter(state[kinds[0]].values())).dtype
+    facts = {key: value for key, value in state.items() if key not in kinds}
+    write_table(folder, make_table([entries], dtype), facts)
+
+
 # ---------------------------------------------------------------------------------------------
 # Reading
 # ---------------------------------------------------------------------------------------------
@@ -200,27 +210,26 @@ class Targets(NamedTuple):
 
 
 class FolderTensors(Mapping):
-    """The tensors of one kind in a folder: {global name: full tensor}, read when asked for."""
+    """The tensors of a folder whose names begin with `prefix`: {name after it: full tensor}, read
+    when asked for."""
 
-    def __init__(self, folder: Path, table, kind: str):
+    def __init__(self, folder: Path, table, prefix: str):
         self.folder = folder
         self.table = table
-        self.prefix = f"{kind}."
+        self.prefix = prefix
+        self.like = {name.removeprefix(prefix): torch.empty(
+                         tensor.size, dtype=tensor.properties.dtype, device="meta")
+                     for name, tensor in table.state_dict_metadata.items()
+                     if name.startswith(prefix) and hasattr(tensor, "chunks")}
 
     def __iter__(self):
-        return (name.removeprefix(self.prefix) for name in self.table.state_dict_metadata
-                if name.startswith(self.prefix))
+        return iter(self.like)
 
     def __len__(self):
-        return sum(1 for _ in self)
-
-    def shapes(self) -> dict[str, tuple]:
-        tensors = self.table.state_dict_metadata
-        return {name: tuple(tensors[self.prefix + name].size) for name in self}
+        return len(self.like)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self.table.state_dict_metadata[self.prefix + name]
-        full = torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        full = torch.empty_like(self.like[name], device="cpu")
         self.read([(name, (0,) * full.dim(), full)])
         return full
 
@@ -252,7 +261,7 @@ class FolderTensors(Mapping):
 def add_tensors(facts: dict, folder: Path, kinds) -> dict:
     """The state in a folder: its facts, and {name: tensor} for each kind, as a file has them."""
     table = read_table(folder)
-    state = facts | {kind: FolderTensors(folder, table, kind) for kind in kinds}
+    state = facts | {kind: FolderTensors(folder, table, f"{kind}.") for kind in kinds}
     del state["table_crc"]
     return state
 
@@ -260,7 +269,7 @@ def add_tensors(facts: dict, folder: Path, kinds) -> dict:
 def shapes_of(tensors: Mapping) -> dict[str, tuple]:
     """{name: shape} of the tensors of a state. Those of a folder are not read for it."""
     if isinstance(tensors, FolderTensors):
-        return tensors.shapes()
+        tensors = tensors.like
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 

@@ -3,6 +3,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from base.checkpoint_files import step_file
 from base.flops import active_parameters, looked_up
 from model import GPTConfig
 from models import make_config
@@ -44,7 +45,8 @@ class Rung:
         """The run that ends there."""
         own = dict(steps=end, save_every=0)
         if end < self.steps:
-            own["resume"] = self.out(self.steps) / f"step_{start_of_branch(end):08}.pt"
+            own["resume"] = step_file(self.out(self.steps), start_of_branch(end),
+                                      self.flags.get("checkpoint_format", "file"))
         return Job(self.out(end), self.flags | own)
 
     def jobs(self) -> list[Job]:

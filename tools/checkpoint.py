@@ -1,0 +1,119 @@
+"""Turn a checkpoint that is one file into a folder, and back.
+
+    python -m tools.checkpoint out/latest.pt folder     # as train.py --checkpoint-format folder
+    python -m tools.checkpoint out/latest latest.pt     # a name that ends in .pt: a file
+    python -m tools.checkpoint theirs ours.pt --data data/python --model nano
+
+One tensor is in memory at a time. The third line takes a folder of torch.distributed.checkpoint
+that another program has written, with our names of parameters. It has no facts: --data tells the
+tokenizer, and the flags of train.py the model. What comes out has weights alone, for train.py
+--init-from.
+"""
+import os
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from base.checkpoint_files import facts_file, flush_folder, reading, verify, write_file
+from base.checkpoint_folder import TABLE, FolderTensors, read_table, shapes_of, write_whole
+from base.commandline import Parser, add_flags, parse_given
+from base.errors import errors_in_one_line, named
+from base.options import SHAPE, Config, merge_config
+from checkpoint import FORMAT, KEYS, OPTIONAL, STATE, load, parameter_shapes
+from data import TokenDataset
+from models import make_config
+from runtime.directory import new_run
+from runtime.streamed_tensors import Streamed
+
+PREFIXES = ("", "parameters.", "model.")        # of the names in another program's folder
+
+
+class Next:
+    """The source of Streamed tensors: each `read` gives the next tensor, in the file's order."""
+
+    def __init__(self, mappings: list):
+        self.tensors = (mapping[name] for mapping in mappings for name in mapping)
+
+    def read(self):
+        return next(self.tensors)
+
+
+def streamed(state: dict) -> dict:
+    """The state with tensors that are read from the folder when they are written."""
+    source = Next([state[kind] for kind in STATE])
+    return state | {kind: {name: Streamed(like.shape, like.dtype, source)
+                           for name, like in state[kind].like.items()} for kind in STATE}
+
+
+def weights_of_another_program(folder: Path, given: dict) -> dict:
+    """The state of weights alone in a folder without facts. Raises ValueError."""
+    if "data" not in given:
+        raise ValueError(f"{folder} has no facts.pt, so another program has written it: give "
+                         f"--data, which tells the tokenizer, and --model")
+    config, shape = merge_config(given, None)
+    meta = TokenDataset(config.data, "train", shape["seq_len"]).meta
+    cfg = make_config(vocab_size=meta["vocab_size"], **shape)
+    expected = parameter_shapes(cfg)
+    with reading(folder / TABLE, "is refused"):
+        table = read_table(folder)
+        for prefix in PREFIXES:
+            tensors = FolderTensors(folder, table, prefix)
+            found = shapes_of(tensors)
+            if found.keys() & expected:
+                break
+        for name, size in expected.items():
+            if found.get(name) != size:
+                raise ValueError(f"{name} should have shape {size}, not {found.get(name)}")
+    state = {key: {} for key in KEYS} | dict(
+        format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
+        run=new_run("import"), model=asdict(cfg))
+    state |= {key: meta[key] for key in ("tokenizer", *OPTIONAL) if key in meta}
+    return state | dict(parameters={name: tensors[name] for name in expected})
+
+
+def read(source: Path, given: dict) -> dict:
+    """The state in a file or folder. Raises ValueError, OSError."""
+    if source.is_dir() and (source / TABLE).exists() and not facts_file(source).exists():
+        return weights_of_another_program(source, given)
+    if given:
+        raise ValueError(f"{source} tells its model and tokenizer: drop the flags")
+    verify(source)
+    return load(source)
+
+
+def write(state: dict, target: Path) -> None:
+    """Write a state to a new file or folder, which appears only when it is whole."""
+    target.absolute().parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(target.name + ".tmp")
+    if target.suffix == ".pt":
+        if isinstance(state["parameters"], FolderTensors):
+            state = streamed(state)
+        write_file(state, aside, target)
+        return
+    if aside.exists():                  # a killed process has left it
+        shutil.rmtree(aside)
+    aside.mkdir()
+    with named(target):
+        write_whole(state, tuple(STATE), aside)
+        flush_folder(aside)
+        os.rename(aside, target)
+
+
+@errors_in_one_line("tools.checkpoint")
+def main() -> None:
+    parser = Parser("tools.checkpoint", "python -m tools.checkpoint FROM TO",
+                    "Turn a checkpoint that is one file into a folder, and back.")
+    parser.add_argument("source", type=Path, metavar="FROM", help="a checkpoint: file or folder")
+    parser.add_argument("target", type=Path, metavar="TO", help="FILE.pt, or else a folder")
+    add_flags(parser, Config, ("data", "model", *SHAPE))
+    given = parse_given(parser, sys.argv[1:])
+    source, target = given.pop("source"), given.pop("target")
+    if os.path.lexists(target):
+        raise ValueError(f"{target} exists: give a new name")
+    write(read(source, given), target)
+    print(f"wrote {target}")
+
+
+if __name__ == "__main__":
+    main()
