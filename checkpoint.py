@@ -37,9 +37,9 @@ from typing import NamedTuple
 
 import torch
 
-from base.checkpoint_files import (facts_file, flush_folder, link_file, name_for_torch, reading,
-                                   remove_old, retry_transient, step_file, verify, write_file)
-from base.checkpoint_folder import FolderTensors, add_tensors, fill_shards, shapes_of
+from base.checkpoint_files import (flush_folder, link_file, read_state, reading, remove_old,
+                                   retry_transient, step_file, verify, write_file)
+from base.checkpoint_folder import FolderTensors, fill_shards, shapes_of
 from model import GPT, VOCAB_MATRICES, GPTConfig
 from models import make_config
 from parallelism.buckets import Bucket, is_owner, make_buckets
@@ -215,16 +215,14 @@ def save(state: dict, out: Path, keep: int, named: Container[str] = ()) -> Path:
 
 @retry_transient
 def load(path: Path) -> dict:
-    """Load the state in a file. Its tensors are mapped from disk, not yet read nor verified.
+    """Load the state in a file: its tensors are mapped from disk, not yet read nor verified. Those
+    of a folder are read when they are asked for.
 
     Raises CorruptCheckpoint if the file is no checkpoint, contradicts itself, or holds anything but
     tensors and plain types. Raises ValueError if another version of this code wrote it.
     """
     with reading(path, "is refused"):
-        with name_for_torch(facts_file(path)) as name:
-            state = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
-        if path.is_dir():
-            state = add_tensors(state, path, STATE)
+        state = read_state(path, STATE)
         if not isinstance(state, dict) or "format" not in state:
             raise ValueError("it is not a checkpoint of this project")
     if state["format"] != FORMAT:               # not damaged: it must not be passed over

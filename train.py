@@ -146,6 +146,7 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
     is this process, and `stack` closes what is open when the process ends."""
     # Refuse mistakes, lock --out, and find the checkpoint to begin from: begin.path, or None.
     config, model_config, begin = startup.prepare(given, job, device, stack)
+    plain_run.check_file(begin)
     dtype, _ = PRECISIONS[config.dtype]         # fp32 or fp64
     model = model_config.build().initialize(config.seed).to(device, dtype)
     optimizer = plain_adamw(config, model)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from base.checkpoint_folder import FACTS, verify_folder
+from base.checkpoint_folder import FACTS, add_tensors, verify_folder
 from base.errors import WriteFailed, is_failure
 from base.processes import RunError, warn
 from parallelism.collectives import PeerError, first_line, out_of_memory
@@ -282,11 +282,18 @@ def what_is_left(out: Path) -> str:
     return f"{out} has no checkpoint yet"
 
 
+def read_state(path: Path, kinds=()) -> dict:
+    """What a checkpoint holds, of a folder without the tensors of other `kinds`. Errors are those
+    of torch.load."""
+    with name_for_torch(facts_file(path)) as name:
+        state = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
+    return add_tensors(state, path, kinds) if path.is_dir() else state
+
+
 def read_order(path: Path) -> tuple[int, int] | None:
     """(rollbacks of the run so far, step) of a checkpoint, or None if it cannot be read."""
     try:
-        with name_for_torch(facts_file(path)) as name:
-            state = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
+        state = read_state(path)
         return state["monitor"].get("rollbacks", 0), state["step"]
     except Exception as error:
         cause = first_cause(error)

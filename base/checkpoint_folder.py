@@ -260,10 +260,11 @@ class FolderTensors(Mapping):
 
 def add_tensors(facts: dict, folder: Path, kinds) -> dict:
     """The state in a folder: its facts, and {name: tensor} for each kind, as a file has them."""
+    facts = {key: value for key, value in facts.items() if key != "table_crc"}
+    if not kinds:
+        return facts
     table = read_table(folder)
-    state = facts | {kind: FolderTensors(folder, table, f"{kind}.") for kind in kinds}
-    del state["table_crc"]
-    return state
+    return facts | {kind: FolderTensors(folder, table, f"{kind}.") for kind in kinds}
 
 
 def shapes_of(tensors: Mapping) -> dict[str, tuple]:

@@ -56,6 +56,14 @@ def check_flags(given: dict, world: int) -> None:
                          "directory")
 
 
+def check_file(begin: Start) -> None:
+    """Raise RunError if the run would continue from a folder."""
+    if begin.path is not None and begin.path.is_dir():
+        raise RunError(f"--plain reads files, and {begin.path} is a folder: drop --plain, or make "
+                       f"a file of it, `python -m tools.checkpoint {begin.path} NEW/latest.pt`, "
+                       f"and give --out NEW", 2)
+
+
 # ---- What a checkpoint holds besides tensors -------------------------------------------------
 
 def facts_at_start(loaded: dict | None, config: Config, model_config: GPTConfig, begin: Start,

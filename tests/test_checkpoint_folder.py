@@ -230,15 +230,22 @@ def test_a_file_becomes_a_folder_and_a_file_again(run_train, run_sample, run_too
     for made in (folder, tmp_path / "again.pt"):
         checkpoint_files.verify(made)
         assert_same_state(checkpoint.load(made), file, ())
-    texts = {run_sample("--ckpt", ckpt, "--max-tokens", 20)[1] for ckpt in (folder, out / "latest.pt")}
+    texts = {run_sample("--ckpt", ckpt, "--max-tokens", 20) for ckpt in (folder, out / "latest.pt")}
     assert len(texts) == 1
     for start in (["--resume", folder, "--steps", 6], ["--init-from", folder]):
         branch = tmp_path / start[0]
         status, text, error = run_train(*flags, "--out", branch, *start)
         assert (status, error) == (0, ""), error
-        assert "latest.pt" in names_in(branch) and f"from {folder}" in text or "folder" in text
-    status, text, _ = run_train(*flags, "--out", tmp_path / "none", "--eval-only", "--resume", folder)
-    assert status == 0 and not (tmp_path / "none").exists()
+        assert names_in(branch)[0] == "latest.pt" and str(folder) in text
+    status, _, error = run_train(*flags, "--out", tmp_path / "no", "--eval-only",
+                                 "--resume", folder)
+    assert (status, error) == (0, "") and not (tmp_path / "no").exists()
+    run_train(*flags, "--out", tmp_path / "p", "--checkpoint-format", "folder")
+    status, _, error = run_train(*flags, "--out", tmp_path / "p", "--steps", 6, "--plain")
+    assert status == 2 and "--plain reads files" in error
+    run_tool(tmp_path / "p" / "latest", tmp_path / "q" / "latest.pt")
+    status, text, _ = run_train(*flags, "--out", tmp_path / "q", "--steps", 6, "--plain")
+    assert status == 0 and "after step 4" in text
     for words, given in [("exists: give a new name", (folder, out)),
                          ("drop the flags", (folder, tmp_path / "x.pt", "--model", "nano")),
                          ("there is no checkpoint", (tmp_path / "x", tmp_path / "y"))]:
