@@ -163,13 +163,11 @@ class FlatParameters:
                 bucket.shard[name][shard_slice].copy_(part(spec).flatten()[param_slice])
 
     def initialize(self, model_config: GPTConfig, seed: int,
-                   parameters: dict | None = None) -> None:
-        """Set the state of step 0, also after a rollback to it. Only one full parameter is in
-        memory at a time, of experts one. The weights come from `parameters` {name: full tensor}, or
-        the seed."""
+                   load_weights: Callable | None = None) -> None:
+        """Set the state of step 0, also after a rollback to it. The weights come from
+        load_weights(self), which sets the masters, or from the seed. Then only one full parameter
+        is in memory at a time, of experts one."""
         def initial(spec):
-            if parameters is not None:      # the position table may be longer
-                return spec.cut(parameters[spec.name][:spec.shape[0]], self.grid)
             if len(spec.shape) == 3:
                 return spec.cut_experts(partial(initial_expert, spec), self.grid)
             return spec.cut(initial_value(model_config, spec.name, spec.shape, seed), self.grid)
@@ -178,7 +176,10 @@ class FlatParameters:
             name = name_in_stack(spec.name, number)
             return initial_value(model_config, name, spec.shape[1:], seed)
         with torch.no_grad():
-            self.load_parts("master", initial)
+            if load_weights is None:
+                self.load_parts("master", initial)
+            else:
+                load_weights(self)
         if self.training:
             for bucket in self.buckets:
                 bucket.shard["exp_avg"].zero_()

@@ -11,8 +11,10 @@ from typing import Callable, NamedTuple
 import checkpoint
 from amp import LossScaler, make_scaler
 from base.checkpoint_files import step_file
+from base.checkpoint_folder import FolderTensors, fill_shards
 from base.options import Config
 from base.processes import all_ranks, on_rank0
+from parallelism.zero import FlatParameters
 from runtime.directory import latest_valid, load_state
 from runtime.divergence import DivergenceMonitor
 
@@ -48,11 +50,20 @@ def progress_in(state: dict | None, run) -> Progress:
                     monitor)
 
 
-def initial_weights(config: Config) -> dict | None:
-    """{name: full tensor} of the file --init-from, or None: from the seed. Every rank calls it."""
+def initial_weights(config: Config) -> Callable | None:
+    """A function that loads this rank's masters from --init-from, or None: from the seed. Every
+    rank calls it."""
     if config.init_from is None:
         return None
-    return all_ranks(lambda: load_state(config.init_from))["parameters"]
+    weights = all_ranks(lambda: load_state(config.init_from))["parameters"]
+
+    def load_weights(flat: FlatParameters) -> None:
+        if isinstance(weights, FolderTensors):
+            fill_shards(weights, flat, "master")
+        else:                           # the file's position table may be longer
+            flat.load_parts("master", lambda spec: spec.cut(weights[spec.name][:spec.shape[0]],
+                                                            flat.grid))
+    return load_weights
 
 
 def go_back(run, find: Callable) -> None:
