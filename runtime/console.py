@@ -7,6 +7,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import torch
@@ -25,6 +26,10 @@ from runtime import checks
 from runtime.directory import Start
 from runtime.evaluation import describe_data, evaluate
 from runtime.run_log import format_eval
+
+# From how much waiting for a disk on a note says so: seconds, and a fraction of the time between
+# two saves.
+LEAST_WAIT, LEAST_WAITING = 5.0, 0.05
 
 
 def print_summary(run) -> None:
@@ -130,6 +135,24 @@ def print_notes(run, begin: Start) -> None:
         print_rank0("note     the first step and the first evaluation compile, for a minute or so")
     if config.skip_steps is not None and step_range(config.skip_steps)[1] < run.step:
         print_rank0(f"skip     the steps {config.skip_steps} are done: there is nothing to skip")
+
+
+def note_slow_disk(run, waited: float) -> None:
+    """Before a save: training has waited so many seconds, because the last checkpoint was still
+    being written. If that is a large part of the time between the two saves, say what helps,
+    once."""
+    writer = run.writer
+    if writer.submitted is None or writer.slow_disk_is_noted:
+        return
+    interval = time.monotonic() - writer.submitted
+    if waited > max(LEAST_WAIT, LEAST_WAITING * interval):
+        writer.slow_disk_is_noted = True
+        advice = "give a larger --save-every"
+        if run.config.checkpoint_format == "file" and run.grid.world > 1:
+            advice += (", or --checkpoint-format folder, with which each rank writes its own part "
+                       "to a disk that all share")
+        print_rank0(f"note     training waited {waited:.1f} of the last {interval:.1f} s for a "
+                    f"checkpoint to be written: {advice}")
 
 
 def report_start(run, begin: Start) -> None:

@@ -11,8 +11,9 @@ A folder has its name only if it is whole. A rank whose disk is full tells rank 
 that dies closes its connections: then the folder never gets its name. The next save removes it.
 """
 import shutil
+import time
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from base.checkpoint_files import (LATEST, first_cause, flush_folder, remove_old
 from base.checkpoint_folder import chunks, make_table, part_file, write_part, write_table
 from base.processes import warn
 from checkpoint import STATE, owned_slices
+from parallelism.buckets import Bucket
+from parallelism.build import Grid
 from parallelism.collectives import comm_errors, on_hosts, out_of_memory
 from runtime.checkpoint_writer import Writer, copy_pieces
 
@@ -41,6 +44,7 @@ class FolderWriter(Writer):
                                                         group_desc="all ranks")
 
     def submit(self, facts: dict, named: Container[str]) -> None:
+        self.submitted = time.monotonic()
         copies = copy_pieces(self.flat, STATE.values(), self.timeout)
         self.pending = self.thread.submit(self._write, facts, named, copies)
 
@@ -50,8 +54,9 @@ class FolderWriter(Writer):
         _, reason = attempt(self._begin if is_first else no_action)
         reason = self._from_rank0(reason)
         if reason is None:
+            named_chunks = chunks_of(self.flat.buckets, self.grid, self.flat.num_shards, copies)
             entries, reason = attempt(lambda: write_part(self.aside / part_file(self.grid.rank),
-                                                         self._named_chunks(copies)))
+                                                         named_chunks))
             parts = self._to_rank0((entries if entries != self.written else None, reason))
             if is_first:
                 reason = self._failure(parts)
@@ -68,14 +73,6 @@ class FolderWriter(Writer):
         if self.aside.exists():                     # a killed save has left it
             shutil.rmtree(self.aside)
         self.aside.mkdir(parents=True)
-
-    def _named_chunks(self, copies: deque):
-        """What this rank writes: (name, shape of the full tensor, offsets, chunk)."""
-        for key in STATE:
-            for _, spec, _, where in owned_slices(self.flat.buckets, self.grid,
-                                                  self.flat.num_shards):
-                for offsets, chunk in chunks(spec, self.grid, copies.popleft(), where):
-                    yield f"{key}.{spec.name}", spec.shape, offsets, chunk
 
     def _end(self, facts: dict, named: Container[str], parts: list[tuple]) -> None:
         """On rank 0, when all ranks have written their files."""
@@ -115,6 +112,15 @@ class FolderWriter(Writer):
         with comm_errors("save, receive from rank 0"):
             dist.broadcast_object_list(values, 0, self.grid.groups["folder"])
         return values[0]
+
+
+def chunks_of(buckets: list[Bucket], grid: Grid, num_shards: int, copies: deque) -> Iterator[tuple]:
+    """What a rank writes, of its pieces in order: (name, shape of the full tensor, offsets, chunk).
+    """
+    for key in STATE:
+        for _, spec, _, where in owned_slices(buckets, grid, num_shards):
+            for offsets, chunk in chunks(spec, grid, copies.popleft(), where):
+                yield f"{key}.{spec.name}", spec.shape, offsets, chunk
 
 
 def no_action() -> None:

@@ -5,6 +5,7 @@ and signals.py call `submit`, the second after `judge_checkpoint`. `run` is a tr
 """
 import copy
 import dataclasses
+import time
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -15,6 +16,7 @@ from base.checkpoint_folder import FolderTensors, fill_shards
 from base.options import Config
 from base.processes import all_ranks, on_rank0
 from parallelism.zero import FlatParameters
+from runtime.console import note_slow_disk
 from runtime.directory import latest_valid, load_state
 from runtime.divergence import DivergenceMonitor
 
@@ -84,7 +86,9 @@ def save(run, is_start: bool = False) -> None:
     step. The state is copied; threads write it while training goes on."""
     progress = Progress.of(run)
     judge_checkpoint(run.config, progress, is_start)
+    start = time.monotonic()
     all_ranks(run.writer.wait)          # a rank holds at most one copy of its shards
+    note_slow_disk(run, time.monotonic() - start)
     submit(run, progress)
 
 

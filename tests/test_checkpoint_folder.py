@@ -7,6 +7,7 @@ What a folder holds is compared with the state that rank 0 gathers, and with wha
 torch.distributed.checkpoint reads from it, which is told names and shapes alone.
 """
 import functools
+import gc
 import itertools
 import math
 import os
@@ -23,9 +24,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import checkpoint
-from base import checkpoint_files
+from base import checkpoint_files, checkpoint_folder
 from base.checkpoint_files import CorruptCheckpoint, step_file
-from base.checkpoint_folder import chunks
+from base.checkpoint_folder import Entry, chunks
 from models.llama import FAMILIES, LlamaConfig
 from models.moe import MoEConfig
 from parallelism.tensor import ParamSpec
@@ -72,6 +73,33 @@ def test_chunks_are_the_inverse_of_a_cut():
         assert seen.equal(full), spec
         is_replicated = spec.partition_dim is None
         assert numbers == full.numel() * (len(ranks) // spec.ep if is_replicated else 1), spec
+
+
+def test_the_table_of_many_ranks_is_short_and_lets_other_threads_run(monkeypatch, tmp_path):
+    """It has a rank's chunk once, whichever layers and kinds of tensors have it. While it is
+    pickled, the interpreter's lock is free after each piece."""
+    pieces = []
+
+    class Watched(checkpoint_folder.Table):
+        def write(self, piece):
+            pieces.append(len(piece))
+            super().write(piece)
+    monkeypatch.setattr(checkpoint_folder, "Table", Watched)
+    names = [f"{kind}.blocks.{layer}.attn.qkv.weight" for kind in checkpoint.STATE
+             for layer in range(50)]
+    parts = [pickle.loads(pickle.dumps([
+        Entry(name, (9000, 512), (9 * rank, 0), (9, 512), 20_000 * number, 20_000)
+        for number, name in enumerate(names)])) for rank in range(200)]
+    table = checkpoint_folder.make_table(parts, torch.float32)
+    assert len(table) < 90 * 200 * len(names) and max(pieces) < 1e5 < sum(pieces) == len(table)
+    (tmp_path / ".metadata").write_bytes(table)
+    read = checkpoint_folder.read_table(tmp_path)
+    for rank in (0, 199):
+        first, *others = (read.state_dict_metadata[name].chunks[rank] for name in names)
+        assert first.offsets == (9 * rank, 0) and first.sizes == (9, 512)
+        assert all(other is first for other in others)
+    assert len(read.storage_data) == 200 * len(names)
+    assert gc.isenabled()
 
 
 LLAMA = LlamaConfig(257, 16, 5, 8, 32, n_kv_head=4, **FAMILIES["qwen2"])

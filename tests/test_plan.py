@@ -565,6 +565,43 @@ def test_goodput_is_that_of_a_simulation_with_random_failures(size, mtbf_hours):
     assert goodput(1e4, 5e3, 1e4, 1e6, 1)["goodput"] == 0
 
 
+OPT_175B = ("--gpu a100-80g --model opt-175b --dtype fp16 --tp 8 --batch-size 992 --micro-batch 8 "
+            "--recompute --vocab-size 50272 --json")
+
+
+@pytest.mark.parametrize("flags, writes_at, reads_at, copies", [
+    ("--world 992 --zero 3", 100e9, 100e9, 1),                  # as fast as the file system
+    ("--world 992 --zero 1 --file-system 1000", 248e9, 248e9, 1),       # as 124 machines
+    ("--world 992 --zero 0", 2e9, 100e9, 124),                  # one machine has all of a replica
+    ("--world 992 --zero 1 --network 0.1 --file-system 1000", LINK * 124 * 0.8e9,
+     LINK * 124 * 0.8e9, 1),                                    # as the machines' network
+    ("--world 8", 2e9, 2e9, 1)])
+def test_a_folder_is_written_by_all_machines_side_by_side(flags, writes_at, reads_at, copies):
+    """OPT-175B. Each number is read once for its CRC, and once by each rank that needs it."""
+    plan = json.loads(answer(f"{flags} {OPT_175B}".split()))
+    N = parameter_count(GPTConfig(50272, **SIZES["opt-175b"]))
+    assert plan["folder_write_seconds"] == pytest.approx(12 * N / writes_at)
+    assert plan["folder_read_seconds"] == pytest.approx(
+        (1 + copies) * 12 * N / reads_at)
+
+
+def test_a_plan_advises_a_folder_where_a_file_costs_half_a_percent_more():
+    """And has the numbers of --checkpoint-format, which the command keeps."""
+    advice, has_advice = "note     saves and failures take", []
+    for size in ("opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "opt-175b"):
+        flags = f"--world 992 --gpu a100-80g --model {size} --dtype fp16 --tp 8 --zero 1".split()
+        file, folder = (json.loads(answer([*flags, "--json", "--checkpoint-format", form]))
+                        for form in ("file", "folder"))
+        assert folder["goodput"] == folder["folder_goodput"] == file["folder_goodput"]
+        assert folder["write_seconds"] == file["folder_write_seconds"] < file["write_seconds"]
+        has_advice.append(advice in answer(flags))
+        assert has_advice[-1] == (folder["goodput"] - file["goodput"] >= 0.005)
+        text = answer([*flags, "--checkpoint-format", "folder"])
+        assert advice not in text and "as a file" not in text
+        assert "--checkpoint-format folder" in text.partition("train.py ")[2]
+    assert has_advice == sorted(has_advice) and set(has_advice) == {False, True}
+
+
 MIXTURE = MoEConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, n_kv_head=4, hidden=128,
                     n_expert=4, n_active=3)
 WITH_SHARED = replace(MIXTURE, shared_hidden=160)

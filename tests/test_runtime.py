@@ -56,7 +56,8 @@ from parallelism import collectives, kernels
 from parallelism.buckets import make_buckets
 from parallelism.build import Grid, build_stage, rank_buckets, rank_parameters
 from parallelism.tensor import param_specs
-from runtime import checks, directory, evaluation, memory_limits, run_log, sample_and_chat, startup
+from runtime import (checks, console, directory, evaluation, memory_limits, run_log,
+                     sample_and_chat, startup)
 from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backward,
                            assert_same_state, column, dataset, expect_mistake, kinds, launch,
                            names_in, no_file_above, nothing, read_metrics, run_steps, saved,
@@ -1044,6 +1045,24 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
     branch = ["--resume", straight / "step_00000004.pt", "--out", tmp_path / "branch"]
     for weight, words in [(3, "after step 4"), (3, "nothing left"), (5, "nothing left")]:
         assert words in run_train("--data", f"a={weight},b=1", *branch, *flags)[1]
+
+
+@pytest.mark.parametrize("waited, interval, form, world, words", [
+    (30, 600, "file", 8, None), (4, 20, "file", 8, None), (31, 600, "file", 8, "folder"),
+    (31, 600, "folder", 8, "--save-every"), (31, 600, "file", 1, "--save-every")])
+def test_a_disk_that_training_waits_for_is_told_once(capsys, waited, interval, form, world, words):
+    """Of a file on several ranks with the other format, which does not help one rank."""
+    writer = SimpleNamespace(submitted=time.monotonic() - interval, slow_disk_is_noted=False)
+    run = SimpleNamespace(writer=writer, grid=SimpleNamespace(world=world),
+                          config=Config(checkpoint_format=form))
+    console.note_slow_disk(run, waited)
+    told = capsys.readouterr().out
+    assert (told != "") == (words is not None)
+    if told:
+        assert f"training waited {waited}.0 of the last {interval}.0 s for a checkpoint" in told
+        assert words in told and ("--checkpoint-format" in told) == (words == "folder")
+    console.note_slow_disk(run, waited)
+    assert capsys.readouterr().out == ""
 
 
 def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path, capsys,

@@ -14,7 +14,7 @@ from tools.plan.traffic import traffic_bytes
 from tools.scaling_law import read_law
 
 HEADROOM = 0.06         # fraction of memory for temporaries, NCCL and fragmentation
-DISK = 2e9              # bytes per second of one writer
+DISK = 2e9              # bytes per second of one writer, or of a machine's ranks together
 RESTART = 300.0         # seconds from a failure until a checkpoint is read
 DAY = 86400
 PF_DAY = 1e15 * DAY     # FLOPs
@@ -63,15 +63,43 @@ def plan_of_stages(stages: list[Stage], kinds: list[int], memory: list[dict]) ->
         mfu=rate * plan["flops_per_token"] / gpu.peak(config.size),
         days=days, gpu_hours=days * 24 * config.world)
 
-    # A checkpoint holds masters and moments. Each rank copies its own to the host; rank 0 receives
-    # and writes a parameter at a time. Rank 0 reads the whole file once more than the others: CRCs.
+    # A checkpoint holds masters and moments. Each rank copies its own to the host.
     checkpoint = 3 * config.master_size * plan["parameters"]
     moments = max(sizes.get("moments", 0) + sizes.get("host_moments", 0) for sizes in memory)
-    speed = LINK * (gpu.network if config.world > config.gpus_per_node else gpu.host)
+    pause = 1.5 * moments / gpu.host
     nodes = max(1, config.world / config.gpus_per_node)
-    return plan | dict(checkpoint_bytes=checkpoint) | goodput(
-        1.5 * moments / gpu.host, checkpoint / speed + checkpoint / DISK, 2 * checkpoint / DISK,
-        nodes, config.mtbf_hours)
+    both = {"file": file_seconds(checkpoint, config),
+            "folder": folder_seconds(checkpoint, config, stages[0].grid.replicas)}
+    saves = {form: goodput(pause, *seconds, nodes, config.mtbf_hours)
+             for form, seconds in both.items()}
+    return plan | dict(checkpoint_bytes=checkpoint) | saves[config.checkpoint_format] | {
+        f"folder_{name}": saves["folder"][name]
+        for name in ("write_seconds", "read_seconds", "interval_seconds", "goodput")}
+
+
+def file_seconds(checkpoint: float, config: PlanConfig) -> tuple[float, float]:
+    """Seconds to write and to read a file of so many bytes. Rank 0 receives and writes a parameter
+    at a time. It reads the whole file once more than the others, for its CRCs."""
+    gpu = config.spec
+    speed = LINK * (gpu.network if config.world > config.gpus_per_node else gpu.host)
+    return checkpoint / speed + checkpoint / DISK, 2 * checkpoint / DISK
+
+
+def folder_seconds(checkpoint: float, config: PlanConfig, replicas: int) -> tuple[float, float]:
+    """The same of a folder. The machines whose ranks have a part write and read side by side, as
+    fast as their network and the file system let them. Without ZeRO one replica writes, and each
+    reads all. The CRCs are read once more, by all ranks together."""
+    machine = DISK
+    if config.world > config.gpus_per_node:
+        machine = min(DISK, LINK * config.spec.network * config.gpus_per_node)
+
+    def rate(ranks: int) -> float:
+        return min(1e9 * config.file_system, machine * max(1, ranks / config.gpus_per_node))
+    writers, copies = config.world, 1
+    if config.zero == 0:
+        writers = config.pp * config.tp * config.ep
+        copies = replicas / config.ep
+    return checkpoint / rate(writers), (1 + copies) * checkpoint / rate(config.world)
 
 
 def hardware_flops_per_token(cfg: GPTConfig, config: PlanConfig) -> int:

@@ -5,6 +5,7 @@ from tools.plan.flags import RUN_FLAGS, VOCABULARIES, PlanConfig
 from tools.plan.search import BATCH_TOKENS
 
 SPREAD = 0.12           # nine of ten of the 132 steps that were held out are so close or closer
+FOLDER_GAIN = 0.005     # fraction of the time from which on a folder is advised
 UNITS = (("days", 1), ("hours", 24), ("minutes", 24 * 60))      # the first of which there is one
 
 
@@ -38,14 +39,30 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: st
         f"sends    per step: {parts(plan, 'bytes_', format_bytes) or 'nothing'}",
         f"step     {plan['step_seconds']:.4g} s: {parts(plan, 'seconds_', '{:,.4g} s'.format)}; "
         f"bubble {plan['bubble']:.1%}; {plan['tokens_per_second']:,.0f} tokens per second",
-        f"failures every {plan['failure_hours']:,.4g} hours; a checkpoint every "
-        f"{plan['interval_seconds']:,.0f} s pauses {plan['pause_seconds']:,.4g} s and is written "
-        f"in {plan['write_seconds']:,.4g} s and read in {plan['read_seconds']:,.4g} s "
-        f"({format_bytes(plan['checkpoint_bytes'])}); goodput {plan['goodput']:.1%}, which the "
-        f"days above do not count",
+        f"failures every {plan['failure_hours']:,.4g} hours; a checkpoint is of "
+        f"{format_bytes(plan['checkpoint_bytes'])}; a save pauses training for "
+        f"{plan['pause_seconds']:,.4g} s",
+        f"saves    {format_saves(config.checkpoint_format, plan, '')}, which the days above do not "
+        f"count",
+        *other_format(config, plan),
         f"assumes  backward hides data parallelism; counts as if nothing hid tp, cp and pp; no "
         f"rank is slow; {gpu.link / 1e9:g} GB/s to a GPU of the same machine, "
         f"{gpu.network / 1e9:g} to another's"]
+
+
+def format_saves(form: str, plan: dict, prefix: str) -> str:
+    """How often to save in a format, how long it takes, and the goodput. `prefix`: of the names in
+    the plan."""
+    return (f"as a {form} every {plan[prefix + 'interval_seconds']:,.0f} s, written in "
+            f"{plan[prefix + 'write_seconds']:,.4g} s and read in "
+            f"{plan[prefix + 'read_seconds']:,.4g} s; goodput {plan[prefix + 'goodput']:.1%}")
+
+
+def other_format(config: PlanConfig, plan: dict) -> list[str]:
+    """The saves as a folder, if the run does not choose it."""
+    if config.checkpoint_format == "folder":
+        return []
+    return [f"         {format_saves('folder', plan, 'folder_')}"]
 
 
 def format_run(config: PlanConfig, plan: dict) -> str:
@@ -124,6 +141,11 @@ def notes_of(config: PlanConfig, plan: dict) -> list[str]:
         lines.append("note     it does not fit: --search, without flags of the layout, finds any "
                      "layouts that do; --zero, --tp, --pp and --offload leave less state on a GPU, "
                      "--recompute, a smaller --micro-batch, --tp and --cp fewer activations")
+    lost = 1 - plan["goodput"]
+    if plan["folder_goodput"] - plan["goodput"] >= FOLDER_GAIN:
+        lines.append(f"note     saves and failures take {lost:.1%} of the time, with "
+                     f"--checkpoint-format folder {1 - plan['folder_goodput']:.1%}: each rank "
+                     f"writes its own part, to a disk that all machines share")
     if config.dtype == "fp32":
         lines.append("note     fp32 is slow: give --dtype bf16 (fp16 on a V100)")
     return lines
