@@ -125,6 +125,8 @@ PAIRS += [pytest.param(MIXTURE, ((2, 1, 1), dict(ep=2, zero=1)), ((1, 2, 1), {})
                        marks=pytest.mark.slow)]
 
 
+@pytest.mark.claim("A checkpoint of which every rank writes a part resumes in any layout, bit for "
+                   "bit.")
 @pytest.mark.parametrize("cfg, writer, reader", PAIRS)
 def test_a_layout_reads_the_folder_of_another_bit_for_bit(pool, tmp_path, cfg, writer, reader):
     """A folder holds the state that rank 0 gathers of the run that writes it. The run that reads it
@@ -141,6 +143,7 @@ def test_a_layout_reads_the_folder_of_another_bit_for_bit(pool, tmp_path, cfg, w
     assert all(full.equal(again[name][n]) for name in whole for n, full in whole[name].items())
 
 
+@pytest.mark.claim("PyTorch's own `torch.distributed.checkpoint` opens such a folder, by the names.")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_pytorch_alone_opens_a_folder(pool, tmp_path):
     """As a folder of torch.distributed.checkpoint, by the names: into tensors, and as one file."""

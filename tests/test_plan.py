@@ -779,7 +779,9 @@ def test_the_readmes_plan_is_what_the_command_prints():
                   f"| {plan['checkpoint_bytes'] / 1e12:.1f} TB |",
                   f"pauses {plan['pause_seconds']:.1f} s |",
                   f"| {plan['write_seconds'] / 60:.0f} minutes, on a disk of 2 GB/s |",
-                  f"| {plan['read_seconds'] / 60:.0f} minutes |"):
+                  f"| {plan['read_seconds'] / 60:.0f} minutes |",
+                  f"| written in {plan['folder_write_seconds']:.0f} s, read in "
+                  f"{plan['folder_read_seconds']:.0f} s, {plan['folder_goodput']:.1%} goodput |"):
         assert words in " ".join(section.split()), words
     assert best["sequence_parallel"] and not best["recompute"]
     assert not any(isinstance(value, (dict, list)) for value in plan.values())

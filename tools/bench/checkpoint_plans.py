@@ -96,15 +96,16 @@ def ranks_of(layout: Layout) -> Iterator[tuple]:
 
 
 def longest_hold(action: Callable) -> tuple:
-    """(the result of action(), for how many seconds at most another thread could not run)"""
+    """(the result of action(), for how many seconds of this process at most another thread could
+    not run, which is ready every millisecond)"""
     longest, ended = 0.0, threading.Event()
 
     def tick():
         nonlocal longest
-        before = time.perf_counter()
+        before = time.process_time()
         while not ended.is_set():
             time.sleep(1e-3)
-            now = time.perf_counter()
+            now = time.process_time()
             longest = max(longest, now - before)
             before = now
     thread = threading.Thread(target=tick)
