@@ -209,7 +209,7 @@ def save(state: dict, out: Path, keep: int, named: Container[str] = ()) -> Path:
     write_file(state, out / "step.pt.tmp", path)
     link_file(path, out / "latest.pt")
     flush_folder(out)
-    remove_old(out, keep, named)
+    remove_old(path, keep, named)
     return path
 
 

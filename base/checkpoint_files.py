@@ -33,6 +33,8 @@ from parallelism.collectives import PeerError, first_line, out_of_memory
 # A folder has no suffix. One with ".old" is about to be replaced (`rename_folder`).
 STEP_FILE = re.compile(r"step_(\d{8})(\.pt|\.old)?")
 LATEST = {"file": "latest.pt", "folder": "latest"}      # names of the newest, by format
+# What is not yet whole, or no longer. It is there after a kill.
+ASIDE = ("step.pt.tmp", "latest.pt.tmp", "step.tmp", "latest.tmp", "removed.tmp")
 RETRY_SECONDS = (0, 0.2, 1, 3)      # waits before each attempt to read
 
 
@@ -97,7 +99,7 @@ def link_file(path: Path, name: Path) -> None:
 
 def rename_folder(aside: Path, path: Path, name: Path) -> None:
     """Give a folder that is whole its name, and the link `name` to it. At each moment one of the
-    two folders that have had the name is there and counts."""
+    two folders that have had the name is there and counts. (`remove_old` removes the other.)"""
     old = path.with_name(path.name + ".old")
     if path.exists():
         remove(old)
@@ -105,21 +107,24 @@ def rename_folder(aside: Path, path: Path, name: Path) -> None:
     os.rename(aside, path)
     link = name.with_name(name.name + ".tmp")
     link.unlink(missing_ok=True)
-    os.symlink(path.name, link)
-    os.replace(link, name)
+    try:
+        os.symlink(path.name, link)
+        os.replace(link, name)
+    except OSError as error:            # a run needs no link: the folder has its name
+        name.unlink(missing_ok=True)    # of an older folder
+        warn(f"{path} is whole, but no link {name} can be made to it: {error.strerror}")
     flush_folder(path.parent)
-    remove(old)
 
 
 def remove(path: Path) -> None:
     """Remove a checkpoint, if it is there. A folder loses its name first: half of it is none."""
-    if not path.is_dir():
+    if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
     aside = path.with_name("removed.tmp")
-    if aside.exists():                          # a killed process has left it
-        shutil.rmtree(aside)
-    os.rename(path, aside)
+    if path != aside:
+        remove(aside)                           # a killed process has left it
+        os.rename(path, aside)
     shutil.rmtree(aside)
 
 
@@ -303,14 +308,21 @@ def read_order(path: Path) -> tuple[int, int] | None:
         return None                                 # `verify` tells of it
 
 
-def remove_old(out: Path, keep: int, named: Container[str]) -> None:
-    """Remove the checkpoints in `out`, except the newest `keep` and those whose name is in `named`,
-    and a link that the other format has left. A failure costs a warning: the newest is written."""
+def remove_old(path: Path, keep: int, named: Container[str]) -> None:
+    """After the checkpoint `path` has been written, remove those beside it, except the newest
+    `keep` and those whose name is in `named`. Remove also what killed saves and the other format
+    have left. A failure costs a warning: `path` is whole."""
+    out = path.parent
     try:
+        (out / LATEST["file" if path.is_dir() else "folder"]).unlink(missing_ok=True)
+        for name in ASIDE:
+            remove(out / name)
         files = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
-        (out / LATEST["file" if files[0].is_dir() else "folder"]).unlink(missing_ok=True)
-        for file in files[keep:]:
-            if file.name not in named:
-                remove(file)
+        replaced = [file for file in files
+                    if file.suffix == ".old" and file.with_suffix("").exists()]
+        others = [file for file in files if file not in replaced]
+        old = [file for file in others[keep:] if file.name not in named]
+        for file in replaced + old:
+            remove(file)
     except OSError as error:
         warn(f"old checkpoints in {out} could not be removed: {error}")

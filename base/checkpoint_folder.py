@@ -14,7 +14,8 @@ parameters.NAME, exp_avg.NAME and exp_avg_sq.NAME, and the tensors have no layou
 
 DCP's own functions open such a folder, and read it in one process or in many. Two things differ
 when this file reads. `.metadata` is a pickle, and a pickle may run any code: ours knows only the
-classes of that table. And each chunk is a zip with a CRC, which `verify_folder` compares.
+classes of that table. And facts.pt has the CRC of each other file, which `verify_folder` compares:
+a file that is damaged, or is of another save or another rank, is found.
 
 runtime/folder_writer.py writes a folder, on every rank. checkpoint.py reads it. Functions import
 DCP where they need it: importing it takes more than a second.
@@ -24,7 +25,6 @@ import io
 import math
 import os
 import pickle
-import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -121,11 +121,20 @@ def part_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def write_part(path: Path, named_chunks) -> list[Entry]:
+class SummedFile(io.BufferedWriter):
+    """A file to write from its beginning to its end. `crc`: of what has been written."""
+    crc = 0
+
+    def write(self, data) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        return super().write(data)
+
+
+def write_part(path: Path, named_chunks) -> tuple[list[Entry], int]:
     """Write this rank's file and flush it to the disk. `named_chunks`: (name, shape of the full
-    tensor, offsets, tensor)."""
+    tensor, offsets, tensor). Returns what is where in the file, and the file's CRC."""
     entries = []
-    with open(path, "wb") as file:
+    with SummedFile(io.FileIO(path, "w")) as file:
         for name, shape, offsets, tensor in named_chunks:
             start = file.tell()
             torch.save(tensor.clone(), file)        # of a view it would write the whole memory
@@ -133,7 +142,7 @@ def write_part(path: Path, named_chunks) -> list[Entry]:
                                  file.tell() - start))
         file.flush()
         os.fsync(file.fileno())
-    return entries
+    return entries, file.crc
 
 
 def make_table(parts: list[list[Entry]], dtype: torch.dtype) -> bytes:
@@ -193,26 +202,27 @@ def without_garbage_collection():
             gc.enable()
 
 
-def write_table(folder: Path, table: bytes, facts: dict) -> None:
-    """Write `.metadata` and facts.pt, and flush them to the disk."""
+def write_table(folder: Path, table: bytes, facts: dict, crcs: list[int]) -> None:
+    """Write `.metadata` and facts.pt, and flush them to the disk. `crcs`: of the ranks' files."""
+    of_files = {part_file(rank): crc for rank, crc in enumerate(crcs)}
     with open(folder / TABLE, "wb") as file:
         file.write(table)
         file.flush()
         os.fsync(file.fileno())
     with open(folder / FACTS, "wb") as file:
-        torch.save(facts | dict(table_crc=zlib.crc32(table)), file)
+        torch.save(facts | dict(crcs=of_files | {TABLE: zlib.crc32(table)}), file)
         file.flush()
         os.fsync(file.fileno())
 
 
 def write_whole(state: dict, kinds, folder: Path) -> None:
     """Write a state whose tensors are whole, as one process: a folder with one part."""
-    entries = write_part(folder / part_file(0), (
+    entries, crc = write_part(folder / part_file(0), (
         (f"{kind}.{name}", tensor.shape, (0,) * tensor.dim(), tensor)
         for kind in kinds for name, tensor in state[kind].items()))
     dtype = next(iter(state[kinds[0]].values())).dtype
     facts = {key: value for key, value in state.items() if key not in kinds}
-    write_table(folder, make_table([entries], dtype), facts)
+    write_table(folder, make_table([entries], dtype), facts, [crc])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -306,7 +316,7 @@ class FolderTensors(Mapping):
 
 def add_tensors(facts: dict, folder: Path, kinds) -> dict:
     """The state in a folder: its facts, and {name: tensor} for each kind, as a file has them."""
-    facts = {key: value for key, value in facts.items() if key != "table_crc"}
+    facts = {key: value for key, value in facts.items() if key != "crcs"}
     if not kinds:
         return facts
     table = read_table(folder)
@@ -332,18 +342,16 @@ def fill_shards(tensors: FolderTensors, flat, kind: str) -> None:
 
 
 def verify_folder(folder: Path, rank: int, world: int) -> None:
-    """Compare the bytes of the files with the CRCs of their chunks: of every file, if the ranks of
-    this `world` all call it. Raises ValueError."""
-    facts = torch.load(folder / FACTS, weights_only=True)
-    if zlib.crc32((folder / TABLE).read_bytes()) != facts["table_crc"]:
-        raise ValueError(f"the CRC of {TABLE} does not match")
-    chunks_of = {}
-    for index, where in read_table(folder).storage_data.items():
-        chunks_of.setdefault(where.relative_path, []).append((index.fqn, where))
-    for file in sorted(chunks_of)[rank::world]:
-        with open(folder / file, "rb") as stream:
-            for name, where in chunks_of[file]:
-                stream.seek(where.offset)
-                with zipfile.ZipFile(io.BytesIO(stream.read(where.length))) as archive:
-                    if archive.testzip() is not None:
-                        raise ValueError(f"the CRC of {name} in {file} does not match")
+    """Compare the CRCs of the files with those in facts.pt: of every file, if the ranks of this
+    `world` all call it. Raises ValueError."""
+    with open(folder / FACTS, "rb") as file:
+        crcs = torch.load(file, weights_only=True)["crcs"]
+    for name in sorted(crcs)[rank::world]:
+        if not (folder / name).exists():
+            raise ValueError(f"{name} is missing")
+        crc = 0
+        with open(folder / name, "rb") as file:
+            while block := file.read(2 ** 22):
+                crc = zlib.crc32(block, crc)
+        if crc != crcs[name]:
+            raise ValueError(f"the CRC of {name} does not match")

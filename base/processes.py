@@ -72,16 +72,23 @@ def all_ranks(action: Callable, status: int = 2, group=None):
 
     The action may take longer than --timeout, on a slow disk: it runs in a thread, and meanwhile
     the ranks exchange messages, which show that each is alive. It must not communicate. `group`:
-    another one that has all ranks."""
-    failure = None
-    future = ThreadPoolExecutor(1).submit(action)
+    another one that has all ranks. An error of another type is raised at once, on its rank alone:
+    the actions of the others may wait for it. They end when this rank does."""
+    def attempt() -> tuple:
+        try:
+            return action(), None
+        except (ValueError, OSError, RunError) as error:
+            return None, (str(error), getattr(error, "status", status))
+
+    def has_ended() -> bool:
+        if future.done():
+            future.result()                 # raises the error of another type
+        return future.done()
+    future = ThreadPoolExecutor(1).submit(attempt)
     wait([future], timeout=1)
-    while dist.is_initialized() and not all(all_gather_object(future.done(), group)):
+    while dist.is_initialized() and not all(all_gather_object(has_ended(), group)):
         wait([future], timeout=1)
-    try:
-        result = future.result()
-    except (ValueError, OSError, RunError) as error:
-        failure = str(error), getattr(error, "status", status)
+    result, failure = future.result()
     hosts, failures = zip(*all_gather_object((socket.gethostname(), failure), group))
     for rank, failure in enumerate(failures):
         if failure is not None:

@@ -8,12 +8,14 @@ checkpoint_writer.Writer. base/checkpoint_folder.py says what a folder holds.
     4. end      rank 0 hears that all have, writes the table and the facts, and renames the folder
 
 A folder has its name only if it is whole. A rank whose disk is full tells rank 0 in 3, and a rank
-that dies closes its connections: then the folder never gets its name. The next save removes it.
+that dies closes its connections: then the folder never gets its name. The next save removes it. Other
+errors of a rank's thread end that rank at the next `wait`, and its loss ends the others.
 """
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from base.processes import warn
 from checkpoint import STATE, owned_slices
 from parallelism.buckets import Bucket
 from parallelism.build import Grid
-from parallelism.collectives import comm_errors, on_hosts, out_of_memory
+from parallelism.collectives import PeerError, comm_errors, on_hosts, out_of_memory
 from runtime.checkpoint_writer import Writer, copy_pieces
 
 
@@ -55,18 +57,22 @@ class FolderWriter(Writer):
         reason = self._from_rank0(reason)
         if reason is None:
             named_chunks = chunks_of(self.flat.buckets, self.grid, self.flat.num_shards, copies)
-            entries, reason = attempt(lambda: write_part(self.aside / part_file(self.grid.rank),
+            written, reason = attempt(lambda: write_part(self.aside / part_file(self.grid.rank),
                                                          named_chunks))
-            parts = self._to_rank0((entries if entries != self.written else None, reason))
+            entries, crc = (None, None) if written is None else written
+            parts = self._to_rank0((entries if entries != self.written else None, crc, reason))
             if is_first:
                 reason = self._failure(parts)
                 if reason is None:
                     _, reason = attempt(lambda: self._end(facts, named, parts))
             reason = self._from_rank0(reason)
             self.written = entries if reason is None else None      # rank 0 knows them, or not
-        if is_first and reason is not None:
-            shutil.rmtree(self.aside, ignore_errors=True)       # give its space back
-            warn(f"{reason}; {what_is_left(self.out)}")
+        if reason is not None:
+            path = step_file(self.out, facts["step"], "folder")
+            reason = f"{path} could not be written: {reason}"
+            if is_first:
+                shutil.rmtree(self.aside, ignore_errors=True)       # give its space back
+                warn(f"{reason}; {what_is_left(self.out)}")
         return reason
 
     def _begin(self) -> None:
@@ -80,18 +86,18 @@ class FolderWriter(Writer):
             if not (self.aside / part_file(rank)).exists():
                 raise OSError(f"the file of rank {rank}{on_hosts([rank], self.grid.hosts)} is not "
                               f"in {self.aside}: --out must be on a disk that all machines share")
-        entries = [of_rank for of_rank, _ in parts]
+        entries = [of_rank for of_rank, _, _ in parts]
         if None not in entries:                         # all are new
             dtype = self.flat.buckets[0].shard["master"].dtype
             self.table = make_table(entries, dtype)
-        write_table(self.aside, self.table, facts)
+        write_table(self.aside, self.table, facts, [crc for _, crc, _ in parts])
         flush_folder(self.aside)
-        rename_folder(self.aside, step_file(self.out, facts["step"], "folder"),
-                      self.out / LATEST["folder"])
-        remove_old(self.out, self.keep, named)
+        path = step_file(self.out, facts["step"], "folder")
+        rename_folder(self.aside, path, self.out / LATEST["folder"])
+        remove_old(path, self.keep, named)
 
     def _failure(self, parts: list[tuple]) -> str | None:
-        for rank, (_, reason) in enumerate(parts):
+        for rank, (_, _, reason) in enumerate(parts):
             if reason is not None:
                 return f"rank {rank}{on_hosts([rank], self.grid.hosts)}: {reason}"
         return None
@@ -104,6 +110,14 @@ class FolderWriter(Writer):
         with comm_errors("save, send to rank 0"):
             dist.gather_object(value, values, 0, self.grid.groups["folder"])
         return values
+
+    def close(self) -> None:
+        """Wait for the last write when the run ends by an error. If that error is the loss of a
+        rank, the others wait for it in vain: for `timeout` seconds."""
+        if self.pending is not None:
+            timeout = None if self.grid.world == 1 else self.timeout
+            with suppress(PeerError, TimeoutError):
+                self.pending.result(timeout)
 
     def _from_rank0(self, value):
         if self.grid.world == 1:

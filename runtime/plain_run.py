@@ -128,7 +128,7 @@ def update_facts(facts: dict, config: Config, model_config: GPTConfig, step: int
 def remove_old_files(facts: dict, config: Config) -> None:
     """Remove the checkpoints that neither --keep nor a rollback of a later Run needs."""
     named = {file for _, file, _ in facts["monitor"]["checkpoints"]}
-    remove_old(Path(config.out), config.keep, named)
+    remove_old(step_file(Path(config.out), facts["step"]), config.keep, named)
 
 
 @contextmanager
