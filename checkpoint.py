@@ -38,8 +38,9 @@ from typing import NamedTuple
 import torch
 
 from base.checkpoint_files import (flush_folder, link_file, read_state, reading, remove_old,
-                                   retry_transient, step_file, verify, write_file)
+                                   step_file, verify, write_file)
 from base.checkpoint_folder import FolderTensors, fill_shards, shapes_of
+from base.retries import retry_transient
 from model import GPT, VOCAB_MATRICES, GPTConfig
 from models import make_config
 from parallelism.buckets import Bucket, is_owner, make_buckets

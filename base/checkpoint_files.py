@@ -16,18 +16,17 @@ import pickle
 import re
 import shutil
 import stat
-import time
 import zipfile
 from collections.abc import Container
 from contextlib import contextmanager, suppress
-from functools import wraps
 from pathlib import Path
 
 import torch
 
 from base.checkpoint_folder import FACTS, add_tensors, verify_folder
 from base.errors import WriteFailed, is_failure
-from base.processes import RunError, warn
+from base.processes import warn
+from base.retries import first_cause, retry_transient
 from parallelism.collectives import PeerError, first_line, out_of_memory
 
 # A folder has no suffix. One with ".old" is about to be replaced (`rename_folder`).
@@ -35,15 +34,10 @@ STEP_FILE = re.compile(r"step_(\d{8})(\.pt|\.old)?")
 LATEST = {"file": "latest.pt", "folder": "latest"}      # names of the newest, by format
 # What is not yet whole, or no longer. It is there after a kill.
 ASIDE = ("step.pt.tmp", "latest.pt.tmp", "step.tmp", "latest.tmp", "removed.tmp")
-RETRY_SECONDS = (0, 0.2, 1, 3)      # waits before each attempt to read
 
 
 class CorruptCheckpoint(ValueError):
     """The file is not a whole checkpoint."""
-
-
-class ReadFailed(RunError, OSError):
-    """The file system failed repeatedly. The file itself may be whole."""
 
 
 def step_file(out: Path, step: int, form: str = "file") -> Path:
@@ -143,27 +137,6 @@ def flush_folder(folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def retry_transient(read):
-    """Decorator of functions that read a path: try again after an error of the file system, which
-    a network may cause for a while. Raises ReadFailed if the error persists: the file must not be
-    passed over as damaged."""
-    @wraps(read)
-    def read_with_retries(path: Path, *args):
-        for seconds in RETRY_SECONDS:
-            time.sleep(seconds)
-            try:
-                return read(path, *args)
-            except (FileNotFoundError, PermissionError):
-                raise
-            except OSError as error:
-                if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):        # a mistake in the path
-                    raise
-                reason = error.strerror
-        raise ReadFailed(f"{path} could not be read ({reason}): start again when the file system "
-                         f"works")
-    return read_with_retries
-
-
 @contextmanager
 def reading(path: Path, problem: str):
     """Turn an exception of the block that reads `path` into a CorruptCheckpoint that names the
@@ -213,14 +186,6 @@ def name_for_torch(path: Path):
     except UnicodeEncodeError:
         with open(path, "rb") as file:
             yield f"/proc/self/fd/{file.fileno()}"
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The system's error, or that of a lost peer, which zipfile and torch's zip writer hide behind
-    their own."""
-    while error.__context__ is not None and not isinstance(error, PeerError):
-        error = error.__context__
-    return error
 
 
 @retry_transient

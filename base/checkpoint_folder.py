@@ -33,6 +33,8 @@ from typing import NamedTuple
 
 import torch
 
+from base.processes import all_ranks
+from base.retries import first_cause, retry_transient
 from parallelism.tensor import ParamSpec
 
 FACTS = "facts.pt"
@@ -287,14 +289,11 @@ class FolderTensors(Mapping):
     def read(self, wanted: list[tuple]) -> None:
         """Fill tensors with chunks of the full ones: [(name, offsets, tensor)]. Reads from the
         files the chunks that overlap. Raises ValueError if the folder has not all of it."""
-        from torch.distributed.checkpoint import FileSystemReader, LoadPlan
+        from torch.distributed.checkpoint import LoadPlan
         from torch.distributed.checkpoint.metadata import MetadataIndex
-        items = self.plan(wanted)
-        reader = FileSystemReader(self.folder)
-        reader.set_up_storage_reader(self.table, is_coordinator=False)
         targets = {MetadataIndex(self.prefix + name, offsets): tensor
                    for name, offsets, tensor in wanted}
-        reader.read_data(LoadPlan(items), Targets(targets))
+        read_chunks(self.folder, self.table, LoadPlan(self.plan(wanted)), Targets(targets))
 
     def plan(self, wanted: list[tuple]) -> list:
         """Which parts of the folder's chunks go where: DCP's ReadItems."""
@@ -314,6 +313,19 @@ class FolderTensors(Mapping):
         return items
 
 
+@retry_transient
+def read_chunks(folder: Path, table, plan, targets: Targets) -> None:
+    """Fill the targets by DCP's reader. Raises OSError."""
+    from torch.distributed.checkpoint import FileSystemReader
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(table, is_coordinator=False)
+    try:
+        reader.read_data(plan, targets)
+    except RuntimeError as error:
+        cause = first_cause(error)
+        raise cause if isinstance(cause, OSError) else error
+
+
 def add_tensors(facts: dict, folder: Path, kinds) -> dict:
     """The state in a folder: its facts, and {name: tensor} for each kind, as a file has them."""
     facts = {key: value for key, value in facts.items() if key != "crcs"}
@@ -331,14 +343,14 @@ def shapes_of(tensors: Mapping) -> dict[str, tuple]:
 
 
 def fill_shards(tensors: FolderTensors, flat, kind: str) -> None:
-    """Load shard[kind] of each bucket of a zero.FlatParameters."""
+    """Load shard[kind] of each bucket of a zero.FlatParameters. Every rank calls it."""
     wanted = []
     for bucket in flat.buckets:
         for spec, shard_slice, param_slice in bucket.shard_ranges:
             numbers = bucket.shard[kind][shard_slice].zero_()       # padding is in no folder
             wanted += [(spec.name, offsets, chunk)
                        for offsets, chunk in chunks(spec, flat.grid, numbers, param_slice)]
-    tensors.read(wanted)
+    all_ranks(lambda: tensors.read(wanted), status=1)
 
 
 def verify_folder(folder: Path, rank: int, world: int) -> None:

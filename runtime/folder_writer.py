@@ -20,10 +20,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from base.checkpoint_files import (LATEST, first_cause, flush_folder, remove_old, rename_folder,
-                                   step_file, what_is_left)
+from base.checkpoint_files import (LATEST, flush_folder, remove_old, rename_folder, step_file,
+                                   what_is_left)
 from base.checkpoint_folder import chunks, make_table, part_file, write_part, write_table
 from base.processes import warn
+from base.retries import first_cause
 from checkpoint import STATE, owned_slices
 from parallelism.buckets import Bucket
 from parallelism.build import Grid

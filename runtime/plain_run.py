@@ -15,10 +15,11 @@ from typing import Iterator
 
 import checkpoint
 from amp import make_scaler
-from base.checkpoint_files import first_cause, remove_old, step_file, what_is_left
+from base.checkpoint_files import remove_old, step_file, what_is_left
 from base.flops import parameter_count
 from base.options import SHAPE, Config
 from base.processes import RunError, all_ranks, print_rank0
+from base.retries import first_cause
 from data import TokenDataset
 from model import GPTConfig, ceil_div
 from parallelism.collectives import out_of_memory
