@@ -57,9 +57,8 @@ def facts_file(path: Path) -> Path:
 
 def write_file(content: dict | Path, aside: Path, path: Path) -> None:
     """Write a state, or copy a file, to the file `aside`. Once it is whole and on the disk, rename
-    it to `path`. Raises OSError if it cannot be written, PeerError if a rank that sends its pieces
-    is gone, and the allocator's own error if memory is too small."""
-    try:
+    it to `path`. Errors are those of `writing`."""
+    with writing(aside, path):
         with open(aside, "wb") as file:
             if isinstance(content, Path):
                 with open(content, "rb") as source:
@@ -69,8 +68,20 @@ def write_file(content: dict | Path, aside: Path, path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
+
+
+@contextmanager
+def writing(aside: Path, path: Path):
+    """The block writes a checkpoint as `aside` and renames it to `path`. If it cannot, remove what
+    it has written. Raises OSError, or PeerError if a rank that sends its pieces is gone, and the
+    allocator's own error if memory is too small."""
+    try:
+        yield
     except (OSError, RuntimeError) as error:
-        aside.unlink(missing_ok=True)
+        if aside.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.unlink(missing_ok=True)
         cause = first_cause(error)
         if isinstance(cause, PeerError) or out_of_memory(cause):
             raise cause

@@ -31,8 +31,8 @@ from models.llama import FAMILIES, LlamaConfig
 from models.moe import MoEConfig
 from parallelism.tensor import ParamSpec
 from runtime import directory
-from tests.harness import (CFG, INTERLEAVED, TINY, assert_same_state, names_in, run_main,
-                           saved_file, settings, trained, watched)
+from tests.harness import (CFG, INTERLEAVED, TINY, assert_same_state, names_in, no_file_above,
+                           run_main, saved_file, settings, trained, watched)
 from tools import checkpoint as tool
 
 
@@ -306,3 +306,12 @@ def test_weights_that_another_program_has_written_come_in(run_train, run_tool, s
     status, _, error = run_train(*flags, "--out", tmp_path / "new", "--init-from",
                                  tmp_path / "x.pt")
     assert (status, error) == (0, "")
+
+
+def test_a_full_disk_ends_the_tool_in_one_line_and_leaves_nothing(things, run_tool, tmp_path):
+    for name in ("folder", "file.pt"):
+        with no_file_above(5000):
+            status, text, error = run_tool(things / "whole.pt", tmp_path / name)
+        assert (status, text) == (1, "") and "File too large" in error
+        assert error.startswith("tools.checkpoint: ") and error.count("\n") == 1, error
+        assert f"{tmp_path / name}" in error and names_in(tmp_path) == []

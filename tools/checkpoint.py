@@ -15,10 +15,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from base.checkpoint_files import facts_file, flush_folder, reading, verify, write_file
+from base.checkpoint_files import facts_file, flush_folder, reading, verify, write_file, writing
 from base.checkpoint_folder import TABLE, FolderTensors, read_table, shapes_of, write_whole
 from base.commandline import Parser, add_flags, parse_given
-from base.errors import errors_in_one_line, named
+from base.errors import errors_in_one_line
 from base.options import SHAPE, Config, merge_config
 from checkpoint import FORMAT, KEYS, OPTIONAL, STATE, load, parameter_shapes
 from data import TokenDataset
@@ -93,8 +93,8 @@ def write(state: dict, target: Path) -> None:
         return
     if aside.exists():                  # a killed process has left it
         shutil.rmtree(aside)
-    aside.mkdir()
-    with named(target):
+    with writing(aside, target):
+        aside.mkdir()
         write_whole(state, tuple(STATE), aside)
         flush_folder(aside)
         os.rename(aside, target)
