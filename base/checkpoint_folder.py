@@ -343,7 +343,8 @@ def shapes_of(tensors: Mapping) -> dict[str, tuple]:
 
 
 def fill_shards(tensors: FolderTensors, flat, kind: str) -> None:
-    """Load shard[kind] of each bucket of a zero.FlatParameters. Every rank calls it."""
+    """Load shard[kind] of each bucket of a zero.FlatParameters. Every rank calls it. If one cannot
+    read, all raise a RunError."""
     wanted = []
     for bucket in flat.buckets:
         for spec, shard_slice, param_slice in bucket.shard_ranges:

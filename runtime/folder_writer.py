@@ -8,8 +8,8 @@ checkpoint_writer.Writer. base/checkpoint_folder.py says what a folder holds.
     4. end      rank 0 hears that all have, writes the table and the facts, and renames the folder
 
 A folder has its name only if it is whole. A rank whose disk is full tells rank 0 in 3, and a rank
-that dies closes its connections: then the folder never gets its name. The next save removes it. Other
-errors of a rank's thread end that rank at the next `wait`, and its loss ends the others.
+that dies closes its connections: then the folder never gets its name. The next save removes it.
+Other errors of a rank's thread end that rank at the next `wait`, and its loss ends the others.
 """
 import shutil
 import time

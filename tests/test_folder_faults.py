@@ -1,7 +1,7 @@
 """What a checkpoint that is a folder survives: kills, damage, full disks, lost ranks.
 
     python -m pytest tests/test_folder_faults.py
-    python -m pytest tests/test_folder_faults.py -m slow       the rest of the table of docs/faults.md
+    python -m pytest tests/test_folder_faults.py -m slow     the rest of the table of docs/faults.md
 
 The faults are those of tests/test_survival.py. A folder has several files, and several ranks write
 it. So these faults may also hit one file or one rank of several.
@@ -35,13 +35,14 @@ import checkpoint
 import train
 from base import checkpoint_files, checkpoint_folder, processes, retries
 from base.checkpoint_files import list_checkpoints, step_file
+from base.flops import parameter_count
 from base.processes import RunError
 from runtime import directory, folder_writer, run_state
 from runtime.folder_writer import FolderWriter
 from tests.harness import (CFG, TINY, Memory, assert_same_state, expect_mistake, failing, gridded,
                            kinds, launch, names_in, no_file_above, on_ranks, poison, read_metrics,
-                           run_steps, saved, saved_file, settings, trained, wait_for,
-                           wait_for_step, watched)
+                           run_steps, saved, saved_file, settings, trained, wait_for_step,
+                           watched)
 
 SMALL = replace(CFG, n_layer=1, n_embd=16, n_head=2)
 
@@ -91,7 +92,6 @@ def step_of(path):
 
 
 # What is saved before the save that is killed, and how that differs from the one before.
-CALLS = {"a new step": 0, "the same step": 0, "from a file": 0, "to a file": 0}
 CHANGES = {"a new step": ("folder", "folder", 1), "the same step": ("folder", "folder", 0),
            "from a file": ("file", "folder", 1), "to a file": ("folder", "file", 1)}
 
@@ -142,8 +142,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_no_part_of_a_folder(rank, world=1
             assert names_in(tmp_path) == [latest, step_file(tmp_path, step + 2, form).name], (
                 call, most)
             assert step_of(tmp_path / latest) == step + 2
-    print(change, sum(killed), file=open("/tmp/kills", "a"))
-    assert killed.count(False) == 1 and sum(killed) >= CALLS[change] // every
+    assert killed.count(False) == 1 and sum(killed) > 10 // every     # the last call was reached
 
 
 # ---------------------------------------------------------------------------------------------
@@ -168,7 +167,8 @@ def swap(one, other):
 
 # Each is an error that may be made by hand, or by a disk: (it, what is said of it).
 MIX_UPS = {
-    "a file is missing": (lambda new, old: (new / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+    "a file is missing": (lambda new, old: (new / "__1_0.distcp").unlink(),
+                          "__1_0.distcp is missing"),
     "the table is missing": (lambda new, old: (new / ".metadata").unlink(), ".metadata is missing"),
     "parts are swapped": (lambda new, old: swap(new / "__0_0.distcp", new / "__1_0.distcp"),
                           "the CRC of __0_0.distcp does not match"),
@@ -612,7 +612,6 @@ def test_a_save_of_a_folder_adds_a_ranks_own_shards_and_one_chunk(rank, world=4,
         assert size == sum(where.length for _, where in mine)
         assert 800 * len(mine) < size - 4 * numbers < 1300 * len(mine), (size, numbers, len(mine))
         grown = max(seen) - seen[0]
-        print(rank, own, largest, grown, size - 4 * numbers, len(mine), file=open("/tmp/mem", "a"))
         assert 0.9 * own - 1e7 < grown < 1.1 * own + largest + 1e7, (own, largest, grown)
         read = []
 
@@ -621,6 +620,7 @@ def test_a_save_of_a_folder_adds_a_ranks_own_shards_and_one_chunk(rank, world=4,
             return whole(reader, file, info)
         with mock.patch.object(FileSystemReader, "_slice_file", slice_file):
             checkpoint.restore(checkpoint.load(folder), run.flat)
-        print(rank, "read", sum(length for *_, length in set(read)), sum(length for *_, length in read), file=open("/tmp/mem", "a"))
         expected = {(where.relative_path, where.offset, where.length) for _, where in mine}
         assert expected <= {*read}
+        # Others own copies of what tensor parallelism and tied weights hold twice.
+        assert sum(length for *_, length in {*read}) < 0.7 * 12 * parameter_count(cfg)

@@ -28,7 +28,7 @@ from base.options import parse_flags
 from parallelism import collectives
 from runtime import checkpoint_writer, cpu_threads, signals
 from tests.harness import (ROOT, TINY, assert_same_state, column, expect_mistake, kinds, launch,
-                           read_metrics, saved, torchrun, wait_for_step)
+                           read_metrics, torchrun, wait_for_step)
 
 
 def test_tasks_of_srun_without_torchrun_are_refused(run_train, shards, tmp_path):
