@@ -143,7 +143,8 @@ def test_a_layout_reads_the_folder_of_another_bit_for_bit(pool, tmp_path, cfg, w
     assert all(full.equal(again[name][n]) for name in whole for n, full in whole[name].items())
 
 
-@pytest.mark.claim("PyTorch's own `torch.distributed.checkpoint` opens such a folder, by the names.")
+@pytest.mark.claim("PyTorch's own `torch.distributed.checkpoint` opens such a folder, by the "
+                   "names.")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_pytorch_alone_opens_a_folder(pool, tmp_path):
     """As a folder of torch.distributed.checkpoint, by the names: into tensors, and as one file."""

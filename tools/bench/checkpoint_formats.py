@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=8 -m tools.bench.checkpoint_formats FOLDER PAIRS
 
-Rank 0 prints one object: {format: {pause, write, verify, restore: [seconds], bytes: number}}. `pause`
-is what training waits; `write` ends when the checkpoint has its name. What is read was just
+Rank 0 prints one object: {format: {pause, write, verify, restore: [seconds], bytes: number}}.
+`pause` is what training waits; `write` ends when the checkpoint has its name. What is read was just
 written, so it comes from memory if it fits.
 """
 import json
@@ -48,8 +48,8 @@ def measure(folder: Path, pairs: int) -> dict:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     config = PlanConfig(data=str(random_data(folder, SHAPE.vocab_size, SHAPE.seq_len + 1)),
-                        out=str(folder), steps=1, batch_size=8, micro_batch=1, device="cpu",
-                        timeout=600, **LAYOUT)
+                        out=str(folder), steps=1, batch_size=8, micro_batch=1, lr=1e-3,
+                        device="cpu", timeout=600, **LAYOUT)
     grid = Grid(dist.get_world_size() // 4, 2, 2, dist.get_rank())
     make_groups(grid)
     run = train.Run(config, SHAPE, grid, torch.device("cpu"),
