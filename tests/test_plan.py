@@ -28,7 +28,7 @@ import tools.schedule
 import train
 from base.flops import parameter_count
 from base.options import Config, parse_flags
-from model import GPT, SIZES, GPTConfig
+from model import SIZES, GPTConfig
 from models.llama import LlamaConfig
 from models.moe import MoEConfig, Router
 from parallelism import kernels, pipeline, sequence, tensor
