@@ -108,13 +108,14 @@ MIXTURE = MoEConfig(257, 16, 2, 4, 32, n_expert=4, n_active=2, shared_hidden=32)
 BY_DEFAULT = [((2, 2, 2), dict(zero=1)), ((1, 2, 1), {})]
 CHAIN = [
     ((1, 1, 1), {}), ((4, 1, 1), dict(zero=2)), ((1, 4, 1), dict(sequence_parallel=True)),
-    ((2, 1, 2), dict(zero=3)), ((1, 1, 4), {}), ((2, 2, 1), dict(zero=3, recompute=True)),
-    ((1, 2, 1), dict(cp=2, zero=1)), ((1, 1, 2), INTERLEAVED), ((3, 1, 1), dict(zero=1)),
+    ((2, 1, 2), dict(zero=2, pp_schedule="1f1b")), ((1, 1, 4), {}),
+    ((2, 2, 1), dict(zero=3, recompute=True)),
+    ((1, 2, 1), dict(cp=2, zero=1)), ((1, 1, 2), INTERLEAVED), ((2, 1, 2), dict(zero=1)),
     ((2, 1, 1), dict(zero=2, offload=True)), ((1, 1, 2), dict(pp_schedule="zb-h1")),
     ((1, 4, 2), {}), ((2, 1, 1), dict(dtype="fp16", zero=1)), ((1, 2, 2), dict(dtype="bf16")),
     ((4, 1, 1), dict(zero=3, dtype="fp16")), ((2, 2, 1), dict(exact=True)),
     ((1, 1, 2), dict(exact=True, zero=0)), ((2, 1, 1), dict(exact=True, zero=3)),
-    ((1, 1, 1), dict(offload=True)), ((8, 1, 1), dict(zero=3))]
+    ((1, 1, 1), dict(offload=True)), ((8, 1, 1), dict(zero=3, micro_batch=1))]
 PAIRS = [(CFG, BY_DEFAULT[0], BY_DEFAULT[1])]
 PAIRS += [pytest.param(cfg, one, other, marks=pytest.mark.slow)
           for cfg, (one, other) in zip(itertools.cycle([CFG, LLAMA]), itertools.pairwise(

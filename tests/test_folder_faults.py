@@ -316,7 +316,7 @@ def full_on_rank_1(run):
 @on_ranks
 def test_a_full_disk_of_one_rank_costs_the_save_of_all(rank, world=2, *, tmp_path):
     """No other rank waits for it. The files that others have written are removed. Each rank's file
-    has 12 bytes for each number that it owns, and 1.2 kB for each chunk."""
+    has 12 bytes for each number that it owns, and 1.6 kB for each chunk."""
     config = settings(tmp_path, steps=4, save_every=2, checkpoint_format="folder", zero=1)
     lost = (rf"{tmp_path}/step_0000000%d could not be written: rank 1: "
             rf"\[Errno {errno.EFBIG}\] File too large")
@@ -548,7 +548,8 @@ def test_a_rollback_goes_back_to_a_folder_as_to_a_file(tmp_path):
 @pytest.mark.slow
 def test_a_run_of_commands_in_several_layouts_and_formats_is_the_straight_run(shards, tmp_path):
     """Each command goes on with what the one before has saved, the last as a branch."""
-    flags = ["--data", shards, *TINY, "--eval-every", 0, "--dtype", "fp64"]
+    # A rate that does not depend on --steps.
+    flags = ["--data", shards, *TINY, "--eval-every", 0, "--dtype", "fp64", "--min-lr-ratio", 1]
     assert launch(1, *flags, "--steps", 10, "--out", tmp_path / "one")[0].finish()[0] == 0
     out = tmp_path / "out"
     for steps, (ranks, *given) in zip((2, 4, 6, 8, 10), [
@@ -581,7 +582,7 @@ def bytes_held(name):
 def test_a_save_of_a_folder_adds_a_ranks_own_shards_and_one_chunk(rank, world=4, *, tmp_path, tp,
                                                                   pp, zero):
     """Rank 0 needs no more than others. The rank's file has 12 bytes for each number that it owns,
-    and at most 1.3 kB for each chunk. To restore, it reads the chunks of its own shard alone."""
+    and at most 1.7 kB for each chunk. To restore, it reads the chunks of its own shard alone."""
     cfg = replace(CFG, n_layer=6, n_embd=384, vocab_size=8200)
     config = settings(tmp_path, tp=tp, pp=pp, micro_batch=1, zero=zero, checkpoint_format="folder")
     with gridded(rank, world, config.tp, config.pp) as grid:
@@ -610,7 +611,7 @@ def test_a_save_of_a_folder_adds_a_ranks_own_shards_and_one_chunk(rank, world=4,
                       for chunk in table.state_dict_metadata[index.fqn].chunks
                       if chunk.offsets == index.offset)
         assert size == sum(where.length for _, where in mine)
-        assert 800 * len(mine) < size - 4 * numbers < 1300 * len(mine), (size, numbers, len(mine))
+        assert 800 * len(mine) < size - 4 * numbers < 1700 * len(mine), (size, numbers, len(mine))
         grown = max(seen) - seen[0]
         assert 0.9 * own - 1e7 < grown < 1.1 * own + largest + 1e7, (own, largest, grown)
         read = []
