@@ -27,7 +27,8 @@ Reading it runs no code from it.
 A file of weights alone has no moments and is for `train.py --init-from`.
 
 First come `plain_save` and `plain_load` for a model in one process, then the pieces of any layout,
-then `save` and `load` of a run. Two files help: runtime/checkpoint_writer.py moves the pieces to
+then `save` and `load` of a run. base/checkpoint_folder.py has a format for larger models: a folder,
+of which every rank writes a part. Two files help: runtime/checkpoint_writer.py moves the pieces to
 rank 0 and writes in a thread, and base/checkpoint_files.py knows disks.
 """
 import os

@@ -103,8 +103,9 @@ def link_file(path: Path, name: Path) -> None:
 
 
 def rename_folder(aside: Path, path: Path, name: Path) -> None:
-    """Give a folder that is whole its name, and the link `name` to it. At each moment one of the
-    two folders that have had the name is there and counts. (`remove_old` removes the other.)"""
+    """Give a folder that is whole its name, and the link `name` to it. A folder that had the name
+    is called .old first, and `list_checkpoints` lists it: at each moment one of the two is there.
+    (`remove_old` removes it.)"""
     old = path.with_name(path.name + ".old")
     if path.exists():
         remove(old)
@@ -113,10 +114,13 @@ def rename_folder(aside: Path, path: Path, name: Path) -> None:
     link = name.with_name(name.name + ".tmp")
     link.unlink(missing_ok=True)
     try:
+        if name.is_dir() and not name.is_symlink():     # a copy may have made a folder of the link
+            remove(name)
         os.symlink(path.name, link)
         os.replace(link, name)
     except OSError as error:            # a run needs no link: the folder has its name
-        name.unlink(missing_ok=True)    # of an older folder
+        with suppress(OSError):
+            name.unlink(missing_ok=True)                # of an older folder
         warn(f"{path} is whole, but no link {name} can be made to it: {error.strerror}")
     flush_folder(path.parent)
 
@@ -130,6 +134,7 @@ def remove(path: Path) -> None:
     if path != aside:
         remove(aside)                           # a killed process has left it
         os.rename(path, aside)
+        flush_folder(path.parent)
     shutil.rmtree(aside)
 
 
@@ -201,9 +206,9 @@ def name_for_torch(path: Path):
 
 @retry_transient
 def verify(path: Path, rank: int = 0, world: int = 1) -> None:
-    """Read a checkpoint once and compare its bytes with the CRCs that its zips have. Of a folder
-    each rank reads some of the files, if all ranks of `world` call this; a file is for rank 0.
-    Raises CorruptCheckpoint."""
+    """Read a checkpoint once and compare its bytes with their CRCs: those of the zip, and of a
+    folder those in facts.pt. Of a folder each rank reads some of the files, if all ranks of `world`
+    call this; a file is for rank 0. Raises CorruptCheckpoint."""
     with reading(path, "is damaged, cut off, or no checkpoint"):
         if rank == 0:
             verify_zip(facts_file(path))
@@ -264,7 +269,7 @@ def what_is_left(out: Path) -> str:
 
 
 def read_state(path: Path, kinds=()) -> dict:
-    """What a checkpoint holds, of a folder without the tensors of other `kinds`. Errors are those
+    """What a checkpoint holds. A folder gives only the tensors of these `kinds`. Errors are those
     of torch.load."""
     with name_for_torch(facts_file(path)) as name:
         state = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
@@ -290,7 +295,7 @@ def remove_old(path: Path, keep: int, named: Container[str]) -> None:
     have left. A failure costs a warning: `path` is whole."""
     out = path.parent
     try:
-        (out / LATEST["file" if path.is_dir() else "folder"]).unlink(missing_ok=True)
+        remove(out / LATEST["file" if path.is_dir() else "folder"])
         for name in ASIDE:
             remove(out / name)
         files = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]

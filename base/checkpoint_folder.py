@@ -5,7 +5,8 @@ numbers, and reads those that it needs. The folder is in the format of torch.dis
     out/step_00000200/
         __0_0.distcp, __1_0.distcp ...  one file a rank: its chunks, each saved by torch.save
         .metadata                       DCP's table: which chunk of which tensor is where
-        facts.pt                        the entries of a checkpoint file except the tensors
+        facts.pt                        the entries of a checkpoint file except the tensors, and
+                                        the CRC of each other file
 
 A chunk is a box of a full tensor (a rectangle, if it is a matrix), at the global `offsets`. A rank
 holds a range of the flattened part of a parameter (checkpoint.owned_slices), which is no box. So it
@@ -39,13 +40,12 @@ from parallelism.tensor import ParamSpec
 
 FACTS = "facts.pt"
 TABLE = ".metadata"
-# What a pickle of DCP's table consists of. (The last four are of dtypes, layouts and paths.)
+# What a pickle of DCP's table consists of, beside dtypes.
 CLASSES = {("torch.distributed.checkpoint.metadata", name) for name in (
     "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
     "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")}
 CLASSES |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"),
-            ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"),
-            ("collections", "OrderedDict"), ("builtins", "set")}
+            ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -136,7 +136,8 @@ def write_part(path: Path, named_chunks) -> tuple[list[Entry], int]:
     """Write this rank's file and flush it to the disk. `named_chunks`: (name, shape of the full
     tensor, offsets, tensor). Returns what is where in the file, and the file's CRC."""
     entries = []
-    with SummedFile(io.FileIO(path, "w")) as file:
+    # "x": the file is new. A rank of an ended job that still hangs in a disk cannot empty it later.
+    with SummedFile(io.FileIO(path, "x")) as file:
         for name, shape, offsets, tensor in named_chunks:
             start = file.tell()
             torch.save(tensor.clone(), file)        # of a view it would write the whole memory
@@ -239,7 +240,7 @@ class TableUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) in CLASSES or is_dtype:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{TABLE} names {module}.{name}")
+        raise ValueError(f"{TABLE} names {module}.{name}")
 
 
 def read_table(folder: Path):

@@ -81,7 +81,8 @@ class Writer:
         return reason
 
     def wait(self, required: bool = False) -> str | None:
-        """Wait for the last write, however slow the disk is. Returns on rank 0 why it failed.
+        """Wait for the last write, however slow the disk is. Returns why it failed, on rank 0 at
+        least.
         Raises PeerError if another rank is gone, and RunError if rank 0 could not write a
         checkpoint that is `required`."""
         error = None if self.pending is None else self.pending.result()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from base.checkpoint_files import CorruptCheckpoint, list_checkpoints, verify
 from base.processes import RunError, all_ranks, is_rank0, on_rank0, warn
 from checkpoint import load
-from parallelism.collectives import all_gather_object
+from parallelism.collectives import all_gather_object, on_hosts
 from runtime import dashboards
 
 
@@ -70,17 +70,23 @@ def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. Every rank calls it, and reads its share."""
-    def look():
+    """What is wrong with a checkpoint, or None. Every rank calls it, and reads its share. Raises
+    RunError if rank 0 has the checkpoint and another rank does not see it."""
+    def look() -> tuple[str | None, bool]:
         try:
             verify_share(path)
             if is_rank0():
                 load(path)
         except (CorruptCheckpoint, FileNotFoundError) as error:
-            return str(error)
-        return None
-    reasons = [reason for reason in all_gather_object(all_ranks(look)) if reason is not None]
-    return reasons[0] if reasons else None
+            return str(error), isinstance(error, FileNotFoundError)
+        return None, False
+    found = all_gather_object((socket.gethostname(), *all_ranks(look)))
+    hosts, reasons, missing = zip(*found)
+    for rank, is_missing in enumerate(missing):
+        if is_missing and not missing[0]:
+            raise RunError(f"rank {rank}{on_hosts([rank], hosts)} does not see {path}: --out must "
+                           f"be on a disk that all machines share")
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def verify_share(path: Path) -> None:
@@ -139,8 +145,7 @@ def decide(out: Path, kind: str, file: Path | None, found: list[Path], newest: P
     """The last part of `find_start`, on rank 0. `newest`: of the checkpoints `found` in `out`, the
     first that is whole. Raises ValueError or OSError."""
     if newest is not None:
-        path = newest
-        state = load(path)
+        state = load(newest)
         if file is not None and not restarted:
             try:
                 origin = new_run(kind, load(file))["origin"]        # it has no paths
@@ -153,7 +158,7 @@ def decide(out: Path, kind: str, file: Path | None, found: list[Path], newest: P
             if state["run"].get("origin") != origin:
                 raise ValueError(f"{out} holds a run that did not begin from {file}: drop --{kind} "
                                  f"to go on with that run, or give another --out")
-        start = Start("continue", path, state["run"], found, events)
+        start = Start("continue", newest, state["run"], found, events)
     elif file is not None:
         state = load(file)
         start = Start(kind, file, new_run(kind, state), found)

@@ -2,7 +2,8 @@
 rank (--checkpoint-format folder). train.Run builds a `FolderWriter` in place of a
 checkpoint_writer.Writer. base/checkpoint_folder.py says what a folder holds.
 
-    1. copy     each rank copies its pieces to host memory. Training waits for this alone
+    1. copy     each rank copies its pieces to host memory. Training waits for this, and before it
+                for the end of the last write
     2. begin    rank 0 makes the folder out/step.tmp
     3. parts    each rank writes its file and flushes it to the disk
     4. end      rank 0 hears that all have, writes the table and the facts, and renames the folder
@@ -12,7 +13,6 @@ that dies closes its connections: then the folder never gets its name. The next 
 Other errors of a rank's thread end that rank at the next `wait`, and its loss ends the others.
 """
 import shutil
-import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
@@ -28,8 +28,10 @@ from base.retries import first_cause
 from checkpoint import STATE, owned_slices
 from parallelism.buckets import Bucket
 from parallelism.build import Grid
-from parallelism.collectives import PeerError, comm_errors, on_hosts, out_of_memory
-from runtime.checkpoint_writer import Writer, copy_pieces
+from parallelism.collectives import PeerError, comm_errors, first_line, on_hosts, out_of_memory
+from runtime.checkpoint_writer import Writer
+
+SHARED = "--out must be on a disk that all machines share"
 
 
 class FolderWriter(Writer):
@@ -46,20 +48,15 @@ class FolderWriter(Writer):
             self.grid.groups["folder"] = dist.new_group(timeout=timedelta(days=1), backend="gloo",
                                                         group_desc="all ranks")
 
-    def submit(self, facts: dict, named: Container[str]) -> None:
-        self.submitted = time.monotonic()
-        copies = copy_pieces(self.flat, STATE.values(), self.timeout)
-        self.pending = self.thread.submit(self._write, facts, named, copies)
-
     def _write(self, facts: dict, named: Container[str], copies: deque) -> str | None:
         """Returns on every rank why the folder could not be written, or None."""
         is_first = self.grid.rank == 0
-        _, reason = attempt(self._begin if is_first else no_action)
+        reason = None
+        if is_first:
+            _, reason = attempt(self._begin)
         reason = self._from_rank0(reason)
         if reason is None:
-            named_chunks = chunks_of(self.flat.buckets, self.grid, self.flat.num_shards, copies)
-            written, reason = attempt(lambda: write_part(self.aside / part_file(self.grid.rank),
-                                                         named_chunks))
+            written, reason = attempt(lambda: self._write_part(copies))
             entries, crc = (None, None) if written is None else written
             parts = self._to_rank0((entries if entries != self.written else None, crc, reason))
             if is_first:
@@ -76,6 +73,16 @@ class FolderWriter(Writer):
                 warn(f"{reason}; {what_is_left(self.out)}")
         return reason
 
+    def _send(self, *args) -> str | None:
+        return self._write(*args)           # all ranks do the same
+
+    def _write_part(self, copies: deque) -> tuple:
+        try:
+            return write_part(self.aside / part_file(self.grid.rank), chunks_of(
+                self.flat.buckets, self.grid, self.flat.num_shards, copies))
+        except FileNotFoundError:
+            raise OSError(f"there is no {self.aside} here: {SHARED}") from None
+
     def _begin(self) -> None:
         if self.aside.exists():                     # a killed save has left it
             shutil.rmtree(self.aside)
@@ -86,9 +93,12 @@ class FolderWriter(Writer):
         for rank in range(self.grid.world):
             if not (self.aside / part_file(rank)).exists():
                 raise OSError(f"the file of rank {rank}{on_hosts([rank], self.grid.hosts)} is not "
-                              f"in {self.aside}: --out must be on a disk that all machines share")
+                              f"in {self.aside}: {SHARED}")
         entries = [of_rank for of_rank, _, _ in parts]
-        if None not in entries:                         # all are new
+        unchanged = entries.count(None)
+        if 0 < unchanged < len(entries):                # after this failure all send theirs again
+            raise OSError("the chunks of some ranks have changed")
+        if unchanged == 0:
             dtype = self.flat.buckets[0].shard["master"].dtype
             self.table = make_table(entries, dtype)
         write_table(self.aside, self.table, facts, [crc for _, crc, _ in parts])
@@ -112,14 +122,6 @@ class FolderWriter(Writer):
             dist.gather_object(value, values, 0, self.grid.groups["folder"])
         return values
 
-    def close(self) -> None:
-        """Wait for the last write when the run ends by an error. If that error is the loss of a
-        rank, the others wait for it in vain: for `timeout` seconds."""
-        if self.pending is not None:
-            timeout = None if self.grid.world == 1 else self.timeout
-            with suppress(PeerError, TimeoutError):
-                self.pending.result(timeout)
-
     def _from_rank0(self, value):
         if self.grid.world == 1:
             return value
@@ -127,6 +129,16 @@ class FolderWriter(Writer):
         with comm_errors("save, receive from rank 0"):
             dist.broadcast_object_list(values, 0, self.grid.groups["folder"])
         return values[0]
+
+    def close(self) -> None:
+        """Wait for the last write when the run ends by an error. If that error is the loss of a
+        rank, the others wait for it in vain. So they wait for `timeout` seconds: a write that takes
+        longer is given up."""
+        if self.pending is not None:
+            timeout = None if self.grid.world == 1 else self.timeout
+            with suppress(PeerError, TimeoutError):
+                self.pending.result(timeout)
+
 
 
 def chunks_of(buckets: list[Bucket], grid: Grid, num_shards: int, copies: deque) -> Iterator[tuple]:
@@ -138,10 +150,6 @@ def chunks_of(buckets: list[Bucket], grid: Grid, num_shards: int, copies: deque)
                 yield f"{key}.{spec.name}", spec.shape, offsets, chunk
 
 
-def no_action() -> None:
-    pass
-
-
 def attempt(action: Callable) -> tuple:
     """(the result of action(), None), or (None, why a file could not be written)."""
     try:
@@ -150,4 +158,4 @@ def attempt(action: Callable) -> tuple:
         cause = first_cause(error)
         if out_of_memory(cause):
             raise cause
-        return None, str(cause)
+        return None, first_line(cause)

@@ -532,8 +532,8 @@ def test_a_run_killed_in_five_saves_of_folders_ends_bit_equal(shards, tmp_path):
 # ---------------------------------------------------------------------------------------------
 
 def test_a_rollback_goes_back_to_a_folder_as_to_a_file(tmp_path):
-    """The same rows and the same final state, with the folder to which it may go back kept."""
-    runs = {form: watched(settings(tmp_path / form, steps=44, save_every=8, keep=1,
+    """The same rows, names and final state."""
+    runs = {form: watched(settings(tmp_path / form, steps=44, save_every=4,
                                    checkpoint_format=form), poison, cfg=SMALL)
             for form in ("file", "folder")}
     file, folder = runs.values()

@@ -4,13 +4,12 @@
     python -m tools.checkpoint out/latest latest.pt     # a name that ends in .pt: a file
     python -m tools.checkpoint theirs ours.pt --data data/python --model nano
 
-One tensor is in memory at a time. The third line takes a folder of torch.distributed.checkpoint
-that another program has written, with our names of parameters. It has no facts: --data tells the
-tokenizer, and the flags of train.py the model. What comes out has weights alone, for train.py
---init-from.
+One tensor is in memory at a time, by the third line all weights. That line takes a folder of
+torch.distributed.checkpoint that another program has written, with our names of parameters. It has
+no facts: --data tells the tokenizer, and the flags of train.py the model. What comes out has
+weights alone, for train.py --init-from.
 """
 import os
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -65,11 +64,12 @@ def weights_of_another_program(folder: Path, given: dict) -> dict:
         for name, size in expected.items():
             if found.get(name) != size:
                 raise ValueError(f"{name} should have shape {size}, not {found.get(name)}")
+        parameters = {name: tensors[name] for name in expected}
     state = {key: {} for key in KEYS} | dict(
         format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
         run=new_run("import"), model=asdict(cfg))
     state |= {key: meta[key] for key in ("tokenizer", *OPTIONAL) if key in meta}
-    return state | dict(parameters={name: tensors[name] for name in expected})
+    return state | dict(parameters=parameters)
 
 
 def read(source: Path, given: dict) -> dict:
@@ -90,14 +90,16 @@ def write(state: dict, target: Path) -> None:
         if isinstance(state["parameters"], FolderTensors):
             state = streamed(state)
         write_file(state, aside, target)
+        flush_folder(target.absolute().parent)
         return
-    if aside.exists():                  # a killed process has left it
-        shutil.rmtree(aside)
+    if aside.exists():
+        raise ValueError(f"{aside} exists, as a killed process may leave it: remove it")
     with writing(aside, target):
         aside.mkdir()
         write_whole(state, tuple(STATE), aside)
         flush_folder(aside)
         os.rename(aside, target)
+        flush_folder(target.absolute().parent)
 
 
 @errors_in_one_line("tools.checkpoint")

@@ -123,21 +123,21 @@ def peak() -> int:
 
 def save(layout: Layout, folder: Path) -> dict:
     """The first save, in a fresh process: {what: value}."""
-    parts, seconds, received = [[] for _ in range(layout.grid.world)], [], 0
+    parts, seconds, longest = [[] for _ in range(layout.grid.world)], [], 0
     for buckets, grid in ranks_of(layout):
         start = time.process_time()
         entries = entries_of(buckets, grid, layout.num_shards)
         seconds.append(time.process_time() - start)
-        message = pickle.dumps((entries, None))
-        received += len(message)
-        parts[grid.rank], _ = pickle.loads(message)
+        message = pickle.dumps((entries, None, None))
+        longest = max(longest, len(message))
+        parts[grid.rank], *_ = pickle.loads(message)
     counts = [len(entries) for entries in parts if entries]
     make_table([[]], torch.float32)                 # imports what it needs
     start = time.process_time()
     content, hold = longest_hold(lambda: make_table(parts, torch.float32))
     made = time.process_time() - start
     start = time.perf_counter()
-    write_table(folder, content, {})
+    write_table(folder, content, {}, [0] * len(parts))
     written = time.perf_counter() - start
     return {
         "ranks": f"{len(parts):,}",
@@ -145,7 +145,8 @@ def save(layout: Layout, folder: Path) -> dict:
         "chunks of a rank": f"{median(counts):,.0f} ({max(counts):,} at most)",
         "chunks in all": f"{sum(counts):,}",
         "a rank's plan, s": f"{median(seconds):.2f} ({max(seconds):.2f} at most)",
-        "rank 0 receives, MB": f"{received / 1e6:,.0f}",
+        # gather_object makes all messages as long as the longest.
+        "rank 0 receives, MB": f"{len(parts) * longest / 1e6:,.0f}",
         "to make the table, s": f"{made:.1f}",
         "during which other threads waited at most, s": f"{hold:.2f}",
         "`.metadata`, MB": f"{len(content) / 1e6:,.0f}",
