@@ -77,11 +77,10 @@ class FolderWriter(Writer):
         return self._write(*args)           # all ranks do the same
 
     def _write_part(self, copies: deque) -> tuple:
-        try:
-            return write_part(self.aside / part_file(self.grid.rank), chunks_of(
-                self.flat.buckets, self.grid, self.flat.num_shards, copies))
-        except FileNotFoundError:
-            raise OSError(f"there is no {self.aside} here: {SHARED}") from None
+        if not self.aside.exists():
+            raise OSError(f"there is no {self.aside} here: {SHARED}")
+        return write_part(self.aside / part_file(self.grid.rank), chunks_of(
+            self.flat.buckets, self.grid, self.flat.num_shards, copies))
 
     def _begin(self) -> None:
         if self.aside.exists():                     # a killed save has left it

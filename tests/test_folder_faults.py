@@ -339,6 +339,23 @@ def test_a_full_disk_of_one_rank_costs_the_save_of_all(rank, world=2, *, tmp_pat
         mock.patch.stopall()
 
 
+@on_ranks
+def test_a_disk_that_the_ranks_do_not_share_is_told(rank, world=2, *, tmp_path):
+    """In a save, which is lost. Where a run continues, nothing is taken for damaged."""
+    def on_own_disk(run):
+        if rank == 1:
+            run.writer.aside = tmp_path / "other" / "step.tmp"
+    config = settings(tmp_path, steps=2, save_every=2, checkpoint_format="folder")
+    shared = "--out must be on a disk that all machines share"
+    with pytest.raises(RunError, match=f"rank 1: there is no {tmp_path}/other/step.tmp here: "
+                                       f"{shared}"):
+        run_steps(rank, world, (2, 1, 1), config, SMALL, prepare=on_own_disk)
+    run_steps(rank, world, (2, 1, 1), config, SMALL)
+    path = step_file(tmp_path if rank == 0 else tmp_path / "other", 2, "folder")
+    with pytest.raises(RunError, match=f"^rank 1 does not see {path}: {shared}"):
+        directory.latest_valid([path])
+
+
 @pytest.mark.fault("the disk is full at some byte of a save of a folder", tried=206, survived=206,
                    note="earlier folders are whole, and space is given back")
 @pytest.mark.slow
