@@ -178,7 +178,7 @@ def test_the_benchs_plans_are_those_of_a_real_save(pool, tmp_path):
     assert ours.storage_data.keys() == table.storage_data.keys()
     assert all(abs(where.length - table.storage_data[index].length) <= 8
                for index, where in ours.storage_data.items())
-    assert checkpoint_plans.load(layout, tmp_path / "bench").keys() >= {"a rank finds its chunks, s"}
+    assert "a rank finds its chunks, s" in checkpoint_plans.load(layout, tmp_path / "bench")
 
 
 def write_folders(tmp_path, steps, **flags):
