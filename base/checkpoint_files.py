@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from base.checkpoint_folder import FACTS, add_tensors, verify_folder
+from base.checkpoint_folder import FACTS, TABLE, add_tensors, verify_folder
 from base.errors import WriteFailed, is_failure
 from base.processes import warn
 from base.retries import first_cause, retry_transient
@@ -158,6 +158,8 @@ def reading(path: Path, problem: str):
     """Turn an exception of the block that reads `path` into a CorruptCheckpoint that names the
     problem: damaged bytes make zipfile and torch.load raise exceptions of many types. Errors of the
     file system are raised as they are."""
+    if (path.parent / FACTS).exists():
+        raise ValueError(f"{path} is a part of the checkpoint {path.parent}: give the folder")
     try:
         if not stat.S_ISREG(os.stat(facts_file(path)).st_mode):
             raise FileNotFoundError
@@ -179,11 +181,15 @@ def reading(path: Path, problem: str):
 
 def advice(path: Path) -> str:
     """What to give instead of `path`, which is no file."""
+    if (path / TABLE).exists():
+        return (f"it is a folder of torch.distributed.checkpoint of another program: `python -m "
+                f"tools.checkpoint {path} FILE.pt --data DIR --model NAME` takes its weights")
     inside = sorted([*path.glob("*.pt"), *(facts.parent for facts in path.glob(f"*/{FACTS}"))])
     if inside:                                          # latest or latest.pt is the first
         return f"it is a directory: give a file in it: {', '.join(map(str, inside))}"
     if path.suffix == ".pt":
         others = [file.name for file in list_checkpoints(path.parent)]
+        others += [name for name in LATEST.values() if (path.parent / name).exists()]
         if others:                                      # --keep has removed it
             return f"{path.parent} has {', '.join(others)}"
         return (f"run train.py first, or `python -m tools.huggingface import NAME {path}`, or give "

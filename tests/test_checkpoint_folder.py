@@ -273,7 +273,7 @@ def test_a_file_becomes_a_folder_and_a_file_again(run_train, run_sample, run_too
     out, folder = tmp_path / "o", tmp_path / "folder"
     flags = ["--data", shards, *TINY]
     assert run_train(*flags, "--out", out)[0] == 0
-    assert run_tool(out / "latest.pt", folder) == (0, f"wrote {folder}\n", "")
+    assert run_tool(out / "latest.pt", folder) == (0, f"wrote the folder {folder}\n", "")
     assert run_tool(folder, tmp_path / "again.pt")[0] == 0
     assert names_in(tmp_path) == ["again.pt", "folder", "o"]        # nothing is left aside
     file = checkpoint.load(out / "latest.pt")
@@ -296,6 +296,10 @@ def test_a_file_becomes_a_folder_and_a_file_again(run_train, run_sample, run_too
     run_tool(tmp_path / "p" / "latest", tmp_path / "q" / "latest.pt")
     status, text, _ = run_train(*flags, "--out", tmp_path / "q", "--steps", 6, "--plain")
     assert status == 0 and "after step 4" in text
+    status, _, error = run_sample("--ckpt", folder / "facts.pt")
+    assert status == 2 and f"is a part of the checkpoint {folder}: give the folder" in error
+    status, _, error = run_sample("--ckpt", tmp_path / "p" / "latest.pt")
+    assert status == 2 and "p has step_00000004, latest" in error.replace("step_00000002, ", "")
     for words, given in [("exists: give a new name", (folder, out)),
                          ("drop the flags", (folder, tmp_path / "x.pt", "--model", "nano")),
                          ("there is no checkpoint", (tmp_path / "x", tmp_path / "y"))]:

@@ -62,8 +62,11 @@ def weights_of_another_program(folder: Path, given: dict) -> dict:
             if found.keys() & expected:
                 break
         for name, size in expected.items():
-            if found.get(name) != size:
-                raise ValueError(f"{name} should have shape {size}, not {found.get(name)}")
+            if name not in found:
+                raise ValueError(f"it has no {name}")
+            if found[name] != size:
+                raise ValueError(f"{name} should have shape {size}, not {found[name]}: give the "
+                                 f"flags of its model, such as --n-embd")
         parameters = {name: tensors[name] for name in expected}
     state = {key: {} for key in KEYS} | dict(
         format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
@@ -114,7 +117,7 @@ def main() -> None:
     if os.path.lexists(target):
         raise ValueError(f"{target} exists: give a new name")
     write(read(source, given), target)
-    print(f"wrote {target}")
+    print(f"wrote the {'folder' if target.is_dir() else 'file'} {target}")
 
 
 if __name__ == "__main__":
