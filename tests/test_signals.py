@@ -170,7 +170,7 @@ def in_step(step, method):
     return slowed
 def slow_fsync(file, fsync=os.fsync):
     there()
-    time.sleep(0.5)
+    time.sleep(FSYNC_SECONDS)
     fsync(file)
 """
 
@@ -192,7 +192,9 @@ def test_a_signal_ends_a_run_from_any_phase_within_seconds(shards, things, tmp_p
     the signal from their launcher."""
     statement, done, unevaluated = PHASES[phase]
     command = ["--data", shards, *TINY, "--pp", ranks, "--checkpoint-format", form]
-    run = start_and_wait_for(ranks, tmp_path, LINGER + statement, *command)
+    seconds = dict(file=0.5, folder=0.15)[form]         # a folder has more files to flush
+    linger = LINGER.replace("FSYNC_SECONDS", str(seconds))
+    run = start_and_wait_for(ranks, tmp_path, linger + statement, *command)
     if phase == "save":
         wait_for_step(tmp_path / "out", 2, run[-1])
     time.sleep(0.1)
