@@ -8,10 +8,8 @@ numbers, and reads those that it needs. The folder is in the format of torch.dis
         facts.pt                        the entries of a checkpoint file except the tensors, and
                                         the CRC of each other file
 
-A chunk is a box of a full tensor (a rectangle, if it is a matrix), at the global `offsets`. A rank
-holds a range of the flattened part of a parameter (checkpoint.owned_slices), which is no box. So it
-is cut into few: the end of a row, whole rows, the beginning of a row. The names are
-parameters.NAME, exp_avg.NAME and exp_avg_sq.NAME, and the tensors have no layout, as in a file.
+A chunk is a box of a full tensor (chunks.py). The names are parameters.NAME, exp_avg.NAME and
+exp_avg_sq.NAME, and the tensors have no layout, as in a file.
 
 DCP's own functions open such a folder, and read it in one process or in many. Two things differ
 when this file reads. `.metadata` is a pickle, and a pickle may run any code: ours knows only the
@@ -27,16 +25,16 @@ import math
 import os
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from base.chunks import chunks
 from base.processes import all_ranks
 from base.retries import first_cause, retry_transient
-from parallelism.tensor import ParamSpec
 
 FACTS = "facts.pt"
 TABLE = ".metadata"
@@ -46,62 +44,6 @@ CLASSES = {("torch.distributed.checkpoint.metadata", name) for name in (
     "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")}
 CLASSES |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"),
             ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
-
-
-# ---------------------------------------------------------------------------------------------
-# A rank's numbers as chunks
-# ---------------------------------------------------------------------------------------------
-
-
-def boxes(shape, low: int, high: int) -> Iterator[tuple]:
-    """Cut the numbers low to high - 1 of a flattened tensor into boxes, in their order. Yields
-    (offsets, sizes). Of a matrix there are at most three."""
-    row = math.prod(shape[1:])                      # of a vector: 1
-    while low < high:
-        number, column = divmod(low, row)
-        if column == 0 and high - low >= row:       # whole rows
-            count = (high - low) // row
-            yield (number, *[0] * (len(shape) - 1)), (count, *shape[1:])
-            low += count * row
-        else:
-            end = min(high, (number + 1) * row)
-            for offsets, sizes in boxes(shape[1:], column, end - number * row):
-                yield (number, *offsets), (1, *sizes)
-            low = end
-
-
-def place(spec: ParamSpec, grid, offsets: tuple, box: torch.Tensor) -> Iterator[tuple]:
-    """A box of this rank's part of a parameter, as chunks of the full tensor: one for each stacked
-    matrix that it reaches into, without the padding. Yields (offsets, view of `box`). It is the
-    inverse of ParamSpec.cut."""
-    expert = grid.ep_rank % spec.ep * (spec.padded_rows // spec.ep)
-    offsets = (offsets[0] + expert, *offsets[1:])
-    dim = spec.partition_dim
-    if dim is None:
-        yield offsets, box
-        return
-    size = spec.local_shape[dim] // spec.stacked    # of this rank's part of one stacked matrix
-    begin = offsets[dim]
-    for matrix in range(spec.stacked):
-        low = max(begin, matrix * size)
-        high = min(begin + box.shape[dim], (matrix + 1) * size)
-        # In the full tensor all tp parts of a matrix come before the next matrix.
-        first = low + (matrix * (spec.tp - 1) + grid.tp_rank) * size
-        if dim == 0:
-            high = min(high, low + spec.shape[0] - first)       # without padding
-        if low < high:
-            yield ((*offsets[:dim], first, *offsets[dim + 1:]),
-                   box.narrow(dim, low - begin, high - low))
-
-
-def chunks(spec: ParamSpec, grid, numbers: torch.Tensor, where: slice) -> Iterator[tuple]:
-    """The numbers part.flatten()[where] of this rank's part of a parameter, as chunks of the full
-    tensor. Yields (offsets, view of `numbers`)."""
-    begin = 0
-    for offsets, sizes in boxes(spec.local_shape, where.start, where.stop):
-        end = begin + math.prod(sizes)
-        yield from place(spec, grid, offsets, numbers[begin:end].view(sizes))
-        begin = end
 
 
 # ---------------------------------------------------------------------------------------------

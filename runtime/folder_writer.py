@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from base.checkpoint_files import (LATEST, flush_folder, remove_old, rename_folder, step_file,
                                    what_is_left)
-from base.checkpoint_folder import chunks, make_table, part_file, write_part, write_table
+from base.checkpoint_folder import make_table, part_file, write_part, write_table
+from base.chunks import chunks
 from base.processes import warn
 from base.retries import first_cause
 from checkpoint import STATE, owned_slices

@@ -59,12 +59,14 @@ def initial_weights(config: Config) -> Callable | None:
         return None
     weights = all_ranks(lambda: load_state(config.init_from))["parameters"]
 
+    def part_of(spec, grid):            # the file's position table may be longer
+        return spec.cut(weights[spec.name][:spec.shape[0]], grid)
+
     def load_weights(flat: FlatParameters) -> None:
         if isinstance(weights, FolderTensors):
             fill_shards(weights, flat, "master")
-        else:                           # the file's position table may be longer
-            flat.load_parts("master", lambda spec: spec.cut(weights[spec.name][:spec.shape[0]],
-                                                            flat.grid))
+        else:
+            flat.load_parts("master", lambda spec: part_of(spec, flat.grid))
     return load_weights
 
 

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import checkpoint
 from base import checkpoint_files, checkpoint_folder
 from base.checkpoint_files import CorruptCheckpoint, step_file
-from base.checkpoint_folder import Entry, chunks, read_table
+from base.checkpoint_folder import Entry, read_table
+from base.chunks import chunks
 from models.llama import FAMILIES, LlamaConfig
 from models.moe import MoEConfig
 from parallelism.tensor import ParamSpec

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import torch
 
-from base.checkpoint_folder import (Entry, FolderTensors, chunks, make_table, read_table,
-                                    write_table)
+from base.checkpoint_folder import Entry, FolderTensors, make_table, read_table, write_table
+from base.chunks import chunks
 from checkpoint import STATE, at_rank, owned_slices
 from model import SIZES, GPTConfig
 from models.llama import LlamaConfig
