@@ -218,6 +218,22 @@ def test_a_damaged_folder_is_passed_over(tmp_path, capsys):
     assert directory.latest_valid([newest, older]) == (newest, [])
 
 
+def test_a_table_that_lacks_a_chunk_is_refused(tmp_path):
+    """No number of a tensor stays as it was in memory."""
+    full = torch.arange(8.0).view(4, 2)
+    halves = [("parameters.x", full.shape, (row, 0), full[row:row + 2]) for row in (0, 2)]
+    entries, _ = checkpoint_folder.write_part(tmp_path / checkpoint_folder.part_file(0), halves)
+    for count in (2, 1):
+        table = checkpoint_folder.make_table([entries[:count]], torch.float32)
+        (tmp_path / ".metadata").write_bytes(table)
+        tensors = checkpoint_folder.FolderTensors(tmp_path, read_table(tmp_path), "parameters.")
+        if count == 2:
+            assert tensors["x"].equal(full)
+        else:
+            with pytest.raises(ValueError, match="lacks a part of parameters.x"):
+                tensors["x"]
+
+
 class Runs:
     """A pickle of it runs code."""
 
