@@ -1,13 +1,13 @@
 """The models: GPTs (model.py), Llama and its relatives (llama.py), mixtures of experts (moe.py).
-kv_cache.py samples."""
+llama_sizes.py has their sizes, kv_cache.py samples."""
 import model
 from model import GPTConfig
-from models import llama, moe
+from models import llama_sizes, moe
 from models.llama import LlamaConfig
 from models.moe import MoEConfig
 
-SIZES = model.SIZES | llama.SIZES | moe.SIZES           # of --model
-PEAK_LR = model.PEAK_LR | llama.PEAK_LR | moe.PEAK_LR
+SIZES = model.SIZES | llama_sizes.SIZES | moe.SIZES           # of --model
+PEAK_LR = model.PEAK_LR | llama_sizes.PEAK_LR | moe.PEAK_LR
 
 
 def make_config(**fields) -> GPTConfig:

@@ -20,7 +20,7 @@ import sample
 from base.flops import flops_per_token, parameter_count
 from base.options import parse_flags
 from model import GPTConfig
-from models import SIZES, kv_cache, llama, make_config, moe
+from models import SIZES, kv_cache, llama, llama_sizes, make_config, moe
 from models.llama import FAMILIES, LlamaConfig
 from parallelism import kernels
 from runtime import checks
@@ -556,7 +556,7 @@ def test_parameters_are_as_many_as_published(name, vocab, count):
 
 def test_a_plan_knows_the_vocabulary_of_every_published_size():
     """llama-nano and moe-nano are none: like a GPT they have GPT-2's."""
-    assert VOCABULARIES.keys() == (llama.SIZES | moe.SIZES).keys() - {"llama-nano", "moe-nano"}
+    assert VOCABULARIES.keys() == (llama_sizes.SIZES | moe.SIZES).keys() - {"llama-nano", "moe-nano"}
     for flags in (["--model", "llama-nano"], ["--model", "gpt2"], ["--n-layer", "3"]):
         text = answer(["--world", "1", "--gpu", "h100", *flags])
         assert ", vocabulary 50257 (GPT-2's; --vocab-size changes it)\n" in text
