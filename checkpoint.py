@@ -42,7 +42,7 @@ from base.checkpoint_files import (flush_folder, link_file, read_state, reading,
                                    step_file, verify, write_file)
 from base.checkpoint_folder import FolderTensors, fill_shards, shapes_of
 from base.retries import retry_transient
-from model import GPT, VOCAB_MATRICES, GPTConfig
+from model import GPT, OF_VOCABULARY, GPTConfig
 from models import make_config
 from parallelism.buckets import Bucket, is_owner, make_buckets
 from parallelism.build import Grid, build_stage
@@ -247,8 +247,8 @@ def parameter_shapes(model_config: GPTConfig) -> dict[str, tuple]:
     with torch.device("meta"):
         model = model_config.build()
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    of_vocabulary = (model_config.vocab_size, model_config.n_embd)
-    return shapes | {name: of_vocabulary for name in VOCAB_MATRICES if name in shapes}
+    return shapes | {name: (model_config.vocab_size, *shapes[name][1:]) for name in OF_VOCABULARY
+                     if name in shapes}
 
 
 def load_model(path: Path) -> tuple[GPT, dict]:

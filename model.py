@@ -36,7 +36,7 @@ import torch.nn.functional as F
 
 VOCAB_MULTIPLE = 128    # the token matrix is padded to a multiple of this many rows
 IGNORE_INDEX = -1       # a target that adds nothing to the loss
-VOCAB_MATRICES = ("embed.token.weight", "head.weight")      # in a GPT they are one
+OF_VOCABULARY = ("embed.token.weight", "head.weight", "head.bias")  # one row a token
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class GPT(nn.Module):
     def initialize(self, seed: int) -> "GPT":
         """Fill every parameter by its name. Returns the model."""
         for name, parameter in self.named_parameters():
-            rows = self.cfg.vocab_size if name in VOCAB_MATRICES else parameter.shape[0]
+            rows = self.cfg.vocab_size if name in OF_VOCABULARY else parameter.shape[0]
             shape = (rows, *parameter.shape[1:])
             parameter.zero_()
             parameter[:rows] = initial_value(self.cfg, name, shape, seed)

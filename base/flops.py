@@ -11,15 +11,14 @@ from functools import cache
 
 import torch
 
-from model import VOCAB_MATRICES, GPTConfig
+from model import OF_VOCABULARY, GPTConfig
 
 
 def parameters(cfg: GPTConfig) -> dict[str, int]:
     """{name: numbers} of the full parameters of a model, without padding."""
     with torch.device("meta"):
         model = cfg.build()
-    padding = (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
-    return {name: p.numel() - (padding if name in VOCAB_MATRICES else 0)
+    return {name: (p[:cfg.vocab_size] if name in OF_VOCABULARY else p).numel()
             for name, p in model.named_parameters()}
 
 

@@ -9,10 +9,11 @@
     head             the token matrix               a matrix of its own               Llama
 
 The first four are the ideas of this file. Llama 1 and the small Llama 2 have G = 1. The relatives
-differ from Llama in some of these, in a norm of q and k, or in the residual. FAMILIES says how. It
-comes last, behind the options of LlamaConfig. llama_sizes.py has the sizes by their names.
-Each class but Rotary replaces the class of that name in model.py. It keeps the names of its modules
-and the four conventions of model.py's header, so whatever runs a GPT runs a Llama.
+differ from Llama in some of these, in a norm of q and k, in the residual, or in a bias of the
+logits. Mistral 7B has a window (window.py). FAMILIES says how they differ. It comes last, behind
+the options of LlamaConfig. llama_sizes.py has the sizes by their names.
+Most classes replace the class of that name in model.py. They keep the names of its modules and the four
+conventions of model.py's header, so whatever runs a GPT runs a Llama.
 
     model = LlamaConfig(vocab_size=257).build().initialize(seed=0)
     loss = model(tokens, targets) / targets.numel()
@@ -23,7 +24,9 @@ Shapes, besides those of model.py. H D may differ from C.
 
 Papers: Llama (Touvron et al. 2023), RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al.
 2021), gated MLPs (Shazeer 2020), grouped queries (Ainslie et al. 2023), GPT-NeoX-20B (Black et al.
-2022), PaLM (Chowdhery et al. 2022), OLMo (Groeneveld et al. 2024), Qwen (Yang et al. 2024, 2025).
+2022), PaLM (Chowdhery et al. 2022), OLMo (Groeneveld et al. 2024), OLMo 2 (Walsh et al. 2025),
+Qwen (Yang et al. 2024, 2025), GPT-J (Wang and Komatsuzaki 2021), Phi (Gunasekar et al. 2023),
+Galactica (Taylor et al. 2022).
 """
 from __future__ import annotations      # LlamaConfig comes last
 from dataclasses import dataclass
@@ -35,6 +38,7 @@ import torch.nn.functional as F
 
 import model
 from model import GPT, CoreAttention, Dropout, GPTConfig, ceil_div, empty_embedding
+from models.window import WindowedAttention
 
 
 def make_norm(cfg: LlamaConfig) -> nn.Module:
@@ -42,7 +46,15 @@ def make_norm(cfg: LlamaConfig) -> nn.Module:
     if cfg.norm == "rms":
         return nn.RMSNorm(cfg.n_embd, cfg.norm_eps)
     return nn.LayerNorm(cfg.n_embd, cfg.norm_eps, elementwise_affine=cfg.norm == "layer",
-                        bias=cfg.bias == "all")
+                        bias=cfg.bias in ("mlp", "all"))
+
+
+class AllHeadsNorm(nn.RMSNorm):
+    """OLMo 2's norm of q (B, H, T, D), or of k: RMSNorm over the channels of all heads."""
+
+    def forward(self, q):
+        y = super().forward(q.transpose(1, 2).flatten(2))                   # (B, T, H D)
+        return y.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
 
 
 class Rotary(nn.Module):
@@ -114,12 +126,20 @@ class Attention(nn.Module):
         self.group = cfg.n_head // cfg.n_kv_head                            # G
         width = cfg.n_head * cfg.head_dim
         self.qkv = nn.Linear(cfg.n_embd, width + 2 * cfg.n_kv_head * cfg.head_dim,
-                             bias=cfg.bias != "none")
+                             bias=cfg.bias in ("qkv", "all"))
         if cfg.qk_norm:
             self.q_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps)
             self.k_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps)
-        self.rotary = Rotary(cfg)
-        self.core_attention = CoreAttention(cfg.dropout, "layer", layer, "attention")
+        if cfg.norm_all_heads:
+            self.q_norm = AllHeadsNorm(width, cfg.norm_eps)
+            self.k_norm = AllHeadsNorm(cfg.n_kv_head * cfg.head_dim, cfg.norm_eps)
+        if cfg.turned > 0:
+            self.rotary = Rotary(cfg)
+        name = ("layer", layer, "attention")
+        if 0 < cfg.window < cfg.seq_len:
+            self.core_attention = WindowedAttention(cfg.window, cfg.dropout, *name)
+        else:
+            self.core_attention = CoreAttention(cfg.dropout, *name)
         self.proj = nn.Linear(width, cfg.n_embd, bias=cfg.bias == "all")
 
     def forward(self, x, dropout_seed=None, mask=None):
@@ -129,7 +149,8 @@ class Attention(nn.Module):
         return self.attend(q, k, v, dropout_seed, mask)
 
     def attend(self, q, k, v, dropout_seed=None, mask=None):
-        q, k = self.rotary(q, k)
+        if hasattr(self, "rotary"):
+            q, k = self.rotary(q, k)
         y = self.core_attention(q, k, v, dropout_seed, mask)                # (B, H, T, D)
         return self.proj(y.transpose(1, 2).flatten(2))                      # (B, T, H D)
 
@@ -147,9 +168,10 @@ class MLP(nn.Module):
     def __init__(self, cfg: LlamaConfig):
         super().__init__()
         matrices = 2 if cfg.gated else 1
-        self.up = nn.Linear(cfg.n_embd, matrices * cfg.hidden, bias=cfg.bias == "all")
+        has_bias = cfg.bias in ("mlp", "all")
+        self.up = nn.Linear(cfg.n_embd, matrices * cfg.hidden, bias=has_bias)
         self.up.stacked = matrices
-        self.down = nn.Linear(cfg.hidden, cfg.n_embd, bias=cfg.bias == "all")
+        self.down = nn.Linear(cfg.hidden, cfg.n_embd, bias=has_bias)
         self.gated, self.activation = cfg.gated, ACTIVATIONS[cfg.activation]
 
     def forward(self, x):
@@ -190,6 +212,10 @@ class Block(nn.Module):
         self.residual = cfg.residual
 
     def forward(self, x, dropout_seed=None, mask=None):
+        if self.residual == "norm behind":
+            y = self.norm1(self.attn(x, dropout_seed, mask))
+            x = x + self.dropout1(y, dropout_seed)
+            return x + self.dropout2(self.norm2(self.mlp(x)), dropout_seed)
         normed = self.norm1(x)
         y = self.dropout1(self.attn(normed, dropout_seed, mask), dropout_seed)
         if self.residual == "serial":
@@ -200,6 +226,17 @@ class Block(nn.Module):
         return x + y + self.dropout2(self.mlp(normed), dropout_seed)
 
 
+class BiasedHead(model.Head):
+    """The logits have a bias."""
+
+    def __init__(self, cfg: LlamaConfig, weight: nn.Parameter):
+        super().__init__(cfg, weight)
+        self.bias = nn.Parameter(torch.empty(cfg.padded_vocab))             # (padded V,)
+
+    def logits(self, x):
+        return super().logits(x) + self.bias[:self.vocab_size]
+
+
 class Llama(GPT):
     """The whole model. As in a GPT, its ends may be None and blocks deleted."""
     block_type = Block
@@ -207,13 +244,13 @@ class Llama(GPT):
     def __init__(self, cfg: LlamaConfig):
         nn.Module.__init__(self)        # Not super(): it would build the modules of a GPT.
         self.cfg = cfg
-        self.embed = Embed(cfg)
+        self.embed = model.Embed(cfg) if cfg.learned_positions else Embed(cfg)
         self.blocks = nn.ModuleDict(
             {str(i): self.block_type(cfg, i) for i in range(cfg.n_layer)})
         weight = self.embed.token.weight
         if not cfg.tied:
             weight = nn.Parameter(torch.empty_like(weight))
-        self.head = model.Head(cfg, weight)
+        self.head = BiasedHead(cfg, weight) if cfg.head_bias else model.Head(cfg, weight)
         self.head.norm = make_norm(cfg)
 
 
@@ -224,8 +261,8 @@ class Llama(GPT):
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": partial(F.gelu, approximate="tanh"),
                "gelu_erf": F.gelu}
 NORMS = ("rms", "layer", "plain")               # plain: LayerNorm without parameters
-BIASES = ("none", "qkv", "all")
-RESIDUALS = ("serial", "parallel", "one norm")
+BIASES = ("none", "qkv", "mlp", "all")          # mlp: of the MLP and of LayerNorms
+RESIDUALS = ("serial", "parallel", "one norm", "norm behind")
 
 
 @dataclass(frozen=True)
@@ -239,13 +276,18 @@ class LlamaConfig(GPTConfig):
     norm: str = "rms"
     norm_eps: float = 1e-5
     qk_norm: bool = False           # RMSNorm of each head of q and k
+    norm_all_heads: bool = False    # RMSNorm of q and k over the channels of all heads
+    window: int = 0                 # positions that attention reaches, its own included; 0: all
+    learned_positions: bool = False  # added to the tokens, as a GPT's
     rotary: float = 1.0             # the fraction of a head's channels that is rotated
     rope_theta: float = 10000.0
     rope_scaling: tuple = ()        # Llama 3.1: (factor, low, high, original seq_len)
     bias: str = "none"
     residual: str = "serial"        # "parallel": x + attention(norm1(x)) + mlp(norm2(x))
                                     # "one norm": both branches read norm1(x)
+                                    # "norm behind": x + norm1(attention(x)), and so the MLP
     tied: bool = False
+    head_bias: bool = False         # of the logits
 
     def __post_init__(self):
         def set_default(name, value):
@@ -287,4 +329,11 @@ FAMILIES = {
     "neox": dict(norm="layer", activation="gelu", gated=False, bias="all", rotary=0.25,
                  residual="parallel"),                  # Pythia, too
     "palm": dict(norm="layer", residual="one norm", tied=True),
+    "olmo2": dict(norm_all_heads=True, residual="norm behind", norm_eps=1e-6, rope_theta=5e5),
+    "phi": dict(norm="layer", activation="gelu", gated=False, bias="all", rotary=0.5,
+                residual="one norm", head_bias=True),
+    "gptj": dict(norm="layer", activation="gelu", gated=False, bias="mlp", rotary=0.25,
+                 residual="one norm", head_bias=True),
+    "galactica": dict(norm="plain", activation="gelu_erf", gated=False, learned_positions=True,
+                      rotary=0.0, tied=True),
 }

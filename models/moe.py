@@ -198,23 +198,12 @@ class Mixture(nn.Module):
         return y
 
 
-class AllHeadsNorm(nn.RMSNorm):
-    """OLMoE's norm of q (B, H, T, D), or of k: RMSNorm over the channels of all heads."""
-
-    def forward(self, q):
-        y = super().forward(q.transpose(1, 2).flatten(2))                   # (B, T, H D)
-        return y.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
-
-
 class Block(llama.Block):
     """One block, (B, T, C) -> (B, T, C)."""
 
     def __init__(self, cfg: MoEConfig, layer: int):
         super().__init__(cfg, layer)
         self.mlp = Mixture(cfg)
-        if cfg.norm_all_heads:
-            self.attn.q_norm = AllHeadsNorm(cfg.n_head * cfg.head_dim, cfg.norm_eps)
-            self.attn.k_norm = AllHeadsNorm(cfg.n_kv_head * cfg.head_dim, cfg.norm_eps)
 
 
 class MoE(Llama):
@@ -256,7 +245,6 @@ class MoEConfig(LlamaConfig):
     n_active: int = 2               # K
     normalised: bool = True         # the weights of a token's experts add up to 1
     shared_hidden: int = 0          # hidden channels of the expert that computes every token
-    norm_all_heads: bool = False    # q and k are normed over all heads
     balance_loss: float = 0.01      # the factors of the two losses
     z_loss: float = 0.0
     balance_bias: float = 0.0       # the speed of the bias

@@ -1,4 +1,4 @@
-"""OLMoE's norm of q and k over the channels of all heads, under tensor parallelism.
+"""The norm of q and k over the channels of all heads (OLMo 2, OLMoE), under tensor parallelism.
 
 Each tp rank has some heads, and so some of the channels. For each position the tp ranks sum the
 squares of their channels, a number (B, T) forward and its gradient backward. With --exact the sum
@@ -7,7 +7,7 @@ is over the strips of exact.py, in the same order in every layout.
 import torch
 import torch.nn as nn
 
-from models.moe import AllHeadsNorm
+from models.llama import AllHeadsNorm
 from parallelism.collectives import all_gather, all_reduce
 from parallelism.tensor import TensorParallel
 

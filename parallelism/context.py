@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model import GPT, CoreAttention, seed_dropout
 from models.llama import Rotary
+from models.window import with_window
 from parallel import own_positions
 from parallelism.collectives import all_gather, reduce_scatter
 from parallelism.kernels import upcast_for_matmul
@@ -90,6 +91,7 @@ class ContextParallelAttention(CoreAttention):
     def __init__(self, plain: CoreAttention, grid):
         super().__init__(plain.p, *plain.name)
         self.grid = grid
+        self.window = getattr(plain, "window", 0)           # 0: none (models/window.py)
 
     def forward(self, q, k, v, dropout_seed=None, mask=None):
         """With dropout each rank has a seed of its own. A mask (B, 1, T, T) is of all positions."""
@@ -97,12 +99,14 @@ class ContextParallelAttention(CoreAttention):
         if p > 0:
             seed_dropout(q.device, dropout_seed, *self.name, self.part)
         kv = _GatherKeysAndValues.apply(k, v, self.grid)            # (2, B, H, T, D)
+        if self.window > 0:
+            mask = with_window(mask, self.window, kv.shape[-2], kv.device)
         outputs = []
         rank, cp = self.grid.cp_rank, self.grid.cp
         for piece, q_piece in zip([rank, 2 * cp - 1 - rank], q.chunk(2, dim=2)):
             n = q_piece.shape[2]
             end = (piece + 1) * n
-            mask_of_piece = None if mask is None else mask[:, :, end - n:end, :end]
+            mask_of_piece = None if mask is None else mask[..., end - n:end, :end]
             outputs.append(attend_to_prefix(q_piece, kv[0, :, :, :end], kv[1, :, :, :end], p,
                                             mask_of_piece))
         return torch.cat(outputs, dim=2)

@@ -275,20 +275,23 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
     """The loss of tensor.VocabParallelCrossEntropy, with logits in strips, and its gradients."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, grid, loss_factor, vocab_size):
+    def forward(ctx, x, weight, bias, targets, grid, loss_factor, vocab_size):
         exact = grid.exact
         x = all_positions(x, grid)
         shape = x.shape
         x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
         # Each (w, C), and aligned: w is a multiple of 16, C of the number of strips.
         weights = weight.chunk(exact.strips // grid.tp)
+        biases = [None] * len(weights)
+        if bias is not None:
+            biases = bias.chunk(len(weights))                               # each (w,)
         first = grid.tp_rank * len(weight)
         dx = torch.zeros_like(x, dtype=torch.float64)
         loss = torch.zeros(1, dtype=torch.float64, device=x.device)
         size = tile_size(len(x), len(weight) * grid.tp, x.device.type)     # the same for every tp
         for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
-            logits = [wide_logits(x_i, strip, vocab_size - first - i * len(strip))
-                      for i, strip in enumerate(weights)]                   # each (n, w)
+            logits = [wide_logits(x_i, strip, b, vocab_size - first - i * len(strip))
+                      for i, (strip, b) in enumerate(zip(weights, biases))] # each (n, w)
             targets_of_strips = [(targets_i - first - i * len(strip)).unsqueeze(1)
                                  for i, strip in enumerate(weights)]        # each (n, 1)
             losses, total = exact_losses(logits, targets_of_strips, grid)   # (n, 1); new logits
@@ -298,23 +301,31 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
                 continue
             weight_of_row = counted.to(total.dtype) * loss_factor           # (n, 1)
             dws = weight.main_grad().chunk(len(weights))
-            for p, strip, dw, columns in zip(logits, weights, dws, targets_of_strips):
+            dbs = biases
+            if bias is not None:
+                dbs = bias.main_grad().chunk(len(weights))
+            for p, strip, dw, db, columns in zip(logits, weights, dws, dbs, targets_of_strips):
                 p.mul_((weight_of_row / total).to(p.dtype))
                 columns, is_local = local_columns(columns, p)
                 p.scatter_add_(1, columns, -(weight_of_row * is_local).to(p.dtype))
                 dz = p.to(x.dtype)
                 exact.add(dx_i, matmul(dz, strip), exact.activation_gradient, exact.strips)
                 exact.add(dw, matmul(dz.t(), x_i), exact.embedding_gradient, exact.terms(len(x_i)))
+                if db is not None:
+                    exact.add_rows(db, dz, exact.gradient)
         if loss_factor is not None:
             dx = by_ranks(dx.view(shape), grid)
             dx = sum_over_ranks(dx, grid).wait().to(x.dtype)
-            ctx.save_for_backward(dx, None, loss.new_full((), loss_factor))
+            ctx.save_for_backward(dx, None, None, loss.new_full((), loss_factor))
         return loss[0]
 
 
-def wide_logits(x: torch.Tensor, weight: torch.Tensor, tokens: int) -> torch.Tensor:
-    """(n, C), (w, C) -> (n, w) in fp32 or wider. From column `tokens` on they are padding."""
+def wide_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                tokens: int) -> torch.Tensor:
+    """(n, C), (w, C), (w,) -> (n, w) in fp32 or wider. From column `tokens` on they are padding."""
     logits = matmul(x, weight.t())
+    if bias is not None:
+        logits += bias
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits[:, max(tokens, 0):] = torch.finfo(logits.dtype).min
     return logits
@@ -351,7 +362,7 @@ class ExactHead(VocabParallelHead):
         return self.norm(x), total[0]
 
     def loss(self, x, targets, loss_factor):
-        return ExactCrossEntropy.apply(x, self.weight, targets, self.grid, loss_factor,
+        return ExactCrossEntropy.apply(x, self.weight, self.bias, targets, self.grid, loss_factor,
                                        self.vocab_size)
 
 

@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import model
 from model import CoreAttention
-from models import moe
+from models import llama, moe
+from models.window import WindowedAttention
 
 # ---- Products -------------------------------------------------------------------------------
 
@@ -210,9 +211,17 @@ class FastCoreAttention(CoreAttention):
         return upcast_for_matmul(attend, q, k, v)
 
 
+class FastWindowedAttention(FastCoreAttention, WindowedAttention):
+    pass
+
+
 class Head(model.Head):
     def logits(self, x):
         return linear(self.norm(x), self.weight)[..., :self.vocab_size]
+
+
+class BiasedHead(llama.BiasedHead, Head):
+    pass
 
 
 class ExpertLinear(moe.ExpertLinear):
@@ -221,8 +230,9 @@ class ExpertLinear(moe.ExpertLinear):
 
 
 KERNELS = {nn.Linear: Linear, nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm,
-           nn.Embedding: Embedding, CoreAttention: FastCoreAttention, model.Head: Head,
-           moe.ExpertLinear: ExpertLinear}
+           nn.Embedding: Embedding, CoreAttention: FastCoreAttention,
+           WindowedAttention: FastWindowedAttention, model.Head: Head,
+           llama.BiasedHead: BiasedHead, moe.ExpertLinear: ExpertLinear}
 
 
 def use_kernels(plain: nn.Module) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, IGNORE_INDEX, VOCAB_MATRICES, GPTConfig, ceil_div
+from model import GPT, IGNORE_INDEX, OF_VOCABULARY, GPTConfig, ceil_div
 from parallelism.collectives import all_reduce
 from parallelism.kernels import linear, lookup, multiplies_in_fp32, upcast_for_matmul
 from parallelism.sequence import (by_ranks, by_sequences, cut_positions, gather_positions,
@@ -87,7 +87,9 @@ class ParamSpec:
             rows = self.padded_rows // self.tp
             mine = full[grid.tp_rank * rows:(grid.tp_rank + 1) * rows]
             padding = rows - len(mine)
-            return F.pad(mine, (0, 0, 0, padding)) if padding > 0 else mine     # a view: not read
+            if padding <= 0:
+                return mine                             # a view: not read
+            return torch.cat([mine, mine.new_zeros(padding, *mine.shape[1:])])
         dim = self.partition_dim                                        # qkv's weight: (3C, C)
         matrices = full.unflatten(dim, (self.stacked, self.tp, -1))     # (3, tp, C / tp, C)
         mine = matrices.select(dim + 1, grid.tp_rank)                   # (3, C / tp, C)
@@ -366,10 +368,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), with TP2 T / tp
     positions, targets (B, T), W (V / tp, C) this rank's rows. TP4: it computes the logits of one
     tile of positions at a time. TP5: with these forward also computes the gradients, those of
-    loss * loss_factor (None: no gradients). Backward returns them."""
+    loss * loss_factor (None: no gradients). Backward returns them. The logits may have a bias
+    (V / tp,)."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, grid, loss_factor, tile_loss):
+    def forward(ctx, x, weight, bias, targets, grid, loss_factor, tile_loss):
         x = gather_positions(x, grid).wait()
         shape = x.shape
         x, targets = x.flatten(0, 1), by_ranks(targets, grid).flatten()     # (N, C), (N,)
@@ -381,6 +384,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             loss_factor = x.new_full((), loss_factor, dtype=wide)
             dx = torch.empty_like(x)
             dw = weight.main_grad() if in_main_grad else torch.zeros_like(weight, dtype=wide)
+            db = None if bias is None else torch.zeros_like(bias, dtype=wide)
         loss = 0.0
         size = tile_size(len(x), len(weight), x.device.type)
         memory = x.new_empty(size, len(weight))                             # of all tiles
@@ -389,6 +393,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             p = memory.to(wide)                                             # in fp32 the same
         for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
             logits = matmul(x_i, weight.t(), out=memory[:len(x_i)])         # (n, V / tp)
+            if bias is not None:
+                logits += bias
             p_i = None if p is None else p[:len(x_i)]
             if p is memory:
                 p_i = logits            # the same object: a compiler handles two views worse
@@ -398,25 +404,29 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
                 dz = logits.scatter_(1, columns, at_columns.to(logits.dtype))
                 matmul(dz, weight, out=dx_i)
                 add_product(dw, dz, x_i)
+                if bias is not None:
+                    db += dz.sum(0, dtype=wide)
 
         if loss_factor is not None:
             dx = sum_over_ranks(dx.view(shape), grid).wait()
             if grid.sequence_parallel:
                 dx = dx.clone()             # a slice would keep the memory of all positions
-            ctx.save_for_backward(dx, None if in_main_grad else dw.to(weight.dtype), loss_factor)
+            ctx.save_for_backward(dx, None if in_main_grad else dw.to(weight.dtype),
+                                  None if bias is None else db.to(bias.dtype), loss_factor)
         return loss
 
     @staticmethod
     def backward(ctx, dloss):
-        dx, dw, loss_factor = ctx.saved_tensors     # the gradients for dloss = loss_factor
+        dx, dw, db, loss_factor = ctx.saved_tensors     # the gradients for dloss = loss_factor
         if dw is not None:
             dx = dx * (dloss / loss_factor)
             dw = dw * (dloss / loss_factor)
+            db = None if db is None else db * (dloss / loss_factor)
         elif dloss.device.type == "cpu" and dloss != loss_factor:   # (a GPU would synchronize)
             raise RuntimeError(f"the gradient of the loss is {dloss:g}, but the token matrix's "
                                f"gradient has been added to main_grad for {loss_factor:g}: "
                                f"multiply the loss by head.loss_factor before backward()")
-        return dx, dw, None, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 class VocabParallelHead(TensorParallel):
@@ -424,7 +434,7 @@ class VocabParallelHead(TensorParallel):
     the same on every rank. If you change the loss, change model.Head too. TP5: `loss_factor`, by
     which the caller multiplies the loss before backward(), must be known in forward. `norms`: sum
     over all positions of |x| since `set_loss_factor`, for the log."""
-    partition_dim = {"weight": 0}
+    partition_dim = {"weight": 0, "bias": 0}
 
     def __init__(self, head: nn.Module, grid):
         super().__init__(head, grid)
@@ -448,8 +458,8 @@ class VocabParallelHead(TensorParallel):
         return self.loss(x, targets, self.loss_factor if torch.is_grad_enabled() else None)
 
     def loss(self, x, targets, loss_factor):
-        return VocabParallelCrossEntropy.apply(x, self.weight, targets, self.grid, loss_factor,
-                                               self.tile_loss)
+        return VocabParallelCrossEntropy.apply(x, self.weight, self.bias, targets, self.grid,
+                                               loss_factor, self.tile_loss)
 
 
 TP_PLAN = {         # which module of model.py becomes what (build_stage)
@@ -478,7 +488,7 @@ def param_specs(model: GPT, model_config: GPTConfig, grid) -> list[ParamSpec]:
             if name in specs:
                 specs[name].owners.append((module, attribute))
                 continue
-            rows = model_config.vocab_size if name in VOCAB_MATRICES else parameter.shape[0]
+            rows = model_config.vocab_size if name in OF_VOCABULARY else parameter.shape[0]
             specs[name] = ParamSpec(
                 name, (rows, *parameter.shape[1:]), padded_rows=parameter.shape[0],
                 partition_dim=getattr(module, "partition_dim", {}).get(attribute),

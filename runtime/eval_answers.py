@@ -95,6 +95,8 @@ def is_argmax(head, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """x (n, C), targets (n,) -> whether a target's logit is the largest, (n,). The tensor-parallel
     ranks have a part of the vocabulary each."""
     logits = matmul(x, head.weight.t()).float()                         # (n, V / tp)
+    if head.bias is not None:
+        logits += head.bias
     first = head.grid.tp_rank * logits.shape[1]
     logits[:, max(0, head.vocab_size - first):] = -torch.inf            # padding
     columns = (targets - first).unsqueeze(1)

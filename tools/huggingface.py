@@ -37,8 +37,8 @@ from model import GPTConfig
 from models import make_config
 from runtime.directory import new_run
 from tools.hub import IS_ADAPTER, check_source, fetch, note, tensor_readers, weight_files
-from tools.huggingface_formats import (BUFFERS, Family, config_json, family_of, model_config,
-                                       their_names, to_ours, to_theirs)
+from tools.huggingface_formats import (BUFFERS, Family, config_json, family_of, kind_of,
+                                       model_config, their_names, to_ours, to_theirs)
 from tools.huggingface_unread_keys import notes_of_keys
 from tools.huggingface_wrapped_names import HEADS, find_names
 
@@ -86,7 +86,7 @@ def import_model(source: str, file: Path) -> None:
         folder = fetch(source, check=read_config)       # before gigabytes come
     config, cfg = read_config(folder)
     tell_keys(config, folder)
-    parameters = read_parameters(folder, family_of(config["model_type"], cfg), cfg)
+    parameters = read_parameters(folder, family_of(kind_of(config), cfg), cfg)
     tokenizer, path = find_tokenizer(folder, config)
     state = {key: {} for key in KEYS} | dict(
         format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
@@ -181,7 +181,7 @@ def read_parameter(name: str, shape: tuple, readers: dict, folder: Path, family:
 
 def advice_on_missing(name: str, readers: dict) -> str:
     """What a missing tensor may mean, for the end of a sentence."""
-    if name in HEADS:
+    if name.removesuffix(".weight") in HEADS:
         return (": the model was saved without its head: save it as the class that config.json "
                 "names, or set tie_word_embeddings to true there if the embedding is the head")
     if "embed" not in name and "wte" not in name:
@@ -198,7 +198,7 @@ def check_unused(readers: dict, parameters: dict, folder: Path, family: Family) 
     if in_blocks:
         raise ValueError(f"{folder} has {len(in_blocks):,} tensors that config.json does not "
                          f"account for, such as {in_blocks[0]}: the model would be another")
-    for head in set(HEADS) & set(unused):       # of a tied model
+    for head in {f"{one}.weight" for one in HEADS} & set(unused):       # of a tied model
         unused.remove(head)
         if not readers[head]().float().equal(parameters["embed.token.weight"]):
             advice = "set its tie_word_embeddings to false"
@@ -365,7 +365,7 @@ def export_model(file: Path, folder: Path) -> None:
     config = config_json(cfg, tokenizer, end)
     if has_tokenizer and encoding.prefix:
         config["bos_token_id"] = encoding.prefix[0]
-    family = family_of(config["model_type"], cfg)
+    family = family_of(kind_of(config), cfg)
     for name in state["parameters"]:
         their_names(name, family)
     parent = folder.absolute().parent

@@ -5,9 +5,13 @@ the layout of its tensors. tools/huggingface.py reads and writes the files.
     gpt2            GPTConfig with gelu             matrices of blocks are (in, out)
     opt             GPTConfig with relu             q, k and v are three tensors; the table of
                                                     positions begins with two unused rows
-    llama, mistral, qwen2, qwen3, olmo              q, k and v are three tensors, and so are gate
+    opt, of another LlamaConfig of the family       as of opt; our qkv is ordered by heads
+    activation      galactica
+    llama, mistral, qwen2, qwen3, olmo, olmo2       q, k and v are three tensors, and so are gate
                     LlamaConfig of that family      and value; our qkv is ordered by heads of k
     gpt_neox        LlamaConfig of the family neox  none: qkv is ordered by heads, as ours
+    phi             LlamaConfig of that family      q, k and v are three tensors
+    gptj            LlamaConfig of that family      the same; q and k turn other pairs of channels
     mixtral, olmoe, qwen3_moe                       as of llama; and each matrix of an expert is a
                     MoEConfig of that family        tensor, which ours stack
 
@@ -58,6 +62,9 @@ class Family(NamedTuple):
                                         # the number of an expert
     transposed: bool = False            # matrices in blocks are (in, out)
     unused_positions: int = 0           # rows before the first position
+    activation_key: str = "hidden_act"
+    has_rope_keys: bool = True          # config.json has a rope_theta
+    interleaved: bool = False           # they turn channels 2i and 2i + 1 of a head, not i, i + n/2
     fields: dict | None = None          # of every LlamaConfig of the family; None: a GPTConfig
     optional: dict = {}                 # field: (key in config.json, its value where it is missing)
     only: dict = {}                     # key: (the one value we have, that where it is missing)
@@ -130,6 +137,50 @@ NEOX = Family(
     only={"attention_bias": (True, True)},
     any_width=False)
 
+PHI = Family(
+    architecture="PhiForCausalLM",
+    activation="gelu_new",
+    dropout=["attention_dropout", "resid_pdrop", "embd_pdrop"],
+    shape=LLAMA.shape,
+    prefix="model.",
+    ends={"embed.token": "embed_tokens", "head.norm": "final_layernorm", "head": "lm_head"},
+    blocks="layers",
+    block={"norm1": ["input_layernorm"],
+           "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+           "attn.proj": ["self_attn.dense"], "mlp.up": ["mlp.fc1"], "mlp.down": ["mlp.fc2"]},
+    fields=llama.FAMILIES["phi"],
+    optional={"n_kv_head": ("num_key_value_heads", 0), "norm_eps": ("layer_norm_eps", 1e-5),
+              "tied": ("tie_word_embeddings", False), "rotary": ("partial_rotary_factor", 0.5)},
+    only={"qk_layernorm": (False, False)},
+    any_width=False)
+
+GPTJ = Family(
+    architecture="GPTJForCausalLM",
+    activation="gelu_new",
+    dropout=["attn_pdrop", "resid_pdrop", "embd_pdrop"],
+    shape=GPT2.shape | {"hidden": "n_inner", "turned": "rotary_dim"},
+    prefix="transformer.",
+    ends={"embed.token": "wte", "head.norm": "ln_f", "head": "lm_head"},
+    blocks="h",
+    block={"norm1": ["ln_1"], "attn.qkv": ["attn.q_proj", "attn.k_proj", "attn.v_proj"],
+           "attn.proj": ["attn.out_proj"], "mlp.up": ["mlp.fc_in"], "mlp.down": ["mlp.fc_out"]},
+    activation_key="activation_function",
+    has_rope_keys=False,
+    interleaved=True,
+    fields=llama.FAMILIES["gptj"],
+    optional={"norm_eps": ("layer_norm_epsilon", 1e-5), "tied": ("tie_word_embeddings", False)},
+    any_width=False)
+
+GALACTICA = OPT._replace(
+    activation="gelu",
+    shape=OPT.shape | {"hidden": "ffn_dim"},
+    activation_key="activation_function",
+    has_rope_keys=False,
+    fields=llama.FAMILIES["galactica"],
+    only={"do_layer_norm_before": (True, True), "_remove_final_layer_norm": (False, False),
+          "tie_word_embeddings": (True, True)},
+    any_width=False)
+
 MOE = LLAMA._replace(
     shape=LLAMA.shape | {"n_expert": "num_experts", "n_active": "num_experts_per_tok"},
     block={ours: theirs for ours, theirs in LLAMA.block.items() if not ours.startswith("mlp.")} | {
@@ -146,8 +197,9 @@ FAMILIES = {
     "opt": OPT,
     "llama": LLAMA,
     "mistral": LLAMA._replace(
-        architecture="MistralForCausalLM", only={"sliding_window": (None, 4096)}, any_width=True,
-        optional=LLAMA.optional | {"n_kv_head": ("num_key_value_heads", 8)}),
+        architecture="MistralForCausalLM", only={}, any_width=True,
+        optional=LLAMA.optional | {"n_kv_head": ("num_key_value_heads", 8),
+                                   "window": ("sliding_window", 4096)}),
     "qwen2": LLAMA._replace(
         architecture="Qwen2ForCausalLM", fields=llama.FAMILIES["qwen2"], only=NO_WINDOW,
         any_width=True, optional=LLAMA.optional | KEYS_OF_QWEN),
@@ -159,7 +211,16 @@ FAMILIES = {
         architecture="OlmoForCausalLM", fields=llama.FAMILIES["olmo"],
         only={"attention_bias": (False, False), "clip_qkv": (None, None)}, any_width=True,
         optional={name: LLAMA.optional[name] for name in ("n_kv_head", "head_dim", "tied")}),
+    "olmo2": LLAMA._replace(
+        architecture="Olmo2ForCausalLM", fields=llama.FAMILIES["olmo2"], any_width=True,
+        block=LLAMA.block | {"norm1": ["post_attention_layernorm"],
+                             "norm2": ["post_feedforward_layernorm"]},
+        optional=LLAMA.optional | {"norm_eps": ("rms_norm_eps", 1e-5)},
+        only={"attention_bias": (False, False)}),
     "gpt_neox": NEOX,
+    "phi": PHI,
+    "gptj": GPTJ,
+    "galactica": GALACTICA,
     "mixtral": MOE._replace(
         architecture="MixtralForCausalLM", fields=moe.FAMILIES["mixtral"],
         shape=MOE.shape | {"n_expert": "num_local_experts"},
@@ -168,8 +229,9 @@ FAMILIES = {
             "mlp.experts.up": ["block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"],
             "mlp.experts.down": ["block_sparse_moe.experts.{}.w2"]},
         optional=MOE.optional | {"n_kv_head": ("num_key_value_heads", 8),
-                                 "norm_eps": ("rms_norm_eps", 1e-5)},
-        only={"sliding_window": (None, None), "router_jitter_noise": (0.0, 0.0)}),
+                                 "norm_eps": ("rms_norm_eps", 1e-5),
+                                 "window": ("sliding_window", 0)},
+        only={"router_jitter_noise": (0.0, 0.0)}),
     "olmoe": MOE._replace(
         architecture="OlmoeForCausalLM", fields=moe.FAMILIES["olmoe"],
         optional=MOE.optional | {"norm_eps": ("rms_norm_eps", 1e-5),
@@ -237,6 +299,9 @@ def to_ours(name: str, tensors: list[torch.Tensor], family: Family,
     """Our parameter `name` from the family's tensors, in the order of `their_names`."""
     tensors = [t.T if is_transposed(name, t, family) else t for t in tensors]
     if is_grouped(name, family):
+        if family.interleaved:
+            order = pairs_apart(cfg)
+            tensors = [*(channels_of_heads(t, order) for t in tensors[:2]), tensors[2]]
         groups = [t.unflatten(0, (cfg.n_kv_head, -1)) for t in tensors]     # (K, G D or D, C)
         return torch.cat(groups, 1).flatten(0, 1)                           # (K (G + 2) D, C)
     full = torch.cat(tensors)
@@ -245,6 +310,17 @@ def to_ours(name: str, tensors: list[torch.Tensor], family: Family,
     if name == "embed.position.weight":
         full = full[family.unused_positions:]
     return full.contiguous()
+
+
+def pairs_apart(cfg: LlamaConfig) -> torch.Tensor:
+    """Their channels of a head in our order, (D,). They turn 2i with 2i + 1, we i with i + n/2."""
+    n = cfg.turned
+    return torch.tensor([*range(0, n, 2), *range(1, n, 2), *range(n, cfg.head_dim)])
+
+
+def channels_of_heads(weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The matrix of q or k, (H D, C) or (K D, C), with the channels of each head in this order."""
+    return weight.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
 
 
 def to_theirs(name: str, full: torch.Tensor, family: Family,
@@ -260,10 +336,13 @@ def to_theirs(name: str, full: torch.Tensor, family: Family,
         D = cfg.head_dim
         groups = full.unflatten(0, (cfg.n_kv_head, -1))                     # (K, (G + 2) D, C)
         parts = [part.flatten(0, 1) for part in groups.split([groups.shape[1] - 2 * D, D, D], 1)]
+        if family.interleaved:
+            order = pairs_apart(cfg).argsort()
+            parts = [*(channels_of_heads(part, order) for part in parts[:2]), parts[2]]
     else:
         parts = full.chunk(len(names))
     tensors = [t.T if is_transposed(name, t, family) else t for t in parts]
-    prefix = "" if name == "head.weight" else family.prefix
+    prefix = "" if name.startswith("head.") and "norm" not in name else family.prefix
     return {prefix + theirs: t.contiguous() for theirs, t in zip(names, tensors)}
 
 
@@ -272,23 +351,32 @@ def to_theirs(name: str, full: torch.Tensor, family: Family,
 # ---------------------------------------------------------------------------------------------
 
 
+def kind_of(config: dict) -> str:
+    """The key in FAMILIES: its model_type. An OPT that model.py does not have is a Galactica."""
+    model_type = config.get("model_type")
+    is_opt = (config.get("activation_function") in (None, "relu")
+              and config.get("enable_bias", True)
+              and config.get("layer_norm_elementwise_affine", True))
+    if model_type == "opt" and not is_opt:
+        return "galactica"
+    return model_type
+
+
 def model_config(config: dict) -> GPTConfig:
     """config.json -> our config. Raises ValueError for an architecture that we do not have."""
-    model_type = config.get("model_type")
-    if model_type not in list(FAMILIES):            # of a list: a wrong value may have no hash
-        raise ValueError(f"its model_type {model_type!r} is none of {', '.join(FAMILIES)}")
-    family = FAMILIES[model_type]
-    positions = config.get("max_position_embeddings")
+    kind = kind_of(config)
+    if kind not in list(FAMILIES):                  # of a list: a wrong value may have no hash
+        raise ValueError(f"its model_type {kind!r} is none of {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
     for key, (value, default) in family.only.items():
         given = config.get(key, default)
-        if key == "sliding_window" and type(given) is type(positions) is int and (
-                given >= positions):            # a window that hides nothing
-            continue
         if given != value:
             raise ValueError(f"its {key} is {given!r}, models/llama.py has only {value!r}")
-    # null: the default; but of these the number of heads, and the width over it
+    if kind == "gptj" and config.get("n_inner") is None and type(config.get("n_embd")) is int:
+        config = config | {"n_inner": 4 * config["n_embd"]}
+    # null: the default; but of these the number of heads, the width over it, and no window
     config = {key: 0 if value is None else value for key, value in config.items()
-              if value is not None or key in ("num_key_value_heads", "head_dim")}
+              if value is not None or key in ("num_key_value_heads", "head_dim", "sliding_window")}
     check_kind(config, family)
     if "num_local_experts" in config:               # transformers 5 writes Qwen3-MoE's so
         config.setdefault("num_experts", config["num_local_experts"])
@@ -360,9 +448,9 @@ def value_of(config: dict, key: str, default):
 
 def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
     """`model_config` of a Llama or a relative; `shape` is what it has of `family.shape`."""
-    activation = config.get("hidden_act", family.activation)
+    activation = config.get(family.activation_key, family.activation)
     if activation not in list(LLAMA_ACTIVATIONS):
-        raise ValueError(f"its hidden_act is {activation!r}, models/llama.py has only "
+        raise ValueError(f"its {family.activation_key} is {activation!r}, models/llama.py has only "
                          f"{', '.join(LLAMA_ACTIVATIONS)}")
     layers = config.get("layer_types", [])
     if not isinstance(layers, list):
@@ -375,6 +463,22 @@ def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
         shape[ours] = value_of(config, theirs, default)
     if not config.get("use_parallel_residual", True):
         shape["residual"] = "serial"
+    if shape.get("window", 0) >= shape["seq_len"]:              # it hides nothing
+        shape["window"] = 0
+    if "turned" in shape:
+        shape["rotary"] = rotary_of(shape.pop("turned"), shape["n_embd"] // shape["n_head"])
+    if family is GALACTICA:
+        shape |= galactica_shape(config)
+    if family.has_rope_keys:
+        read_rope(config, shape, family)
+    kind = LlamaConfig
+    if "n_expert" in shape:
+        kind = MoEConfig
+    return kind(**(family.fields | shape | dict(activation=LLAMA_ACTIVATIONS[activation])))
+
+
+def read_rope(config: dict, shape: dict, family: Family) -> None:
+    """Add to the `shape` what config.json says of rotary positions."""
     # (Before transformers 5 its parts stood by themselves. As there, rope_scaling comes first.)
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key, {})
@@ -393,22 +497,39 @@ def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
                              f"{shape['rope_scaling']}: none may be 0")
     elif kind != "default":
         raise ValueError(f"its rope_type is {kind!r}, models/llama.py has only default and llama3")
-    theta = "rotary_emb_base" if "rotary" in shape else "rope_theta"    # NeoX, others
+    theta = "rotary_emb_base" if family is NEOX else "rope_theta"
     theta = value_of(config, theta, 10000.0)
     shape["rope_theta"] = float(value_of(rope, "rope_theta", float(theta)))
     if shape["rope_theta"] == 0:
         raise ValueError("its rope_theta is 0")
-    if "rotary" in shape:
+    if "rotary" in family.optional:
         shape["rotary"] = value_of(rope, "partial_rotary_factor", float(shape["rotary"]))
     else:
         turned = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
         if turned != 1:
             raise ValueError(f"its partial_rotary_factor is {turned}, which {family.architecture} "
                              f"does not have here")
-    kind = LlamaConfig
-    if "n_expert" in shape:
-        kind = MoEConfig
-    return kind(**(family.fields | shape | dict(activation=LLAMA_ACTIVATIONS[activation])))
+
+
+def rotary_of(turned: int, head_dim: int) -> float:
+    """The fraction of the channels of a head by which LlamaConfig.turned is `turned`."""
+    fraction = turned / head_dim
+    if int(fraction * head_dim) < turned:           # the product was rounded down
+        fraction = math.nextafter(fraction, math.inf)
+    return fraction
+
+
+def galactica_shape(config: dict) -> dict:
+    """What of an OPT depends on whether it has biases, and norms with parameters."""
+    if config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]:
+        raise ValueError(f"its word_embed_proj_dim is {config['word_embed_proj_dim']!r}, models/"
+                         f"llama.py has only {config['hidden_size']!r}")
+    has_bias = value_of(config, "enable_bias", True)
+    has_affine_norms = value_of(config, "layer_norm_elementwise_affine", True)
+    if has_affine_norms and not has_bias:
+        raise ValueError("its norms have biases and its matrices have none (enable_bias is False, "
+                         "layer_norm_elementwise_affine is not): models/llama.py has no such model")
+    return dict(bias="all" if has_bias else "none", norm="layer" if has_affine_norms else "plain")
 
 
 def config_json(cfg: GPTConfig, tokenizer: str, end: int | None = None) -> dict:
@@ -463,15 +584,26 @@ def llama_json(cfg: LlamaConfig) -> dict:
         is_mixture = "n_expert" in family.shape
         if family.fields is None or is_mixture != isinstance(cfg, MoEConfig):
             continue
+        activation = theirs[cfg.activation]
+        if LLAMA_ACTIVATIONS[family.activation] == cfg.activation:
+            activation = family.activation      # of several names its own, with its last digits
         if cfg.n_embd % cfg.n_head and not family.any_width:
             continue
-        config = keys_of(family, model_type, cfg) | dict(hidden_act=theirs[cfg.activation])
+        config = keys_of(family, model_type, cfg) | {family.activation_key: activation}
         config |= {key: value for key, (value, _) in family.only.items()}
         config |= {key: getattr(cfg, ours) for ours, (key, _) in family.optional.items()}
-        config |= dict(rope_theta=cfg.rope_theta, rope_parameters=dict(rope))
+        if "window" in family.optional:
+            config["sliding_window"] = cfg.window or None
+        if family is GALACTICA:
+            config |= dict(model_type="opt", enable_bias=cfg.bias == "all",
+                           layer_norm_elementwise_affine=cfg.norm == "layer",
+                           word_embed_proj_dim=cfg.n_embd)
+        if family.has_rope_keys:
+            config |= dict(rope_theta=cfg.rope_theta, rope_parameters=dict(rope))
         if model_type == "gpt_neox":
             config |= dict(use_parallel_residual=cfg.residual == "parallel",
                            rotary_emb_base=cfg.rope_theta)
+        if "rotary" in family.optional:
             config["rope_parameters"]["partial_rotary_factor"] = cfg.rotary
         with suppress(ValueError):              # of a shape that the family cannot have
             found = model_config(config)

@@ -3,7 +3,7 @@ which of them change nothing here, and a note of all others.
 
 tools/huggingface_formats.py has the keys that it reads and those that it refuses.
 """
-from tools.huggingface_formats import ANY, FAMILIES, FIXED
+from tools.huggingface_formats import ANY, FAMILIES, FIXED, kind_of
 
 # They describe the file or its training, say how transformers computes the same, or belong to
 # another head, a tokenizer, or the drawing of tokens. Older versions wrote all of them.
@@ -29,7 +29,8 @@ OF_GPT2 = set("""n_ctx n_inner activation_function reorder_and_upcast_attn
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     """.split()) | set(FIXED)
 OF_OPT = set("""ffn_dim word_embed_proj_dim activation_function activation_dropout layerdrop
-    init_std""".split()) | set(FIXED)
+    init_std learned_embeddings""".split()) | set(FIXED)
+OF_GPTJ = OF_GPT2 | {"scale_attn_weights", "rotary", "rotary_dim"}
 OF_LLAMA = {"hidden_act", "pretraining_tp", "sliding_window", "max_window_layers"}
 OF_MIXTURE = OF_LLAMA | {"output_router_logits", "intermediate_size", "num_local_experts"}
 OF_NEOX = {"hidden_act", "use_parallel_residual", "rotary_emb_base", "classifier_dropout"}
@@ -51,10 +52,11 @@ IF_DRAWN = ("temperature", "top_k", "top_p", "typical_p", "min_p", "top_h", "eps
             "eta_cutoff")               # they count with do_sample alone
 
 
-def known_keys(model_type: str) -> set[str]:
+def known_keys(kind: str) -> set[str]:
     """The keys of config.json that are read, refused by their value, or change nothing."""
-    family = FAMILIES[model_type]
-    own = {"gpt2": OF_GPT2, "opt": OF_OPT, "gpt_neox": OF_NEOX}.get(model_type, OF_LLAMA)
+    family = FAMILIES[kind]
+    own = {"gpt2": OF_GPT2, "opt": OF_OPT, "galactica": OF_OPT, "gptj": OF_GPTJ,
+           "gpt_neox": OF_NEOX}.get(kind, OF_LLAMA)
     if "n_expert" in family.shape:
         own = OF_MIXTURE
     optional = {key for key, _ in family.optional.values()}
@@ -64,7 +66,7 @@ def known_keys(model_type: str) -> set[str]:
 
 def unread_keys(config: dict) -> list[str]:
     """The keys of a config.json that have a value and are not known: another program's."""
-    known = known_keys(config["model_type"])
+    known = known_keys(kind_of(config))
     return sorted(key for key, value in config.items() if value and key not in known)
 
 
@@ -73,7 +75,7 @@ def notes_of_keys(config: dict, drawing: dict) -> list[str]:
     notes = []
     unread = unread_keys(config)
     if unread:
-        architecture = FAMILIES[config["model_type"]].architecture
+        architecture = FAMILIES[kind_of(config)].architecture
         notes.append(f"its config.json has {', '.join(unread)}, which neither transformers' "
                      f"{architecture} nor this import reads: a model that was trained with that "
                      f"is another one here")

@@ -13,7 +13,7 @@ from tools.huggingface_formats import Family
 # torch.compile, DistributedDataParallel and DeepSpeed, FSDP 1, its checkpointing, Lightning
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",
             "_forward_module")
-HEADS = ("lm_head.weight", "embed_out.weight")          # transformers 5 calls NeoX's lm_head, too
+HEADS = ("lm_head", "embed_out")            # transformers 5 calls NeoX's lm_head, too
 
 
 def find_names(names: Iterable[str], family: Family, is_tied: bool) -> dict[str, str]:
@@ -32,12 +32,13 @@ def find_names(names: Iterable[str], family: Family, is_tied: bool) -> dict[str,
         raise ValueError(f"it holds several models, {prefixes[0]}{embedding} and {prefixes[1]}"
                          f"{embedding}: save one of them alone")
     prefix = "".join(prefixes)
-    head = family.ends.get("head", "lm_head") + ".weight"
+    head = family.ends.get("head", "lm_head")
     found = {}
     for name, original in bare.items():
-        before = [name.removesuffix(one) for one in HEADS if f".{name}".endswith(f".{one}")]
+        module, _, kind = name.rpartition(".")                  # kind: weight or bias
+        before = [module.removesuffix(one) for one in HEADS if f".{module}".endswith(f".{one}")]
         if before and prefix.startswith(before[0]):     # it stands beside the body, or in it
-            add(found, head, original)
+            add(found, f"{head}.{kind}", original)
         else:
             add(found, name.removeprefix(prefix), original)
     return found
@@ -46,7 +47,8 @@ def find_names(names: Iterable[str], family: Family, is_tied: bool) -> dict[str,
 def name_embedding(bare: dict[str, str], embedding: str, blocks: str) -> None:
     """Call the head of a tied model its embedding, if a file has the matrix as the head alone."""
     has_embedding = any(f".{name}".endswith(f".{embedding}") for name in bare)
-    heads = [name for name in bare if f".{name}".endswith(tuple(f".{head}" for head in HEADS))]
+    heads = [name for name in bare
+             if f".{name}".endswith(tuple(f".{head}.weight" for head in HEADS))]
     bodies = [name[:f".{name}".index(f".{blocks}.0.")] for name in bare
               if f".{blocks}.0." in f".{name}"]
     if not has_embedding and len(heads) == 1 and bodies:
