@@ -282,9 +282,10 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
         x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
         # Each (w, C), and aligned: w is a multiple of 16, C of the number of strips.
         weights = weight.chunk(exact.strips // grid.tp)
-        biases = [None] * len(weights)
+        biases = dbs = [None] * len(weights)
         if bias is not None:
-            biases = bias.chunk(len(weights))                               # each (w,)
+            db = torch.zeros_like(bias, dtype=torch.float64)
+            biases, dbs = bias.chunk(len(weights)), db.chunk(len(weights))  # each (w,)
         first = grid.tp_rank * len(weight)
         dx = torch.zeros_like(x, dtype=torch.float64)
         loss = torch.zeros(1, dtype=torch.float64, device=x.device)
@@ -301,22 +302,20 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
                 continue
             weight_of_row = counted.to(total.dtype) * loss_factor           # (n, 1)
             dws = weight.main_grad().chunk(len(weights))
-            dbs = biases
-            if bias is not None:
-                dbs = bias.main_grad().chunk(len(weights))
-            for p, strip, dw, db, columns in zip(logits, weights, dws, dbs, targets_of_strips):
+            for p, strip, dw, db_i, columns in zip(logits, weights, dws, dbs, targets_of_strips):
                 p.mul_((weight_of_row / total).to(p.dtype))
                 columns, is_local = local_columns(columns, p)
                 p.scatter_add_(1, columns, -(weight_of_row * is_local).to(p.dtype))
                 dz = p.to(x.dtype)
                 exact.add(dx_i, matmul(dz, strip), exact.activation_gradient, exact.strips)
                 exact.add(dw, matmul(dz.t(), x_i), exact.embedding_gradient, exact.terms(len(x_i)))
-                if db is not None:
-                    exact.add_rows(db, dz, exact.gradient)
+                if db_i is not None:
+                    exact.add_rows(db_i, dz, exact.gradient)
         if loss_factor is not None:
             dx = by_ranks(dx.view(shape), grid)
             dx = sum_over_ranks(dx, grid).wait().to(x.dtype)
-            ctx.save_for_backward(dx, None, None, loss.new_full((), loss_factor))
+            ctx.save_for_backward(dx, None, None if bias is None else db.to(bias.dtype),
+                                  loss.new_full((), loss_factor))
         return loss[0]
 
 

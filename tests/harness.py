@@ -76,7 +76,7 @@ from corpus import compressed, downloads, encode, formats, inputs, program
 from corpus.mixtures import Mixture, Source
 from corpus.prepare import prepare
 from corpus.windows import TextWindows
-from model import GPT, GPTConfig
+from model import GPT, OF_VOCABULARY, GPTConfig
 from parallelism.build import Grid, build_stage, make_groups
 from parallelism.context import recompute_attention
 from parallelism.full_tensors import full_gradients
@@ -412,7 +412,7 @@ def plain_gradient(cfg, batch_size=8):
     targets = tokens[:, 1:]
     (plain(tokens[:, :-1], targets) / targets.numel()).backward()
     gradients = {name: p.grad for name, p in plain.named_parameters()}
-    for name in {"embed.token.weight", "head.weight"} & gradients.keys():
+    for name in set(OF_VOCABULARY) & gradients.keys():
         gradients[name] = gradients[name][:cfg.vocab_size]          # without padding
     return gradients
 

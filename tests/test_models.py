@@ -623,7 +623,8 @@ def test_a_gpt_is_stored_as_ever():
 # ---------------------------------------------------------------------------------------------
 
 # What these models have of their own: grouped keys under tp, rotary positions under cp, ends that
-# are not tied, and the products of their blocks, which ZB-H1 splits and recomputation repeats.
+# are not tied, and the products of their blocks, which ZB-H1 splits and recomputation repeats. A
+# window, norms behind attention and MLP, a bias of the logits and learned positions are the others'.
 LAYOUTS = {
     "tp, sequence": ((1, 2, 1), dict(sequence_parallel=True)),
     "1f1b, zero 2": ((2, 1, 2), dict(pp_schedule="1f1b", zero=2)),
@@ -632,10 +633,13 @@ LAYOUTS = {
     "cp": ((1, 1, 1), dict(cp=2))}
 DEFAULT = [*(("llama", layout) for layout in LAYOUTS),
            ("llama, tied", "1f1b, zero 2"), ("palm", "1f1b, zero 2"),
-           ("qwen3", "tp, sequence"), ("neox", "tp, sequence")]
+           ("qwen3", "tp, sequence"), ("neox", "tp, sequence"), ("olmo2", "tp, sequence"),
+           ("gptj", "tp, sequence"), ("window", "cp")]
+OTHERS = ("window", "olmo2", "phi", "galactica")
 SLOW = [("qwen2", "tp, sequence"), ("olmo", "tp, sequence"),
         *((name, layout) for name in ("qwen3", "neox", "palm")      # each of another kind of block
-          for layout in ("zb-h1", "zero 3, recompute", "cp"))]
+          for layout in ("zb-h1", "zero 3, recompute", "cp")),
+        *((name, layout) for name in OTHERS for layout in LAYOUTS if (name, layout) not in DEFAULT)]
 
 
 @pytest.mark.claim("A Llama and its relatives train in every layout as in one process.")
@@ -653,7 +657,8 @@ def test_llamas_train_in_every_layout_as_in_one_process(pool, tmp_path, referenc
     assert relative(ours.seen[0], plain_gradient(CFGS[name])) <= BOUNDS["fp64"]
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("neox", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow)
+                                             for name in ("neox", *OTHERS))])
 def test_exact_layouts_of_llamas_have_the_bits_of_one_process(pool, tmp_path, name):
     """Two replicas of two stages with two tensor-parallel ranks."""
     def run(layout, **flags):
