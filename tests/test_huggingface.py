@@ -30,7 +30,7 @@ from models.llama import LlamaConfig
 from models.moe import MoEConfig
 from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, no_file_above,
                            readme_commands, relative, saved, tokens_of, weights_only)
-from tools import huggingface, huggingface_formats
+from tools import huggingface, huggingface_families, huggingface_formats
 
 
 class Hub(http.server.SimpleHTTPRequestHandler):
@@ -186,14 +186,18 @@ EXPORTED = {                                    # model_type in config.json: a m
     "qwen2": LlamaConfig(**SHAPE, **llama.FAMILIES["qwen2"]),
     "qwen3": LlamaConfig(**SHAPE, **llama.FAMILIES["qwen3"]),
     "olmo": LlamaConfig(**SHAPE, **llama.FAMILIES["olmo"]),
+    "olmo2": LlamaConfig(**SHAPE, **llama.FAMILIES["olmo2"]),
     "gpt_neox": LlamaConfig(**SHAPE, hidden=64, **llama.FAMILIES["neox"]),
+    "phi": LlamaConfig(**SHAPE, hidden=64, **llama.FAMILIES["phi"]),
+    "gptj": LlamaConfig(**SHAPE, hidden=64, **llama.FAMILIES["gptj"] | dict(rotary=0.5)),
+    "galactica": LlamaConfig(**SHAPE, hidden=64, **llama.FAMILIES["galactica"]),
     "mixtral": MoEConfig(**MIXTURE, **moe.FAMILIES["mixtral"]),
     "olmoe": MoEConfig(**MIXTURE, **moe.FAMILIES["olmoe"]),
     "qwen3_moe": MoEConfig(**MIXTURE, **moe.FAMILIES["qwen3-moe"])}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type", huggingface_formats.FAMILIES)
+@pytest.mark.parametrize("model_type", huggingface_families.FAMILIES)
 def test_transformers_opens_the_tokenizer_of_every_model_type(tmp_path, capsys, model_type):
     """Bytes, and merges of one's own: any text gives our tokens, and the tokens give it back;
     <|endoftext|> in a text ends it there. An import finds the tokenizer again. For a Qwen2
@@ -212,7 +216,8 @@ def test_transformers_opens_the_tokenizer_of_every_model_type(tmp_path, capsys, 
             torch.save(torch.load(kept) | dict(tokenizer_file=own), kept)
         huggingface.export_model(kept, folder)
         assert ("PreTrainedTokenizerFast" in capsys.readouterr().err) == (model_type == "qwen2")
-        assert json.loads((folder / "config.json").read_text())["model_type"] == model_type
+        config = json.loads((folder / "config.json").read_text())
+        assert huggingface_formats.kind_of(config) == model_type
         theirs = opener.from_pretrained(folder)
         end = ours.eot_token
         assert len(theirs) == end + 1 and theirs.eos_token_id == theirs.bos_token_id == end

@@ -8,7 +8,7 @@ tools/hub.py says what a folder contains. A model of GPT-2's tokens, of bytes or
 own has its tokenizer too, in tokenizer.json: <|endoftext|> within a text is one token there, where
 data.py and sample.py see 13 characters.
 
-tools/huggingface_formats.py says how each architecture differs in its names and in the layout of
+tools/huggingface_families.py says how each architecture differs in its names and in the layout of
 its tensors.
 """
 import json
@@ -37,8 +37,9 @@ from model import GPTConfig
 from models import make_config
 from runtime.directory import new_run
 from tools.hub import IS_ADAPTER, check_source, fetch, note, tensor_readers, weight_files
-from tools.huggingface_formats import (BUFFERS, Family, config_json, family_of, kind_of,
-                                       model_config, their_names, to_ours, to_theirs)
+from tools.huggingface_families import BUFFERS, Family
+from tools.huggingface_formats import (config_json, family_of, kind_of, model_config, their_names,
+                                       to_ours, to_theirs)
 from tools.huggingface_unread_keys import notes_of_keys
 from tools.huggingface_wrapped_names import HEADS, find_names
 

@@ -1,9 +1,10 @@
 """The keys of config.json and of generation_config.json that tools/huggingface.py does not read:
 which of them change nothing here, and a note of all others.
 
-tools/huggingface_formats.py has the keys that it reads and those that it refuses.
+tools/huggingface_families.py has the keys that are read and those that are refused.
 """
-from tools.huggingface_formats import ANY, FAMILIES, FIXED, kind_of
+from tools.huggingface_families import ANY, FAMILIES, FIXED
+from tools.huggingface_formats import kind_of
 
 # They describe the file or its training, say how transformers computes the same, or belong to
 # another head, a tokenizer, or the drawing of tokens. Older versions wrote all of them.

@@ -8,7 +8,7 @@ Modules that wrap others put their names between. What stands before the blocks,
 """
 from collections.abc import Iterable
 
-from tools.huggingface_formats import Family
+from tools.huggingface_families import Family
 
 # torch.compile, DistributedDataParallel and DeepSpeed, FSDP 1, its checkpointing, Lightning
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",
