@@ -214,7 +214,8 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
     for name, value in shape.items():
         stored = base.get(name)
         may_be_shorter = name == "seq_len" and weights_only
-        is_allowed = may_be_shorter and (value < stored or "rope_theta" in base)
+        may_be_longer = "rope_theta" in base and not base.get("learned_positions", False)
+        is_allowed = may_be_shorter and (value < stored or may_be_longer)
         is_allowed = is_allowed or name in ROUTER_LOSSES
         if value != stored and not is_allowed:
             allowed = f"{stored} or less" if may_be_shorter else stored

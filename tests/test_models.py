@@ -9,6 +9,7 @@ import re
 import shutil
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 import checkpoint
 import sample
 from base.flops import flops_per_token, parameter_count
-from base.options import parse_flags
+from base.options import merge_config, parse_flags
 from model import GPTConfig
 from models import SIZES, kv_cache, llama_sizes, make_config, moe
 from models.llama import FAMILIES, LlamaConfig
@@ -725,3 +726,12 @@ def test_a_run_goes_on_with_its_model_and_weights_may_get_a_longer_one(shards, t
     assert "--model" in run_train(*tuned, "--model", "nano")[2]
     assert run_train(*tuned, "--seq-len", 32)[0] == 0
     assert checkpoint.load(tmp_path / "c/latest.pt")["model"]["seq_len"] == 32
+
+
+def test_learned_positions_may_be_fewer_but_not_more(tmp_path):
+    """Those of a Galactica, as those of a GPT."""
+    state = dict(model=asdict(CFGS["galactica"]))
+    merge = partial(merge_config, state=state, weights_only=True, file="a.pt")
+    assert merge(dict(seq_len=8))[1]["seq_len"] == 8
+    with pytest.raises(ValueError, match="a.pt has seq_len 16 or less, not 32"):
+        merge(dict(seq_len=32))
