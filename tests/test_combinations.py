@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.llama import LlamaConfig
+from models.llama import FAMILIES, LlamaConfig
 from models.moe import MoEConfig
 from parallelism import kernels
 from parallelism.full_tensors import full_gradients
@@ -142,6 +142,7 @@ def test_a_long_run_in_16_bits_has_the_losses_of_fp64(pool, tmp_path, reference,
 # ---------------------------------------------------------------------------------------------
 
 LLAMA = LlamaConfig(257, 16, 2, 4, 32, n_kv_head=2, qk_norm=True)
+PHI = LlamaConfig(257, 16, 2, 4, 32, window=5, **FAMILIES["phi"])       # and a bias of the logits
 
 
 def compiled_steps(rank, world, layout, config, cfg, backend):
@@ -158,6 +159,7 @@ def compiled_steps(rank, world, layout, config, cfg, backend):
     (LLAMA, (1, 1, 1), {}, 0.0, 4, "aot_eager"),
     pytest.param(CFG, (1, 2, 1), dict(tp=2, sequence_parallel=True, zero=3, recompute=True), 0.1,
                  13, "aot_eager", marks=pytest.mark.slow),
+    pytest.param(PHI, (1, 2, 1), dict(tp=2), 0.0, 11, "aot_eager", marks=pytest.mark.slow),
     pytest.param(CFG, (1, 1, 1), dict(cp=2), 0.0, 9, "aot_eager", marks=pytest.mark.slow),
     pytest.param(LLAMA, (1, 1, 1), dict(dtype="bf16"), 0.0, 4, "inductor", marks=pytest.mark.slow),
     pytest.param(CFG, (1, 1, 2), dict(zero=2, pp=2, dtype="fp16"), 0.0, 3, "inductor",

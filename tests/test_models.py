@@ -598,6 +598,7 @@ def test_flops_are_those_of_the_formula():
     mlp = 3 * 16 * 24
     N = 100 * 16 + 16 + 2 * (attention + mlp + 2 * 16)
     assert flops_per_token(cfg) == 6 * N + 12 * 2 * 16 * 8
+    assert flops_per_token(replace(cfg, window=3)) == 6 * N + 12 * 2 * 16 * 3
     again = 2 * (2 * (attention + 2 * 16 * 24) + 4 * 16 * 8)
     assert flops_per_token(cfg, recompute=True) - flops_per_token(cfg) == again
 
@@ -670,10 +671,11 @@ def test_exact_layouts_of_llamas_have_the_bits_of_one_process(pool, tmp_path, na
     assert different_bits(run((2, 2, 2), zero=2), run((1, 1, 1))) == ""
 
 
-def test_16_bits_train_within_their_bound(pool, tmp_path, reference):
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("phi", marks=pytest.mark.slow)])
+def test_16_bits_train_within_their_bound(pool, tmp_path, reference, name):
     """With tp 2 and ZeRO 3 losses, gradients and norms of two steps are those of fp64, to 0.001,
     0.05 and 0.01, and the first gradients those of the plain model in fp64, to 0.05."""
-    cfg = CFGS["qwen3"]
+    cfg = CFGS[name]
     ours = trained(pool, (2, 2, 1), tmp_path, cfg, whole_gradient, prepare=without_saves,
                    dtype="fp16", steps=2, zero=3)
     loss, gradient, norm = differences(ours, reference(cfg, dtype="fp64", steps=2))
