@@ -1,5 +1,5 @@
-"""Convert weights from and to Hugging Face's formats: GPT-2, OPT, Llama, Mistral, Qwen2, Qwen3,
-GPT-NeoX, OLMo, and the mixtures Mixtral, OLMoE and Qwen3-MoE.
+"""Convert weights from and to Hugging Face's formats: GPT-2, OPT, Galactica, Llama, Mistral, Qwen2,
+Qwen3, GPT-J, GPT-NeoX, OLMo, OLMo 2, Phi, and the mixtures Mixtral, OLMoE and Qwen3-MoE.
 
     python -m tools.huggingface import gpt2 gpt2.pt         # a name on the hub, or a folder
     python -m tools.huggingface export out/latest.pt folder
