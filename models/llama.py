@@ -12,8 +12,8 @@ The first four are the ideas of this file. Llama 1 and the small Llama 2 have G 
 differ from Llama in some of these, in a norm of q and k, in the residual, or in a bias of the
 logits. Mistral 7B has a window (window.py). FAMILIES says how they differ. It comes last, behind
 the options of LlamaConfig. llama_sizes.py has the sizes by their names.
-Most classes replace the class of that name in model.py. They keep the names of its modules and the four
-conventions of model.py's header, so whatever runs a GPT runs a Llama.
+Most classes replace the class of that name in model.py. They keep the names of its modules and the
+four conventions of model.py's header, so whatever runs a GPT runs a Llama.
 
     model = LlamaConfig(vocab_size=257).build().initialize(seed=0)
     loss = model(tokens, targets) / targets.numel()

@@ -114,7 +114,6 @@ def tensor_parallel_bytes_of_experts(stage: Stage) -> float:
                     them forward; it does not gather the experts' input again in backward
         shared      2 all-reduces of x (B, T / cp, C); recomputation: 1 more; sequence parallelism
                     gathers the input of a matrix again
-        norms       OLMoE's: the squares of q and of k (B, T / cp) are summed, and their gradients
     """
     cfg, config, grid = stage.cfg, stage.config, stage.grid
     once = stage.microbatches * stage.layers
@@ -136,8 +135,6 @@ def tensor_parallel_bytes_of_experts(stage: Stage) -> float:
         total += 2 * (once + again) * ring(grid.tp, x)
         if grid.sequence_parallel:
             total += once * ring(grid.tp, x)
-    if cfg.norm_all_heads:
-        total += 2 * 2 * (once + again) * ring(grid.tp, stage.positions * config.master_size)
     return total
 
 
@@ -145,7 +142,8 @@ def tensor_parallel_bytes(stage: Stage) -> float:
     """4 all-reduces of x (B, T / cp, C) a block, 1 of the embedding, 1 of the head; 3 numbers a
     position for the loss. Recomputation: 1 more a block. Sequence parallelism: the input of 2
     matrices is gathered again (of 3 with recomputation), and the gradients of what is replicated
-    are summed; without it, of norms of heads alone."""
+    are summed; without it, of norms of heads alone. A norm over all heads of q, or of k, sums a
+    number for each position, and its gradient."""
     config, grid = stage.config, stage.grid
     per_block = 8                               # rings: an all-reduce is two
     if config.recompute:
@@ -157,6 +155,9 @@ def tensor_parallel_bytes(stage: Stage) -> float:
     if grid.is_last:
         per_microbatch += 2 * ring(grid.tp, 3 * config.master_size * stage.positions)
     total = stage.microbatches * per_microbatch
+    if getattr(stage.cfg, "norm_all_heads", False):
+        norms = 2 * (stage.microbatches * stage.layers + forwards(stage))
+        total += 2 * norms * ring(grid.tp, stage.positions * config.master_size)
     replicated = 0
     for bucket, count in stage.buckets:
         for spec, shard_slice, _ in bucket.shard_ranges:
