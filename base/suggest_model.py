@@ -38,10 +38,12 @@ def families() -> dict[str, list[str]]:
 
 
 def by_distance(names: list[str], parameters: float) -> list[tuple[float, str]]:
-    """(how many times larger or smaller, name) of those that have a number, the nearest first."""
+    """(how many times larger or smaller, name) of those that have a number, the nearest first. Of
+    equally near ones the order is that of the names."""
     sizes = {name: split_name(name)[1] for name in names}
-    return sorted((math.exp(abs(math.log(size / parameters))), name)
-                  for name, size in sizes.items() if size is not None)
+    times = [(math.exp(abs(math.log(size / parameters))), name)
+             for name, size in sizes.items() if size is not None]
+    return sorted(times, key=lambda one: one[0])
 
 
 def of_family(wanted: str, known: list[str]) -> list[str]:

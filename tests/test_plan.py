@@ -50,7 +50,7 @@ from tools.plan.gpus import GPUS, GPUSpec, gpu_name
 from tools.plan.memory import (activation_bytes, bucket_bytes, kept_for_weights, logits_bytes,
                                memory_bytes)
 from tools.plan.stages import Stage
-from tools.plan.time import HOP, LINK, SHARE, exposed
+from tools.plan.time import HOP, LINK, SHARE, BlockTimes, exposed, hidden_seconds
 from tools.plan.traffic import traffic_bytes
 
 
@@ -381,11 +381,23 @@ def tp3s_order(monkeypatch, weight_needs_grad):
 
 def test_backward_hides_a_sum_of_tensor_parallelism_behind_a_product(monkeypatch):
     """As docs/limits.md says: the all-reduce of dx runs during the product that is the weight's
-    gradient, of which ZB-H1 has none there. A plan's line of assumptions says that it counts no
-    such thing."""
+    gradient, of which ZB-H1 has none there. A plan's line of assumptions says so, too."""
     assert tp3s_order(monkeypatch, True) == ["product", "starts", "product", "ends"]
     assert tp3s_order(monkeypatch, False) == ["product", "starts", "ends"]
-    assert "as if nothing hid tp, cp and pp" in answer(["--world", "8", "--gpu", "h100"])
+    assert "as if nothing hid cp, pp and half of tp" in answer(["--world", "8", "--gpu", "h100"])
+
+
+@pytest.mark.parametrize("flags, rings, hidden", [
+    (dict(), 8, 0.4), (dict(recompute=True), 10, 0.4), (dict(pp_schedule="zb-h1"), 8, 0),
+    (dict(sequence_parallel=True), 10, 0.3)])
+def test_a_plan_hides_what_backward_hides(monkeypatch, flags, rings, hidden):
+    """A ring takes 0.1 s, the gradient of a layer's input 0.05 s, that of its weight 1 s. Of each
+    of two layers two rings are hidden behind the weight's, or, with sequence parallelism, one, and
+    half of another behind the input's."""
+    monkeypatch.setattr(tools.plan.time, "SHARE", 0.0)
+    config = plan_config(world=2, gpu="h100", batch_size=2, tp=2, **flags)
+    block = BlockTimes({}, {}, {}, 2.0, [(0.05, 1.0), (0.05, 1.0)])
+    assert hidden_seconds(config, block, 0.1 * rings) == pytest.approx(hidden)
 
 
 def test_fitting_in_memory_is_what_was_seen():

@@ -6,7 +6,7 @@ from base.flops import mlp_channels
 from parallelism.schedules import SCHEDULES
 from tools.plan.flags import PlanConfig
 from tools.plan.stages import Stage
-from tools.plan.traffic import CONTEXT_RINGS, gradient_rings
+from tools.plan.traffic import CONTEXT_RINGS, gradient_rings, rings_of_block
 from tools.schedule import clock
 
 # Fitted on 209 published steps (tests/published_runs.py says which, and the error without each):
@@ -62,6 +62,7 @@ class BlockTimes(NamedTuple):
     backward: dict
     recomputed: dict    # once more in backward, with --recompute
     weights: float      # of backward: the products that are gradients of matrices
+    columns: list       # of qkv, and of the MLP's first matrix: (gradient of its input, its own)
 
 
 def block_seconds(stage: Stage) -> BlockTimes:
@@ -83,7 +84,8 @@ def block_seconds(stage: Stage) -> BlockTimes:
     return BlockTimes(
         dict(matrices=sum(forward), attention=scores, passes=passes / 3),
         dict(matrices=sum(inputs + weights), attention=backward, passes=passes * 2 / 3),
-        dict(matrices=sum(forward[:-1]), attention=scores, passes=passes / 3), sum(weights))
+        dict(matrices=sum(forward[:-1]), attention=scores, passes=passes / 3), sum(weights),
+        [(inputs[layer], weights[layer]) for layer in (0, 2)])
 
 
 class StageTimes(NamedTuple):
@@ -120,6 +122,7 @@ def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
     forward = (layers * sum(block.forward.values()) + seconds["pp"] / 2
                + seconds["cp"] / CONTEXT_RINGS + seconds["ep"] / 2
                + seconds["tp"] * rings / 2 / (rings + recomputed_rings))
+    seconds["tp"] -= layers * hidden_seconds(config, block, seconds["tp"] / layers)
     if stage.grid.is_last:      # the head's gradients come in forward; 8 passes through its logits
         vocab = stage.cfg.vocab_size / config.tp
         head = sum(linear_seconds(stage, vocab, stage.cfg.n_embd))
@@ -128,6 +131,22 @@ def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
         seconds["passes"] += passes
         forward += head + passes
     return StageTimes(seconds, forward, layers * block.weights)
+
+
+def hidden_seconds(config: PlanConfig, block: BlockTimes, tp: float) -> float:
+    """How much of the seconds `tp` of a block's tensor parallelism is hidden in its backward (TP3 in
+    parallelism/tensor.py): the sum of dx, behind the gradient of the weight. Sequence parallelism
+    sums in one ring, and gathers x in another, behind the product that is dx. ZB-H1 hides none."""
+    hidden = 0.0
+    if config.pp_schedule == "zb-h1":       # the gradients of the weights come later
+        return hidden
+    ring = tp / rings_of_block(config)
+    for of_input, of_weight in block.columns:
+        if config.sequence_parallel:
+            hidden += 2 * ring - exposed(ring, of_input) - exposed(ring, of_weight)
+        else:
+            hidden += 2 * ring - exposed(2 * ring, of_weight)
+    return hidden
 
 
 def pipeline_seconds(config: PlanConfig, stages: list[StageTimes], m: int) -> float:

@@ -138,19 +138,23 @@ def tensor_parallel_bytes_of_experts(stage: Stage) -> float:
     return total
 
 
+def rings_of_block(config) -> int:
+    """How often x (B, T / cp, C) goes around the tensor-parallel ranks for a microbatch and a block:
+    4 all-reduces, each of two rings, and with recomputation 1 more. Sequence parallelism gathers the
+    input of 2 matrices again, of 3 with recomputation."""
+    rings = 10 if config.recompute else 8
+    if config.sequence_parallel:
+        rings += 3 if config.recompute else 2
+    return rings
+
+
 def tensor_parallel_bytes(stage: Stage) -> float:
-    """4 all-reduces of x (B, T / cp, C) a block, 1 of the embedding, 1 of the head; 3 numbers a
-    position for the loss. Recomputation: 1 more a block. Sequence parallelism: the input of 2
-    matrices is gathered again (of 3 with recomputation), and the gradients of what is replicated
-    are summed; without it, of norms of heads alone. A norm over all heads of q, or of k, sums a
+    """`rings_of_block`; an all-reduce of the embedding, and one of the head; 3 numbers a position for
+    the loss. Sequence parallelism: the gradients of what is replicated are summed; without it, of
+    norms of heads alone. A norm over all heads of q, or of k, sums a
     number for each position, and its gradient."""
     config, grid = stage.config, stage.grid
-    per_block = 8                               # rings: an all-reduce is two
-    if config.recompute:
-        per_block += 2
-    if grid.sequence_parallel:
-        per_block += 3 if config.recompute else 2
-    rings = per_block * stage.layers + 2 * grid.is_first + 2 * grid.is_last
+    rings = rings_of_block(config) * stage.layers + 2 * grid.is_first + 2 * grid.is_last
     per_microbatch = rings * ring(grid.tp, stage.x * config.size)
     if grid.is_last:
         per_microbatch += 2 * ring(grid.tp, 3 * config.master_size * stage.positions)
