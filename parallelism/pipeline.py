@@ -4,7 +4,8 @@ schedule.
 It computes the same as `plain_pipeline` in parallel.py, which already has PP2. The differences:
 
          difference                          gain                                  where
-    PP1  an input arrives during an op       communication is hidden               run_turns
+    PP1  a message travels during an op      its sender never waits for it; with   run_turns
+                                             GPipe its receiver does not, either
     PP2  1F1B: backwards start early         activations of p microbatches, not m  schedules.py
     PP3  crossing messages start together    NCCL cannot hang                      start_messages
     PP4  a rank never builds other stages    memory / p                            build_stage
