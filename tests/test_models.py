@@ -113,7 +113,7 @@ def theirs_and_ours(tmp_path_factory):
     return make
 
 
-@pytest.mark.claim("Logits, losses and gradients are those of eleven transformers classes.")
+@pytest.mark.claim("Logits, losses and gradients are those of ten transformers classes.")
 @pytest.mark.parametrize("name, dtype, bound", [
     ("llama", torch.float32, 1e-5), *((name, torch.float64, 1e-10) for name in THEIRS)])
 def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name, dtype, bound):
@@ -179,7 +179,7 @@ def test_greedy_text_is_that_of_full_recomputation_by_transformers(theirs_and_ou
     assert found == tokens[5:]
 
 
-@pytest.mark.claim("A model of eleven architectures goes in and out bit by bit.")
+@pytest.mark.claim("A model of ten architectures goes in and out bit by bit.")
 @pytest.mark.parametrize("name", THEIRS)
 def test_a_round_trip_changes_no_bit(theirs_and_ours, tmp_path, name):
     """transformers opens the export; its weights and its configuration are the imported ones."""
