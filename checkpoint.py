@@ -47,7 +47,7 @@ from models import make_config
 from parallelism.buckets import Bucket, is_owner, make_buckets
 from parallelism.build import Grid, build_stage
 from parallelism.kernels import use_kernels
-from parallelism.tensor import ParamSpec, param_specs
+from parallelism.parameters import ParamSpec, param_specs
 from parallelism.zero import FlatParameters
 
 FORMAT = 7

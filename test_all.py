@@ -66,7 +66,7 @@ from corpus.tokenizers import get_tokenizer
 from model import GPT, IGNORE_INDEX, GPTConfig
 from models.llama import LlamaConfig
 from parallelism import collectives, context
-from parallelism.tensor import TIED
+from parallelism.parameters import TIED
 from tests.harness import (BOUNDS, CFG, CUTS, INTERLEAVED, LAYOUTS, NASTY, TWO_STEPS, UPSTREAM,
                            Command, Memory, Pool, after_backward, assert_close, assert_same_state,
                            batches_from, by_step, column, cut, dataset, deep_enough, differences,

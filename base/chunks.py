@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from parallelism.tensor import ParamSpec
+from parallelism.parameters import ParamSpec
 
 
 def boxes(shape, low: int, high: int) -> Iterator[tuple]:

@@ -11,7 +11,7 @@ for each block. Backward completes them from the right; every rank communicates 
 import torch
 
 from model import ceil_div
-from parallelism.tensor import ParamSpec
+from parallelism.parameters import ParamSpec
 
 
 class Bucket:

@@ -32,8 +32,9 @@ from parallelism.exact import EXACT_PLAN, ExactParameters, make_exact, new_sums
 from parallelism.exact_experts import EXACT_EXPERT_PLAN
 from parallelism.experts import EXPERT_PLAN, ParallelExperts, ParallelRouter
 from parallelism.kernels import use_kernels
+from parallelism.parameters import ParamSpec, param_specs
 from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
-from parallelism.tensor import TP_PLAN, ParamSpec, TensorParallel, param_specs, softmax_over_ranks
+from parallelism.tensor import TP_PLAN, TensorParallel, softmax_over_ranks
 from parallelism.zero import FlatParameters, gather_before_use
 
 # ---------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ import torch
 
 from parallelism.buckets import Bucket, is_owner
 from parallelism.collectives import all_gather_object, all_reduce
-from parallelism.tensor import TIED, ParamSpec
+from parallelism.parameters import TIED, ParamSpec
 from parallelism.zero import FlatParameters
 
 MOST_AT_ONCE = 2 ** 22      # numbers that one all-reduce of `full_gradients` adds up

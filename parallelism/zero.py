@@ -40,7 +40,7 @@ from model import GPT, GPTConfig, ceil_div, initial_value, name_in_stack
 from parallelism.buckets import Bucket, is_owner, make_buckets
 from parallelism.collectives import (all_gather, all_reduce, copy_to_host_async, reduce_scatter,
                                      sum_dtype)
-from parallelism.tensor import ParamSpec
+from parallelism.parameters import ParamSpec
 
 
 class FlatParameters:

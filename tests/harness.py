@@ -80,8 +80,9 @@ from model import GPT, OF_VOCABULARY, GPTConfig
 from parallelism.build import Grid, build_stage, make_groups
 from parallelism.context import recompute_attention
 from parallelism.full_tensors import full_gradients
+from parallelism.parameters import param_specs
 from parallelism.pipeline import recompute_blocks
-from parallelism.tensor import MAX_LOGITS, param_specs
+from parallelism.tensor import MAX_LOGITS
 from parallelism.zero import FlatParameters, gather_before_use
 from runtime import checkpoint_writer, loader, run_log, run_state
 

@@ -30,7 +30,7 @@ from base.checkpoint_folder import Entry, read_table
 from base.chunks import chunks
 from models.llama import FAMILIES, LlamaConfig
 from models.moe import MoEConfig
-from parallelism.tensor import ParamSpec
+from parallelism.parameters import ParamSpec
 from runtime import directory
 from tests.harness import (CFG, INTERLEAVED, TINY, assert_same_state, names_in, no_file_above,
                            run_main, saved_file, settings, trained, watched)

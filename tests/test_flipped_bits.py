@@ -19,7 +19,7 @@ import torch
 
 from model import ceil_div
 from parallelism.build import Grid, build_stage
-from parallelism.tensor import param_specs
+from parallelism.parameters import param_specs
 from parallelism.zero import FlatParameters
 from runtime import flipped_bits
 from tests.harness import (CFG, COVER, TINY, assert_same_state, deep_enough_for, dp_for, kinds,

@@ -14,7 +14,7 @@ from model import GPTConfig
 from parallelism import full_tensors
 from parallelism.build import Grid, build_stage
 from parallelism.full_tensors import full_gradient, full_gradients, full_state, parameter_names
-from parallelism.tensor import param_specs
+from parallelism.parameters import param_specs
 from parallelism.zero import FlatParameters
 from tests.harness import (CFG, ROOT, TINY, launch, plain_gradient, relative, run_steps, settings,
                            without_saves)

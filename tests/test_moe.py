@@ -31,7 +31,7 @@ from parallelism import zero
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid, build_stage, rank_buckets
 from parallelism.collectives import all_reduce
-from parallelism.tensor import param_specs
+from parallelism.parameters import param_specs
 from parallelism.zero import FlatParameters
 from runtime import checks
 from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, Command, Memory, after_backward,

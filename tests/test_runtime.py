@@ -55,7 +55,7 @@ from models.kv_cache import CachedModel
 from parallelism import collectives, kernels
 from parallelism.buckets import make_buckets
 from parallelism.build import Grid, build_stage, rank_buckets, rank_parameters
-from parallelism.tensor import param_specs
+from parallelism.parameters import param_specs
 from runtime import (checks, console, directory, evaluation, memory_limits, run_log,
                      sample_and_chat, startup)
 from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backward,

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import IGNORE_INDEX, GPTConfig
 from parallelism.build import Grid, build_stage
+from parallelism.parameters import param_specs
 from parallelism.tensor import (MAX_LOGITS, ColumnParallelLinear, VocabParallelEmbedding,
-                                add_product, param_specs, tile_loss, tile_size)
+                                add_product, tile_loss, tile_size)
 from tests.harness import (CFG, Alive, Passes, assert_close, gridded, in_turn, on_ranks, random_gpt,
                            random_tensor, relative, stage_of, staged, tiles_of, tokens_of, traffic)
 

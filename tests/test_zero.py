@@ -16,9 +16,9 @@ import amp
 import train
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid, build_stage
+from parallelism.parameters import param_specs
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import one_f_one_b
-from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters
 from tests.harness import (CFG, FORMULA, Memory, Passes, gridded, in_turn, settings, staged,
                            tokens_of, traffic)

@@ -30,7 +30,7 @@ from model import SIZES, GPTConfig
 from models.llama import LlamaConfig
 from parallelism.buckets import Bucket, make_buckets
 from parallelism.build import Grid, build_stage
-from parallelism.tensor import param_specs
+from parallelism.parameters import param_specs
 from runtime.folder_writer import chunks_of
 from tools.bench.peak_memory import resident
 from tools.markdown_tables import table
