@@ -34,24 +34,21 @@ def place(spec: ParamSpec, grid, offsets: tuple, box: torch.Tensor) -> Iterator[
     """A box of this rank's part of a parameter, as chunks of the full tensor: one for each stacked
     matrix that it reaches into, without the padding. Yields (offsets, view of `box`). It is the
     inverse of ParamSpec.cut."""
-    expert = grid.ep_rank % spec.ep * (spec.padded_rows // spec.ep)
+    expert = grid.ep_rank % spec.ep * (spec.shape[0] // spec.ep)
     offsets = (offsets[0] + expert, *offsets[1:])
     dim = spec.partition_dim
     if dim is None:
         yield offsets, box
         return
-    size = spec.local_shape[dim] // spec.stacked    # of this rank's part of one stacked matrix
     begin = offsets[dim]
-    for matrix in range(spec.stacked):
-        low = max(begin, matrix * size)
-        high = min(begin + box.shape[dim], (matrix + 1) * size)
-        # In the full tensor all tp parts of a matrix come before the next matrix.
-        first = low + (matrix * (spec.tp - 1) + grid.tp_rank) * size
-        if dim == 0:
-            high = min(high, low + spec.shape[0] - first)       # without padding
+    start = 0                                       # of a piece in this rank's part
+    for first, size, width in spec.pieces(grid.tp_rank):
+        low = max(begin, start)
+        high = min(begin + box.shape[dim], start + size)
         if low < high:
-            yield ((*offsets[:dim], first, *offsets[dim + 1:]),
+            yield ((*offsets[:dim], first + low - start, *offsets[dim + 1:]),
                    box.narrow(dim, low - begin, high - low))
+        start += width
 
 
 def chunks(spec: ParamSpec, grid, numbers: torch.Tensor, where: slice) -> Iterator[tuple]:

@@ -2,13 +2,15 @@
 
 Each tp rank has some heads, and so some of the channels. For each position the tp ranks sum the
 squares of their channels, a number (B, T) forward and its gradient backward. With --exact the sum
-is over the strips of exact.py, in the same order in every layout.
+is over the strips of exact.py, in the same order in every layout. Of a head that ranks share
+(shared_heads.py) each counts its part of the squares.
 """
 import torch
 import torch.nn as nn
 
 from models.llama import AllHeadsNorm
 from parallelism.collectives import all_gather, all_reduce
+from parallelism.shared_heads import JoinHeads
 from parallelism.tensor import TensorParallel
 
 
@@ -69,17 +71,27 @@ class ParallelAllHeadsNorm(TensorParallel):
 
     def forward(self, q):
         q = widened(q)
-        squares = sum_of_squares(q)
+        shares, [weight] = self.of_heads(q, [self.weight])
+        squares = sum_of_squares(q) / shares
         if self.grid.tp > 1:
             squares = _SumBothWays.apply(squares, self.grid.groups["tp"])
-        return self.normalize(q, squares, self.weight)
+        return self.normalize(q, squares, weight)
 
     def of_strips(self, qs: tuple) -> list:
-        """--exact: the q of this rank's strips (exact.NormedInStrips)."""
+        """--exact: the q of this rank's strips (exact.AttentionInStrips)."""
         qs = [widened(q) for q in qs]
-        totals = SumInOrder.apply(self.grid, *map(sum_of_squares, qs))
+        shares, weights = self.of_heads(qs[0], self.weight.chunk(len(qs)))
+        totals = SumInOrder.apply(self.grid, *(sum_of_squares(q) / shares for q in qs))
         return [self.normalize(q, total, weight)
-                for q, total, weight in zip(qs, totals, self.weight.chunk(len(qs)))]
+                for q, total, weight in zip(qs, totals, weights)]
+
+    def of_heads(self, q, weights) -> tuple:
+        """(by how many ranks or strips each head is shared, which is 1 for q; the weights of whole
+        heads)"""
+        shares = q.shape[1] * q.shape[3] // len(weights[0])
+        if shares > 1:
+            weights = JoinHeads.apply(self.grid, shares, *weights)
+        return shares, weights
 
     def normalize(self, q, squares, weight):
         """q in fp32 or wider, the squares (B, 1, T, 1) of all heads, the weight of those of q."""

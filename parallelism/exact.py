@@ -49,6 +49,7 @@ from parallelism.collectives import all_reduce
 from parallelism.exact_sums import ExactSums
 from parallelism.kernels import linear, use_kernels
 from parallelism.sequence import all_positions, by_ranks, sum_over_ranks
+from parallelism.shared_heads import can_cut_heads, join_heads, strips_of_heads
 from parallelism.tensor import (TensorParallel, VocabParallelCrossEntropy, VocabParallelEmbedding,
                                 VocabParallelHead, matmul, tile_size)
 from parallelism.zero import FlatParameters, adamw_update
@@ -165,9 +166,12 @@ class InStrips:
         """The y of each strip of this rank, by its x."""
         return [narrow(x, *args) for narrow, x in zip(self.strips(len(xs)), xs)]
 
+    def cut(self, name: str, count: int) -> list[tuple]:
+        return cut_in_strips(getattr(self.part, name), count)
+
     def strips(self, count: int):
         """Yields `narrow` once for each strip, with the weights of this strip."""
-        strips = {name: cut_in_strips(getattr(self.part, name), count) for name in self.names}
+        strips = {name: self.cut(name, count) for name in self.names}
         self.narrow.train(self.part.training)
         for number in range(count):
             for name in self.names:
@@ -182,13 +186,35 @@ class InStrips:
             yield self.narrow
 
 
-class NormedInStrips(InStrips):
-    """Attention whose norms are over all heads. They need the q and k of all strips first."""
+class AttentionInStrips(InStrips):
+    """Attention that needs the q, k and v of all strips first: its norms are over all heads, or
+    `shares` strips have one head of k and v (shared_heads.py)."""
+
+    def __init__(self, part, narrow, grid, shares: int):
+        super().__init__(part, narrow, ("qkv", "proj"), grid)
+        self.shares = shares
+        self.width = 2 * narrow.head_dim // shares          # rows of k and v in a strip
+        narrow.group //= shares
+
+    def cut(self, name, count):
+        layer = getattr(self.part, name)
+        if self.shares == 1 or name != "qkv":
+            return super().cut(name, count)
+        heads = max(1, count // self.shares)
+        of_strips = partial(strips_of_heads, heads=heads, width=self.width, count=count)
+        biases = [None] * count if layer.bias is None else of_strips(layer.bias)
+        return list(zip(of_strips(layer.weight), biases))
 
     def of_strips(self, xs, args):
-        heads = [narrow.split_heads(narrow.qkv(x)) for narrow, x in zip(self.strips(len(xs)), xs)]
-        qs, ks, vs = zip(*heads)
-        qs, ks = self.part.q_norm.of_strips(qs), self.part.k_norm.of_strips(ks)
+        qkvs = [narrow.qkv(x) for narrow, x in zip(self.strips(len(xs)), xs)]
+        if self.shares > 1:
+            qkvs = join_heads(qkvs, self.width, self.shares, self.grid)
+        qs, ks, vs = zip(*map(self.narrow.split_heads, qkvs))
+        q_norm, k_norm = (getattr(self.part, name, None) for name in ("q_norm", "k_norm"))
+        if isinstance(q_norm, ParallelAllHeadsNorm):
+            qs, ks = q_norm.of_strips(qs), k_norm.of_strips(ks)
+        elif q_norm is not None:
+            qs, ks = map(q_norm, qs), map(k_norm, ks)
         return [narrow.attend(q, k, v, *args)
                 for narrow, q, k, v in zip(self.strips(len(xs)), qs, ks, vs)]
 
@@ -417,8 +443,8 @@ def new_sums(model_config: GPTConfig, config, device: torch.device) -> ExactSums
     if device.type == "cpu":
         torch.set_num_threads(1)
     positions = config.micro_batch * model_config.seq_len
-    strips = math.gcd(MOST_STRIPS, model_config.n_kv_head, model_config.hidden,
-                      getattr(model_config, "shared_hidden", 0))
+    channels = math.gcd(MOST_STRIPS, model_config.hidden, getattr(model_config, "shared_hidden", 0))
+    strips = max(n for n in (1, 2, 4, 8) if channels % n == 0 and can_cut_heads(model_config, n))
     return ExactSums(strips, positions, device)
 
 
@@ -431,10 +457,12 @@ def make_exact(model: GPT, model_config: GPTConfig, grid) -> None:
         for norm in ("q_norm", "k_norm"):           # all strips share it
             if hasattr(block.attn, norm):
                 setattr(narrow.attn, norm, getattr(block.attn, norm))
-        in_strips = InStrips
-        if isinstance(getattr(block.attn, "q_norm", None), ParallelAllHeadsNorm):
-            in_strips = NormedInStrips
-        block.attn.forward = in_strips(block.attn, narrow.attn, ("qkv", "proj"), grid)
+        shares = max(1, grid.exact.strips // model_config.n_kv_head)
+        if shares > 1 or isinstance(getattr(block.attn, "q_norm", None), ParallelAllHeadsNorm):
+            attention = AttentionInStrips(block.attn, narrow.attn, grid, shares)
+        else:
+            attention = InStrips(block.attn, narrow.attn, ("qkv", "proj"), grid)
+        block.attn.forward = attention
         mlp, narrow_mlp = block.mlp, narrow.mlp
         if isinstance(mlp, Mixture):        # exact_experts.py has its experts
             mlp, narrow_mlp = mlp.shared, narrow_mlp.shared

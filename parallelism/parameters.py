@@ -6,35 +6,41 @@
 zero.py moves the parts into flat buffers. checkpoint.py and full_tensors.py join those of all ranks.
 """
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Callable
 
 import torch
-import torch.nn.functional as F
 
 from model import GPT, OF_VOCABULARY, GPTConfig
 
 
 @dataclass
 class ParamSpec:
-    """One parameter: its global name, its shape, and how tensor parallelism cuts it (TP1)."""
+    """One parameter: its global name, its shape, and how tensor parallelism cuts it (TP1). In the
+    dimension that is cut, matrices are stacked, the sections. A rank has a piece of each:
+
+        sections 4, 2; 2 ranks      q0 q1 | q2 q3 | k | v       rank 0: q0 q1 k     rank 1: q2 q3 v
+
+    The stack may be repeated, `groups` times. Then each group is cut among tp / groups ranks."""
     name: str
     shape: tuple                # of the full parameter, without padding
-    padded_rows: int            # shape[0] with the padding
     partition_dim: int | None   # the dimension that is cut; None: every rank has all of it
-    stacked: int                # how many matrices are stacked in that dimension
+    sections: tuple             # the sizes of the sections there
+    widths: tuple               # those of a rank's pieces, with the padding after a section's end
     tp: int
     owners: list                # (module, attribute): two if embedding and head are on one stage
     is_tied_copy: bool          # the last stage's copy of a weight tied across stages
     is_tied: bool = False       # embedding and head share it
     ep: int = 1                 # so many replicas divide its dimension 0, the experts
     sign_step: float = 0.0      # above 0: the size of its steps, against the sign of its gradient
+    groups: int = 1
 
     @property
     def local_shape(self) -> list[int]:
-        shape = [self.padded_rows // self.ep, *self.shape[1:]]
+        shape = [self.shape[0] // self.ep, *self.shape[1:]]
         if self.partition_dim is not None:
-            shape[self.partition_dim] //= self.tp
+            shape[self.partition_dim] = sum(self.widths)
         return shape
 
     @property
@@ -61,43 +67,51 @@ class ParamSpec:
             return 0
         return grid.ep_rank % self.ep * self.tp + grid.tp_rank
 
+    def pieces(self, tp_rank: int) -> Iterator[tuple]:
+        """A rank's piece of each section: (where it begins in the full tensor, its size, its width
+        in the rank's part). From size to width it is padding."""
+        group, part = divmod(tp_rank, self.tp // self.groups)
+        start = group * sum(self.sections)
+        for section, width in zip(self.sections, self.widths):
+            low = min(part * width, section)
+            yield start + low, min(width, section - low), width
+            start += section
+
     def cut(self, full: torch.Tensor, grid) -> torch.Tensor:
-        """Full parameter -> this rank's part."""
+        """Full parameter -> this rank's part, of one piece without padding a view."""
         if self.ep > 1:
             full = full.chunk(self.ep)[grid.ep_rank]
         if self.partition_dim is None:
             return full
-        if self.padded_rows > self.shape[0]:            # the vocabulary: rows at the end are zero
-            rows = self.padded_rows // self.tp
-            mine = full[grid.tp_rank * rows:(grid.tp_rank + 1) * rows]
-            padding = rows - len(mine)
-            if padding <= 0:
-                return mine                             # a view: not read
-            return torch.cat([mine, mine.new_zeros(padding, *mine.shape[1:])])
-        dim = self.partition_dim                                        # qkv's weight: (3C, C)
-        matrices = full.unflatten(dim, (self.stacked, self.tp, -1))     # (3, tp, C / tp, C)
-        mine = matrices.select(dim + 1, grid.tp_rank)                   # (3, C / tp, C)
-        return mine.flatten(dim, dim + 1)                               # (3C / tp, C)
+        mine = []
+        for first, size, width in self.pieces(grid.tp_rank):
+            mine.append(full.narrow(self.partition_dim, first, size))
+            if size < width:                                            # (of dimension 0 only)
+                mine.append(full.new_zeros(width - size, *full.shape[1:]))
+        return mine[0] if len(mine) == 1 else torch.cat(mine, self.partition_dim)
 
     def cut_experts(self, full: Callable, grid) -> torch.Tensor:
         """`cut` of experts, of which full(e) -> (out, in) gives one. It asks for this rank's alone,
         one after another."""
-        of_one = replace(self, shape=(1, *self.shape[1:]), padded_rows=1, ep=1)
+        of_one = replace(self, shape=(1, *self.shape[1:]), ep=1)
         experts = torch.arange(self.shape[0]).chunk(self.ep)[grid.ep_rank % self.ep]
         return torch.cat([of_one.cut(full(e).unsqueeze(0), grid) for e in experts.tolist()])
 
     def join(self, parts: list) -> torch.Tensor:
         """All parts, in their order -> full parameter."""
         if self.ep > 1:
-            of_one = replace(self, ep=1)
+            of_one = replace(self, shape=(self.shape[0] // self.ep, *self.shape[1:]), ep=1)
             tp = len(parts) // self.ep
             return torch.cat([of_one.join(parts[first:first + tp])
                               for first in range(0, len(parts), tp)])
-        if self.partition_dim is None:
-            return parts[0]
         dim = self.partition_dim
-        matrices = [part.unflatten(dim, (self.stacked, -1)) for part in parts]      # (3, C / tp, C)
-        return torch.cat(matrices, dim + 1).flatten(dim, dim + 1)[:self.shape[0]]   # (3C, C)
+        if dim is None:
+            return parts[0]
+        full = parts[0].new_empty(self.shape)
+        for tp_rank, part in enumerate(parts):
+            for (first, size, _), piece in zip(self.pieces(tp_rank), part.split(self.widths, dim)):
+                full.narrow(dim, first, size).copy_(piece.narrow(dim, 0, size))
+        return full
 
 
 TIED = {"head.weight": "embed.token.weight"}    # one matrix: its name in the head, its global name
@@ -115,13 +129,22 @@ def param_specs(model: GPT, model_config: GPTConfig, grid) -> list[ParamSpec]:
             if name in specs:
                 specs[name].owners.append((module, attribute))
                 continue
-            rows = model_config.vocab_size if name in OF_VOCABULARY else parameter.shape[0]
+            shape = list(parameter.shape)
+            if name in OF_VOCABULARY:
+                shape[0] = model_config.vocab_size
+            dim = getattr(module, "partition_dim", {}).get(attribute)
+            groups, sections, widths = 1, (), ()
+            if hasattr(module, "sections"):
+                groups, sections, widths = module.groups, module.sections, module.widths
+            elif dim is not None:
+                count = module.stacked
+                sections = (shape[dim] // count,) * count
+                widths = (parameter.shape[dim] // count // grid.tp,) * count
             specs[name] = ParamSpec(
-                name, (rows, *parameter.shape[1:]), padded_rows=parameter.shape[0],
-                partition_dim=getattr(module, "partition_dim", {}).get(attribute),
-                stacked=getattr(module, "stacked", 1), tp=grid.tp, owners=[(module, attribute)],
+                name, tuple(shape), dim, sections, widths, grid.tp, owners=[(module, attribute)],
                 is_tied_copy=local_name in tied and not grid.is_first,
-                is_tied=name in tied.values(), ep=grid.ep if hasattr(module, "is_expert") else 1)
+                is_tied=name in tied.values(), ep=grid.ep if hasattr(module, "is_expert") else 1,
+                groups=groups)
             if local_name.endswith("mlp.router.bias"):
                 specs[name].sign_step = model_config.balance_bias
     return list(specs.values())

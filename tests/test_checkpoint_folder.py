@@ -42,18 +42,28 @@ def random_spec(rng):
     """One parameter, as any model may have it, and its ranks (ep rank, tp rank)."""
     tp, ep, stacked = rng.choice([1, 2, 4]), 1, rng.choice([1, 2, 3])
     size = tp * rng.randint(1, 4)                       # of a dimension that is cut
-    kind = rng.choice(["whole", "vector", "column", "row", "vocabulary", "experts"])
+    kind = rng.choice(["whole", "vector", "column", "row", "vocabulary", "experts",
+                       "shared heads"])
     shape, dim = {"whole": ((rng.randint(1, 9), rng.randint(1, 9)), None),
                   "vector": ((stacked * size,), 0), "column": ((stacked * size, 5), 0),
                   "row": ((5, size), 1), "vocabulary": ((rng.randint(1, 20), 3), 0),
-                  "experts": ((2 * rng.randint(1, 3), stacked * size, 3), 1)}[kind]
+                  "experts": ((2 * rng.randint(1, 3), stacked * size, 3), 1),
+                  "shared heads": ((0, 3), 0)}[kind]
     if kind in ("whole", "row", "vocabulary"):
         stacked = 1
     if kind == "experts":
         ep = rng.choice([1, 2])
-    padded = math.ceil(shape[0] / 8) * 8 if kind == "vocabulary" else shape[0]
+    groups, sections, widths = 1, (), ()
+    if dim is not None:
+        sections = (shape[dim] // stacked,) * stacked
+        widths = tuple(math.ceil(section / tp) for section in sections)     # of a vocabulary: padded
+    if kind == "shared heads":
+        groups = rng.choice([n for n in (1, 2) if tp % n == 0])
+        sections = tp // groups * rng.randint(1, 3), rng.randint(1, 6)
+        widths = tuple(math.ceil(section * groups / tp) for section in sections)
+        shape = groups * sum(sections), 3
     ranks = [SimpleNamespace(ep_rank=e, tp_rank=t) for e in range(ep) for t in range(tp)]
-    return ParamSpec("x", shape, padded, dim, stacked, tp, [], False, ep=ep), ranks
+    return ParamSpec("x", shape, dim, sections, widths, tp, [], False, ep=ep, groups=groups), ranks
 
 
 def test_chunks_are_the_inverse_of_a_cut():
