@@ -8,7 +8,7 @@ same bits. The argument, for each operation whose inputs have the same bits:
                (exact_sums.py)
     products   are computed in strips of a layer's columns (or rows), one by one; tp only decides
                which rank computes a strip. So a product has the same shape, strides and alignment
-               everywhere
+               everywhere (exact_strips.py)
     the rest   is elementwise (a + b = b + a), or computes each row by itself
 
 The assumption: a library computes a product in the same way where shape, strides and alignment are
@@ -23,6 +23,7 @@ the same, and a row of LayerNorm however many rows there are. Random layouts tes
     embeddings                    backward: positions, sequences                 ExactLookup
     LayerNorm, bias after g       backward: positions                            Affine
     norms over all heads          both ways: strips, in their order              SumInOrder
+    k and v that strips share     backward: strips, in their order               JoinHeads
     qkv and proj, up and down     forward (g) and backward (f): strips           sum_strips
         their biases              backward: positions                            StripProduct
     logits and loss               strips of the vocabulary, positions            ExactCrossEntropy
@@ -33,7 +34,6 @@ Dropout draws a mask for each strip; AdamW's slices end at multiples of 32 (zero
 costs float64 gradients, copies of the weights, one strip at a time, and on a CPU all threads but
 one. (Here B computes all gradients and W none, so ZB-H1 gains nothing.)
 """
-import copy
 import math
 from functools import partial
 
@@ -46,206 +46,19 @@ from model import GPT, IGNORE_INDEX, GPTConfig
 from models.moe import Mixture
 from parallelism.all_heads_norm import ParallelAllHeadsNorm
 from parallelism.collectives import all_reduce
+from parallelism.exact_strips import Affine, AttentionInStrips, InStrips
 from parallelism.exact_sums import ExactSums
-from parallelism.kernels import linear, use_kernels
+from parallelism.kernels import use_kernels
 from parallelism.sequence import all_positions, by_ranks, sum_over_ranks
-from parallelism.shared_heads import can_cut_heads, join_heads, strips_of_heads
-from parallelism.tensor import (TensorParallel, VocabParallelCrossEntropy, VocabParallelEmbedding,
+from parallelism.shared_heads import can_cut_heads
+from parallelism.tensor import (VocabParallelCrossEntropy, VocabParallelEmbedding,
                                 VocabParallelHead, matmul, tile_size)
 from parallelism.zero import FlatParameters, adamw_update
 
 MOST_STRIPS = 8         # tp must divide it
 
 
-# ---- Attention and MLP ----------------------------------------------------------------------
-
-class CopyToStrips(torch.autograd.Function):
-    """f: x for each of this rank's strips. Backward sums the gradients of all strips."""
-
-    @staticmethod
-    def forward(ctx, x, count, grid):
-        ctx.grid = grid
-        x = all_positions(x, grid)
-        return tuple(x.view_as(x) for _ in range(count))
-
-    @staticmethod
-    def backward(ctx, *dxs):
-        return sum_strips(dxs, ctx.grid.exact.activation_gradient, ctx.grid), None, None
-
-
-class SumOfStrips(torch.autograd.Function):
-    """g: the sum of the y of all strips."""
-
-    @staticmethod
-    def forward(ctx, grid, *ys):
-        ctx.grid = grid
-        ctx.count = len(ys)
-        return sum_strips(ys, ExactSums.ACTIVATION, grid)
-
-    @staticmethod
-    def backward(ctx, dy):
-        dy = all_positions(dy, ctx.grid)
-        return (None, *(dy for _ in range(ctx.count)))
-
-
-def sum_strips(terms, unit: float, grid) -> torch.Tensor:
-    """The sum of this rank's terms (B, T, C) and those of the other tensor-parallel ranks."""
-    total = torch.zeros_like(terms[0], dtype=torch.float64)
-    for term in terms:
-        grid.exact.add(total, term, unit, grid.exact.strips)
-    return sum_over_ranks(by_ranks(total, grid), grid).wait().to(terms[0].dtype)
-
-
-class StripProduct(torch.autograd.Function):
-    """x W^T + b. W is a view, (1 or 3, w, in) or (out, 1, w), and is copied for each product: a
-    kernel may also depend on strides and alignment."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, exact):
-        ctx.save_for_backward(x, weight, bias)
-        ctx.exact = exact
-        y = linear(x, copy_matrix(weight))
-        return y if bias is None else y.add_(bias.flatten())
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, bias = ctx.saved_tensors
-        dx = matmul(dy, copy_matrix(weight))
-        dw = matmul(dy.flatten(0, 1).t(), x.flatten(0, 1)).view(weight.shape)
-        db = None
-        if bias is not None:
-            total = torch.zeros(bias.numel(), dtype=torch.float64, device=bias.device)
-            ctx.exact.add_rows(total, dy, ctx.exact.gradient)
-            db = total.to(bias.dtype).view(bias.shape)
-        return dx, dw, db, None
-
-
-def copy_matrix(weight: torch.Tensor) -> torch.Tensor:
-    return weight.flatten(0, -2).clone(memory_format=torch.contiguous_format)
-
-
-class StripLinear(nn.Module):
-    """A Linear with the weight and bias of one strip, views of this rank's part."""
-
-    def __init__(self, exact: ExactSums):
-        super().__init__()
-        self.exact = exact
-
-    def forward(self, x):
-        return StripProduct.apply(x, self.weight, self.bias, self.exact)
-
-
-def cut_in_strips(layer: TensorParallel, count: int) -> list[tuple]:
-    """[(weight, bias)] of the strips of this rank's part of a layer. (All at once, because autograd
-    then joins their gradients. Of single slices it would pad each with zeros, and add.)"""
-    strips = {"bias": [None] * count}
-    for name, dim in layer.partition_dim.items():
-        if getattr(layer, name) is not None:
-            matrices = getattr(layer, name).unflatten(dim, (layer.stacked, count, -1))
-            strips[name] = matrices.unbind(dim + 1)
-    return list(zip(strips["weight"], strips["bias"]))
-
-
-class InStrips:
-    """The forward of attention or an MLP, `part`, in strips. `narrow` is model.py's own module,
-    which runs with the weights of one strip after another; `names`: its two Linear modules."""
-
-    def __init__(self, part: nn.Module, narrow: nn.Module, names: tuple, grid):
-        self.part, self.narrow, self.names, self.grid = part, narrow, names, grid
-        for name in names:
-            setattr(narrow, name, StripLinear(grid.exact))
-
-    def __call__(self, x, *args):
-        count = self.grid.exact.strips // self.grid.tp
-        xs = CopyToStrips.apply(x, count, self.grid)
-        y = SumOfStrips.apply(self.grid, *self.of_strips(xs, args))
-        bias = getattr(self.part, self.names[1]).bias
-        return y if bias is None else Affine.apply(y, None, bias, self.grid.exact)
-
-    def of_strips(self, xs, args) -> list:
-        """The y of each strip of this rank, by its x."""
-        return [narrow(x, *args) for narrow, x in zip(self.strips(len(xs)), xs)]
-
-    def cut(self, name: str, count: int) -> list[tuple]:
-        return cut_in_strips(getattr(self.part, name), count)
-
-    def strips(self, count: int):
-        """Yields `narrow` once for each strip, with the weights of this strip."""
-        strips = {name: self.cut(name, count) for name in self.names}
-        self.narrow.train(self.part.training)
-        for number in range(count):
-            for name in self.names:
-                layer = getattr(self.narrow, name)
-                layer.weight, layer.bias = strips[name][number]
-            if hasattr(self.narrow, "core_attention"):
-                # Each strip has a dropout mask. It has a module of its own, too: a CPU without
-                # 16-bit products repeats attention in backward, and must draw the same mask.
-                attention = copy.copy(self.narrow.core_attention)
-                attention.part = self.grid.tp_rank * count + number
-                self.narrow.core_attention = attention
-            yield self.narrow
-
-
-class AttentionInStrips(InStrips):
-    """Attention that needs the q, k and v of all strips first: its norms are over all heads, or
-    `shares` strips have one head of k and v (shared_heads.py)."""
-
-    def __init__(self, part, narrow, grid, shares: int):
-        super().__init__(part, narrow, ("qkv", "proj"), grid)
-        self.shares = shares
-        self.width = 2 * narrow.head_dim // shares          # rows of k and v in a strip
-        narrow.group //= shares
-
-    def cut(self, name, count):
-        layer = getattr(self.part, name)
-        if self.shares == 1 or name != "qkv":
-            return super().cut(name, count)
-        heads = max(1, count // self.shares)
-        of_strips = partial(strips_of_heads, heads=heads, width=self.width, count=count)
-        biases = [None] * count if layer.bias is None else of_strips(layer.bias)
-        return list(zip(of_strips(layer.weight), biases))
-
-    def of_strips(self, xs, args):
-        qkvs = [narrow.qkv(x) for narrow, x in zip(self.strips(len(xs)), xs)]
-        if self.shares > 1:
-            qkvs = join_heads(qkvs, self.width, self.shares, self.grid)
-        qs, ks, vs = zip(*map(self.narrow.split_heads, qkvs))
-        q_norm, k_norm = (getattr(self.part, name, None) for name in ("q_norm", "k_norm"))
-        if isinstance(q_norm, ParallelAllHeadsNorm):
-            qs, ks = q_norm.of_strips(qs), k_norm.of_strips(ks)
-        elif q_norm is not None:
-            qs, ks = map(q_norm, qs), map(k_norm, ks)
-        return [narrow.attend(q, k, v, *args)
-                for narrow, q, k, v in zip(self.strips(len(xs)), qs, ks, vs)]
-
-
-class Affine(torch.autograd.Function):
-    """x * weight + bias, (..., C) with (C,); either may be None. The gradients of weight and bias
-    are added to main_grad."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, exact):
-        ctx.weight, ctx.bias, ctx.exact = weight, bias, exact
-        if weight is None:
-            return x + bias
-        ctx.save_for_backward(x)
-        y = x * weight
-        return y if bias is None else y.add_(bias)
-
-    @staticmethod
-    def backward(ctx, dy):
-        unit = ctx.exact.gradient
-        rows = 1                            # for each position
-        if dy.dim() == 4:                   # a norm of heads: (B, heads of a strip, T, D)
-            rows = dy.shape[1] * ctx.exact.strips
-        if ctx.bias is not None:
-            ctx.exact.add_rows(ctx.bias.main_grad(), dy, unit)
-        if ctx.weight is None:
-            return dy, None, None, None
-        x, = ctx.saved_tensors
-        ctx.exact.add_rows(ctx.weight.main_grad(), dy * x, unit, rows)
-        return dy * ctx.weight, None, None, None
-
+# ---- Norms, embedding, head and loss --------------------------------------------------------
 
 def exact_norm(norm: nn.Module, exact: ExactSums, x: torch.Tensor) -> torch.Tensor:
     """LayerNorm or RMSNorm of x (..., C), computed in fp32 or wider."""
@@ -256,8 +69,6 @@ def exact_norm(norm: nn.Module, exact: ExactSums, x: torch.Tensor) -> torch.Tens
         return normal.to(x.dtype)
     return Affine.apply(normal, norm.weight, getattr(norm, "bias", None), exact).to(x.dtype)
 
-
-# ---- Embedding, head and loss ---------------------------------------------------------------
 
 class ExactLookup(torch.autograd.Function):
     """F.embedding, whose gradient is added to main_grad."""
@@ -443,9 +254,16 @@ def new_sums(model_config: GPTConfig, config, device: torch.device) -> ExactSums
     if device.type == "cpu":
         torch.set_num_threads(1)
     positions = config.micro_batch * model_config.seq_len
+    return ExactSums(count_strips(model_config), positions, device)
+
+
+def count_strips(model_config: GPTConfig) -> int:
+    """As many as cut the heads and the channels of the MLPs into equal strips. tp must divide it.
+    (Unlike ranks, strips also cut k and v into equal pieces.)"""
     channels = math.gcd(MOST_STRIPS, model_config.hidden, getattr(model_config, "shared_hidden", 0))
-    strips = max(n for n in (1, 2, 4, 8) if channels % n == 0 and can_cut_heads(model_config, n))
-    return ExactSums(strips, positions, device)
+    return max(n for n in range(1, channels + 1) if channels % n == 0
+               and can_cut_heads(model_config, n)
+               and 2 * model_config.n_kv_head * model_config.head_dim % n == 0)
 
 
 def make_exact(model: GPT, model_config: GPTConfig, grid) -> None:

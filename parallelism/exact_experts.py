@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 
 from models.moe import Experts, Router
-from parallelism.exact import CopyToStrips, SumOfStrips, copy_matrix
+from parallelism.exact_strips import CopyToStrips, SumOfStrips, copy_matrix
 from parallelism.experts import (Exchange, ExpertColumns, ExpertRows, ParallelExperts,
                                  ParallelRouter)
 from parallelism.kernels import linear

@@ -1,5 +1,5 @@
-"""Heads of keys and values that ranks share: tensor parallelism where K < tp (multi-query attention,
-Shazeer 2019, as in PaLM; grouped queries on many ranks). build.build_stage swaps the modules.
+"""Heads of keys and values that ranks share: tensor parallelism where K < tp (multi-query
+attention, Shazeer 2019, as in PaLM; grouped queries on many ranks). build.build_stage swaps qkv.
 
 Each rank has whole heads of q, so tp / K ranks attend to one head of k and v. They divide its
 matrix: each computes some of the channels of (k, v), which the ranks then exchange. For K = 1, tp 2
@@ -28,8 +28,8 @@ from parallelism.tensor import QKVParallelLinear
 
 
 def can_cut_heads(model_config: GPTConfig, parts: int) -> bool:
-    """Whether each of `parts` ranks can have as many whole heads of q, and whole heads of k and v or
-    a part of one."""
+    """Whether each of `parts` ranks can have as many whole heads of q, and either whole heads of k
+    and v or a part of one."""
     K = model_config.n_kv_head
     return K % parts == 0 or (parts % K == 0 and model_config.n_head % parts == 0)
 
@@ -63,22 +63,13 @@ class JoinHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *dheads):
         x = torch.stack(dheads).unflatten(0, (-1, ctx.here))        # (heads, here, ..., n)
-        x = x.unflatten(-1, (ctx.ranks, ctx.here, -1))              # by the piece that it belongs to
-        x = x.movedim((-3, 1, 0, -2), (0, 1, 2, 3))                 # (ranks, here, heads, here, ...)
-        first, *others = exchange(x, ctx.grid).flatten(0, 1)
+        x = x.unflatten(-1, (ctx.ranks, ctx.here, -1))              # n: (ranks, here, n / shares)
+        x = x.movedim((-3, 1), (0, 1))                      # (to rank, term, heads, ..., here, ...)
+        first, *others = exchange(x, ctx.grid).flatten(0, 1)        # a term of each piece that shares
         total = first.to(torch.promote_types(first.dtype, torch.float32))
         for term in others:
-            total = total + term
-        return None, None, *total.to(first.dtype).flatten(0, 1)
-
-
-def join_heads(qkvs: list, head_dim: int, shares: int, grid) -> list:
-    """Each (B, T, its heads of q and its piece of k and v) -> the same with all of this k and v, as
-    models/llama.py splits it."""
-    width = ceil_div(2 * head_dim, shares)
-    qs, pieces = zip(*(qkv.split([qkv.shape[-1] - width, width], -1) for qkv in qkvs))
-    heads = JoinHeads.apply(grid, shares, *pieces)
-    return [torch.cat([q, kv[..., :2 * head_dim]], -1) for q, kv in zip(qs, heads)]
+            total = total + term                                    # (heads, ..., here, n / shares)
+        return None, None, *total.to(first.dtype).movedim(-2, 1).flatten(0, 1)
 
 
 class SharedHeadsQKV(QKVParallelLinear):
@@ -92,15 +83,6 @@ class SharedHeadsQKV(QKVParallelLinear):
         self.widths = tuple(ceil_div(section, self.shares) for section in self.sections)
 
     def forward(self, x):
-        [qkv] = join_heads([super().forward(x)], self.head_dim, self.shares, self.grid)
-        return qkv
-
-
-def strips_of_heads(x: torch.Tensor, heads: int, width: int, count: int) -> list:
-    """This rank's rows of qkv (or numbers of its bias) in `count` strips of --exact. It has so many
-    heads of k and v, or a part of one; a strip has `width` rows of one."""
-    groups = x.unflatten(0, (heads, -1))
-    of_kv = width * count // heads
-    parts = groups.split([groups.shape[1] - of_kv, of_kv], 1)
-    strips = [part.unflatten(1, (count // heads, -1)).flatten(0, 1) for part in parts]
-    return [torch.cat(pair) for pair in zip(*strips)]
+        q, piece = super().forward(x).split(self.widths, -1)
+        [kv] = JoinHeads.apply(self.grid, self.shares, piece)
+        return torch.cat([q, kv[..., :2 * self.head_dim]], -1)          # (B, T, (G K / tp + 2) D)

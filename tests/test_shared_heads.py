@@ -59,3 +59,23 @@ def test_ranks_that_share_a_head_train_as_one_process(pool, tmp_path, reference,
     one = reference(CFGS[name], dtype="fp64", **TWO_STEPS)
     assert max(differences(ours, one)) <= BOUNDS["fp64"]
     assert relative(ours.seen[0], plain_gradient(CFGS[name])) <= BOUNDS["fp64"]
+
+
+EXACT = {"palm": [((1, 4, 2), dict(zero=0)), ((2, 2, 1), dict(zero=3)),
+                  ((1, 8, 1), dict(sequence_parallel=True))],
+         "qwen3": [((2, 4, 1), dict(zero=2, recompute=True)), ((1, 2, 1), {})],
+         "qwen2": [((1, 8, 1), dict(dtype="bf16")), ((1, 4, 1), dict(dtype="bf16"))],
+         "olmoe": [((1, 4, 1), {}), ((1, 2, 1), {}), ((1, 8, 1), dict(sequence_parallel=True))]}
+
+
+@pytest.mark.parametrize("name", [
+    "palm", *(pytest.param(name, marks=pytest.mark.slow) for name in EXACT if name != "palm")])
+def test_exact_layouts_that_share_heads_have_the_bits_of_one_process(pool, tmp_path, name):
+    """With as many heads of keys as ranks, with fewer, and with a head on one rank."""
+    def run(layout, **flags):
+        return trained(pool, layout, tmp_path, CFGS[name], whole_gradient, prepare=without_saves,
+                       micro_batch=2, exact=True, steps=2, **flags)
+    common = {"dtype": EXACT[name][0][1].get("dtype", "fp32")}
+    one = run((1, 1, 1), **common)
+    for layout, flags in EXACT[name]:
+        assert different_bits(run(layout, **common | flags), one) == "", (layout, flags)

@@ -1,0 +1,220 @@
+"""--exact: attention and MLPs in strips. exact.py has the argument, and builds them (make_exact).
+
+A strip of attention has some heads, a strip of an MLP some channels. All products have one strip's
+shape, whatever tp is. Where more strips than heads of k and v are, some strips share one, and each
+computes a piece of it, as ranks do (shared_heads.py).
+"""
+import copy
+
+import torch
+import torch.nn as nn
+
+from parallelism.all_heads_norm import ParallelAllHeadsNorm
+from parallelism.exact_sums import ExactSums
+from parallelism.kernels import linear
+from parallelism.sequence import all_positions, by_ranks, sum_over_ranks
+from parallelism.shared_heads import JoinHeads
+from parallelism.tensor import TensorParallel, matmul
+
+
+class CopyToStrips(torch.autograd.Function):
+    """f: x for each of this rank's strips. Backward sums the gradients of all strips."""
+
+    @staticmethod
+    def forward(ctx, x, count, grid):
+        ctx.grid = grid
+        x = all_positions(x, grid)
+        return tuple(x.view_as(x) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx, *dxs):
+        return sum_strips(dxs, ctx.grid.exact.activation_gradient, ctx.grid), None, None
+
+
+class SumOfStrips(torch.autograd.Function):
+    """g: the sum of the y of all strips."""
+
+    @staticmethod
+    def forward(ctx, grid, *ys):
+        ctx.grid = grid
+        ctx.count = len(ys)
+        return sum_strips(ys, ExactSums.ACTIVATION, grid)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = all_positions(dy, ctx.grid)
+        return (None, *(dy for _ in range(ctx.count)))
+
+
+def sum_strips(terms, unit: float, grid) -> torch.Tensor:
+    """The sum of this rank's terms (B, T, C) and those of the other tensor-parallel ranks."""
+    total = torch.zeros_like(terms[0], dtype=torch.float64)
+    for term in terms:
+        grid.exact.add(total, term, unit, grid.exact.strips)
+    return sum_over_ranks(by_ranks(total, grid), grid).wait().to(terms[0].dtype)
+
+
+class StripProduct(torch.autograd.Function):
+    """x W^T + b. W is a view, (1 or 3, w, in) or (out, 1, w), and is copied for each product: a
+    kernel may also depend on strides and alignment."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, exact):
+        ctx.save_for_backward(x, weight, bias)
+        ctx.exact = exact
+        y = linear(x, copy_matrix(weight))
+        return y if bias is None else y.add_(bias.flatten())
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, bias = ctx.saved_tensors
+        dx = matmul(dy, copy_matrix(weight))
+        dw = matmul(dy.flatten(0, 1).t(), x.flatten(0, 1)).view(weight.shape)
+        db = None
+        if bias is not None:
+            total = torch.zeros(bias.numel(), dtype=torch.float64, device=bias.device)
+            ctx.exact.add_rows(total, dy, ctx.exact.gradient)
+            db = total.to(bias.dtype).view(bias.shape)
+        return dx, dw, db, None
+
+
+def copy_matrix(weight: torch.Tensor) -> torch.Tensor:
+    return weight.flatten(0, -2).clone(memory_format=torch.contiguous_format)
+
+
+class StripLinear(nn.Module):
+    """A Linear with the weight and bias of one strip, views of this rank's part."""
+
+    def __init__(self, exact: ExactSums):
+        super().__init__()
+        self.exact = exact
+
+    def forward(self, x):
+        return StripProduct.apply(x, self.weight, self.bias, self.exact)
+
+
+def cut_in_strips(layer: TensorParallel, count: int) -> list[tuple]:
+    """[(weight, bias)] of the strips of this rank's part of a layer. (All at once, because autograd
+    then joins their gradients. Of single slices it would pad each with zeros, and add.)"""
+    strips = {"bias": [None] * count}
+    for name, dim in layer.partition_dim.items():
+        if getattr(layer, name) is not None:
+            matrices = getattr(layer, name).unflatten(dim, (layer.stacked, count, -1))
+            strips[name] = matrices.unbind(dim + 1)
+    return list(zip(strips["weight"], strips["bias"]))
+
+
+class InStrips:
+    """The forward of attention or an MLP, `part`, in strips. `narrow` is model.py's own module,
+    which runs with the weights of one strip after another; `names`: its Linear modules, the one
+    before g last."""
+
+    def __init__(self, part: nn.Module, narrow: nn.Module, names: tuple, grid):
+        self.part, self.narrow, self.names, self.grid = part, narrow, names, grid
+        for name in names:
+            setattr(narrow, name, StripLinear(grid.exact))
+
+    def __call__(self, x, *args):
+        count = self.grid.exact.strips // self.grid.tp
+        xs = CopyToStrips.apply(x, count, self.grid)
+        y = SumOfStrips.apply(self.grid, *self.of_strips(xs, args))
+        bias = getattr(self.part, self.names[-1]).bias
+        return y if bias is None else Affine.apply(y, None, bias, self.grid.exact)
+
+    def of_strips(self, xs, args) -> list:
+        """The y of each strip of this rank, by its x."""
+        return [narrow(x, *args) for narrow, x in zip(self.strips(len(xs)), xs)]
+
+    def cut(self, name: str, count: int) -> list[tuple]:
+        return cut_in_strips(getattr(self.part, name), count)
+
+    def strips(self, count: int):
+        """Yields `narrow` once for each strip, with the weights of this strip."""
+        strips = {name: self.cut(name, count) for name in self.names}
+        self.narrow.train(self.part.training)
+        for number in range(count):
+            for name in self.names:
+                layer = getattr(self.narrow, name)
+                layer.weight, layer.bias = strips[name][number]
+            if hasattr(self.narrow, "core_attention"):
+                # Each strip has a dropout mask. It has a module of its own, too: a CPU without
+                # 16-bit products repeats attention in backward, and must draw the same mask.
+                attention = copy.copy(self.narrow.core_attention)
+                attention.part = self.grid.tp_rank * count + number
+                self.narrow.core_attention = attention
+            yield self.narrow
+
+
+class AttentionInStrips(InStrips):
+    """Attention that needs the q, k and v of all strips first: its norms are over all heads, or
+    `shares` strips have one head of k and v, of which each computes a piece (shared_heads.py)."""
+
+    def __init__(self, part: nn.Module, narrow: nn.Module, grid, shares: int):
+        names = ("qkv", "proj") if shares == 1 else ("q", "kv", "proj")
+        super().__init__(part, narrow, names, grid)
+        self.shares = shares
+        narrow.group //= shares
+
+    def cut(self, name, count):
+        if name not in ("q", "kv"):
+            return super().cut(name, count)
+        layer = self.part.qkv
+        biases = [None] * count if layer.bias is None else self.rows(name, layer.bias, count)
+        return list(zip(self.rows(name, layer.weight, count), biases))
+
+    def rows(self, name: str, x: torch.Tensor, count: int) -> list:
+        """The rows of q, or of k and v, of each strip: views of this rank's weight or bias. It has
+        some heads of k and v, and their q, or a piece of one."""
+        heads = max(1, count // self.shares)
+        here = count // heads                                   # strips of one head
+        x = x.unflatten(0, (heads, -1))
+        of_kv = 2 * self.narrow.head_dim * here // self.shares
+        q, kv = x.split([x.shape[1] - of_kv, of_kv], 1)
+        strips_of_heads = (q if name == "q" else kv).unflatten(1, (here, -1))
+        return [strip for head in strips_of_heads for strip in head]
+
+    def of_strips(self, xs, args):
+        if self.shares == 1:
+            qkvs = [narrow.qkv(x) for narrow, x in zip(self.strips(len(xs)), xs)]
+        else:
+            products = [(narrow.q(x), narrow.kv(x))
+                        for narrow, x in zip(self.strips(len(xs)), xs)]
+            qs, pieces = zip(*products)
+            heads = JoinHeads.apply(self.grid, self.shares, *pieces)
+            qkvs = [torch.cat(pair, -1) for pair in zip(qs, heads)]
+        qs, ks, vs = zip(*map(self.narrow.split_heads, qkvs))
+        q_norm, k_norm = (getattr(self.part, name, None) for name in ("q_norm", "k_norm"))
+        if isinstance(q_norm, ParallelAllHeadsNorm):
+            qs, ks = q_norm.of_strips(qs), k_norm.of_strips(ks)
+        elif q_norm is not None:
+            qs, ks = map(q_norm, qs), map(k_norm, ks)
+        return [narrow.attend(q, k, v, *args)
+                for narrow, q, k, v in zip(self.strips(len(xs)), qs, ks, vs)]
+
+
+class Affine(torch.autograd.Function):
+    """x * weight + bias, (..., C) with (C,); either may be None. The gradients of weight and bias
+    are added to main_grad."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, exact):
+        ctx.weight, ctx.bias, ctx.exact = weight, bias, exact
+        if weight is None:
+            return x + bias
+        ctx.save_for_backward(x)
+        y = x * weight
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        unit = ctx.exact.gradient
+        rows = 1                            # for each position
+        if dy.dim() == 4:                   # a norm of heads: (B, heads of a strip, T, D)
+            rows = dy.shape[1] * ctx.exact.strips
+        if ctx.bias is not None:
+            ctx.exact.add_rows(ctx.bias.main_grad(), dy, unit)
+        if ctx.weight is None:
+            return dy, None, None, None
+        x, = ctx.saved_tensors
+        ctx.exact.add_rows(ctx.weight.main_grad(), dy * x, unit, rows)
+        return dy * ctx.weight, None, None, None
