@@ -258,12 +258,12 @@ def new_sums(model_config: GPTConfig, config, device: torch.device) -> ExactSums
 
 
 def count_strips(model_config: GPTConfig) -> int:
-    """As many as cut the heads and the channels of the MLPs into equal strips. tp must divide it.
-    (Unlike ranks, strips also cut k and v into equal pieces.)"""
+    """The largest number that cuts the heads and the channels of the MLPs into equal strips. tp
+    divides it. (Strips cut k and v into equal pieces, too. Of ranks the last one's is padded.)"""
     channels = math.gcd(MOST_STRIPS, model_config.hidden, getattr(model_config, "shared_hidden", 0))
     return max(n for n in range(1, channels + 1) if channels % n == 0
                and can_cut_heads(model_config, n)
-               and 2 * model_config.n_kv_head * model_config.head_dim % n == 0)
+               and model_config.n_kv_head * model_config.head_dim % n == 0)
 
 
 def make_exact(model: GPT, model_config: GPTConfig, grid) -> None:

@@ -65,7 +65,7 @@ class JoinHeads(torch.autograd.Function):
         x = torch.stack(dheads).unflatten(0, (-1, ctx.here))        # (heads, here, ..., n)
         x = x.unflatten(-1, (ctx.ranks, ctx.here, -1))              # n: (ranks, here, n / shares)
         x = x.movedim((-3, 1), (0, 1))                      # (to rank, term, heads, ..., here, ...)
-        first, *others = exchange(x, ctx.grid).flatten(0, 1)        # a term of each piece that shares
+        first, *others = exchange(x, ctx.grid).flatten(0, 1)        # one term of each sharer
         total = first.to(torch.promote_types(first.dtype, torch.float32))
         for term in others:
             total = total + term                                    # (heads, ..., here, n / shares)

@@ -171,8 +171,9 @@ def unattended(cfg, config, tokens):
 
 
 LLAMA = LlamaConfig(384, 16, 2, 8, 64, n_kv_head=4, hidden=192, qk_norm=True)
+ONE_KEY = replace(LLAMA, n_kv_head=1)
 # Rows of COVER: each ZeRO stage and schedule on four ranks, tp beside pp and dp beside cp on eight.
-ON_FOUR = [(1, LLAMA), (13, LLAMA), (17, CFG), (18, CFG), (19, LLAMA)]
+ON_FOUR = [(1, LLAMA), (13, ONE_KEY), (17, CFG), (18, CFG), (19, LLAMA)]
 ON_EIGHT = [(3, CFG), (6, LLAMA), (10, CFG), (13, LLAMA), (21, CFG), (22, LLAMA)]
 
 
@@ -251,6 +252,7 @@ def a_step_of_a_mixture(rank, world, config, cfg):
         (dict(shared_hidden=24, balance_bias=0.1), 2,
          dict(tp=2, sequence_parallel=True, recompute=True)),
         (dict(norm_all_heads=True), 2, dict(tp=2)),
+        (dict(norm_all_heads=True), 4, dict(tp=4, recompute=True)),
         (dict(norm_all_heads=True), 4, dict(ep=2, cp=2, tp=1, recompute=True)),
         ({}, 4, dict(ep=2, zero=3, recompute=True, dtype="bf16")),
         ({}, 4, dict(ep=2, pp=2, pp_schedule="1f1b", zero=2)),
@@ -625,7 +627,7 @@ WITH_SHARED = replace(MIXTURE, shared_hidden=160)
     (2, 1, 1, False, True, "gelu", []), (2, 1, 1, True, False, "gelu", []),
     (2, 1, 1, True, True, "relu", []), (1, 1, 4, False, False, "gelu", []),
     (2, 1, 1, True, False, "silu", [torch.bfloat16]),
-    (2, 1, 4, True, True, "gelu", [torch.bfloat16]),
+    (2, 1, 4, True, True, "gelu", [torch.bfloat16]), (4, 1, 1, False, False, "silu", []),
     (1, 1, 1, False, False, MIXTURE, []), (1, 1, 1, False, False, WITH_SHARED, [])])
 def test_the_estimate_of_activations_is_what_autograd_keeps(
         tp, pp, cp, sequence_parallel, recompute, model, missing, monkeypatch):

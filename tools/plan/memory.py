@@ -118,7 +118,8 @@ def kept_by_mlp(stage: Stage) -> int:
 def kept_by_attention(stage: Stage) -> int:
     """How many numbers a block keeps of q, k, v and attention's output. (Of q and k that are turned
     or normed it keeps those that attention takes: to turn back needs the angles alone.)"""
-    channels = (2 * stage.cfg.n_head + 2 * stage.cfg.n_kv_head) * stage.cfg.head_dim
+    cfg = stage.cfg
+    channels = (2 * cfg.n_head + 2 * cfg.n_kv_head * stage.sharing) * cfg.head_dim
     return channels * stage.positions // stage.grid.tp
 
 
@@ -128,7 +129,8 @@ def kept_for_weights(stage: Stage) -> int:
     cfg, grid = stage.cfg, stage.grid
     hidden = mlp_channels(cfg)
     up = 2 * hidden if cfg.gated else hidden
-    kept = kept_by_attention(stage) + (hidden + up) * stage.positions // grid.tp
+    attention = 2 * (cfg.n_head + cfg.n_kv_head) * cfg.head_dim     # qkv's gradient, proj's input
+    kept = (attention + hidden + up) * stage.positions // grid.tp
     whole = stage.own_x + stage.x           # what qkv takes, and the gradient of proj's output
     if not hasattr(cfg, "n_expert"):
         return kept + 2 * whole             # those of up and down are as large
