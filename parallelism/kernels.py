@@ -118,7 +118,7 @@ def sums_in_16_bits(weight: torch.Tensor) -> bool:
             and torch.is_grad_enabled() and not torch.compiler.is_compiling())
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float):
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float):
     """F.layer_norm of x (..., C) over the channels, with gradients that add up in fp32."""
     if sums_in_16_bits(weight):
         return _LayerNormSumsInFp32.apply(x, weight, bias, eps)
@@ -130,7 +130,9 @@ class _LayerNormSumsInFp32(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
-        weight, bias = weight.float(), bias.float()
+        weight = weight.float()
+        if bias is not None:                # PaLM's norms have none
+            bias = bias.float()
         y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)      # all but x in fp32
         return y
@@ -138,10 +140,12 @@ class _LayerNormSumsInFp32(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        gradients = torch.ops.aten.native_layer_norm_backward(
+        dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
             dy.float(), x.float(), weight.shape, mean, rstd, weight, bias,
-            output_mask=[True, True, True])
-        return *(gradient.to(x.dtype) for gradient in gradients), None
+            output_mask=[True, True, bias is not None])
+        if bias is not None:
+            dbias = dbias.to(x.dtype)
+        return dx.to(x.dtype), dweight.to(x.dtype), dbias, None
 
 
 def lookup(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

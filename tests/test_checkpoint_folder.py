@@ -114,7 +114,7 @@ def test_the_table_of_many_ranks_is_short_and_lets_other_threads_run(monkeypatch
     assert gc.isenabled()
 
 
-LLAMA = LlamaConfig(257, 16, 5, 8, 32, n_kv_head=4, **FAMILIES["qwen2"])
+LLAMA = LlamaConfig(257, 16, 5, 8, 32, n_kv_head=1, **FAMILIES["qwen2"])      # shared by ranks
 MIXTURE = MoEConfig(257, 16, 2, 4, 32, n_expert=4, n_active=2, shared_hidden=32)
 # Layouts dp, tp, pp and flags. Each writes a folder that the next one reads, and so on.
 BY_DEFAULT = [((2, 2, 2), dict(zero=1)), ((1, 2, 1), {})]

@@ -2,15 +2,14 @@
 
     python -m pytest tests/test_shared_heads.py
 """
-from dataclasses import replace
-
 import pytest
-import torch
 
+from base.checkpoint_files import step_file
 from models.llama import FAMILIES, LlamaConfig
 from models.moe import MoEConfig
-from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, differences, different_bits,
-                           plain_gradient, relative, trained, whole_gradient, without_saves)
+from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, assert_same_rows, different_bits,
+                           differences, plain_gradient, relative, trained, whole_gradient,
+                           without_saves)
 
 SHAPE = dict(vocab_size=257, seq_len=16, n_layer=5, n_head=8, n_embd=32)
 CFGS = {
@@ -59,6 +58,37 @@ def test_ranks_that_share_a_head_train_as_one_process(pool, tmp_path, reference,
     one = reference(CFGS[name], dtype="fp64", **TWO_STEPS)
     assert max(differences(ours, one)) <= BOUNDS["fp64"]
     assert relative(ours.seen[0], plain_gradient(CFGS[name])) <= BOUNDS["fp64"]
+
+
+@pytest.mark.parametrize("name, layout, flags", [
+    ("palm", (2, 4, 1), dict(dtype="fp16", zero=3)),
+    pytest.param("qwen3", (1, 4, 2), dict(dtype="bf16", sequence_parallel=True),
+                 marks=pytest.mark.slow)])
+def test_16_bits_train_within_their_bound(pool, tmp_path, reference, name, layout, flags):
+    """Losses, gradients and norms of two steps are those of fp64: in fp16 to 0.001, 0.05 and 0.01,
+    in bf16, which has three bits less, to eight times that."""
+    factor = 8 if flags["dtype"] == "bf16" else 1
+    ours = trained(pool, layout, tmp_path, CFGS[name], whole_gradient, prepare=without_saves,
+                   steps=2, **flags)
+    loss, gradient, norm = differences(ours, reference(CFGS[name], dtype="fp64", steps=2))
+    assert loss <= 0.001 * factor and gradient <= 0.05 * factor and norm <= 0.01 * factor
+
+
+@pytest.mark.parametrize("file_format", ["file", pytest.param("folder", marks=pytest.mark.slow)])
+def test_a_run_goes_on_in_layouts_that_share_a_head_in_another_way(pool, tmp_path, reference,
+                                                                   file_format):
+    """A single head of keys on four ranks, after step 2 on one, after step 4 on two of each of two
+    stages: the rows of one process in fp64, to 1e-10."""
+    cfg, flags = CFGS["palm"], dict(dtype="fp64", steps=6, lr=1e-2, warmup_steps=1)
+    rows, begin = [], None
+    for step, layout in [(2, (1, 4, 1)), (4, (1, 1, 1)), (6, (1, 2, 2))]:
+        out = tmp_path / str(step)
+        part = trained(pool, layout, out, cfg, state=begin, save_every=2, keep=9,
+                       checkpoint_format=file_format, **flags)
+        rows += [row for row in part.rows if step - 2 < row["step"] <= step]
+        begin = step_file(out, step, file_format)
+    one = reference(cfg, **flags)
+    assert_same_rows(rows, one.rows, BOUNDS["fp64"])
 
 
 EXACT = {"palm": [((1, 4, 2), dict(zero=0)), ((2, 2, 1), dict(zero=3)),
