@@ -11,7 +11,7 @@ from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, assert_same_rows, dif
                            differences, plain_gradient, relative, trained, whole_gradient,
                            without_saves)
 
-SHAPE = dict(vocab_size=257, seq_len=16, n_layer=5, n_head=8, n_embd=32)
+SHAPE = dict(vocab_size=257, seq_len=16, n_layer=4, n_head=8, n_embd=32)
 CFGS = {
     "palm": LlamaConfig(**SHAPE, n_kv_head=1, head_dim=8, **FAMILIES["palm"]),
     "qwen2": LlamaConfig(**SHAPE, n_kv_head=2, **FAMILIES["qwen2"]),
@@ -38,7 +38,7 @@ LAYOUTS = {
     "tp 2, all": ((1, 2, 2), dict(cp=2, zero=1, sequence_parallel=True, recompute=True,
                                   pp_schedule="1f1b")),
     "tp 4, all": ((1, 4, 1), dict(cp=2, zero=3, sequence_parallel=True, recompute=True))}
-DEFAULT = [("palm", "tp 2, all"), ("palm", "tp 4, zb-h1"), ("qwen3", "tp 4, all")]
+DEFAULT = [("palm", "tp 2, all"), ("qwen3", "tp 4, sequence")]
 SLOW = [*(("palm", layout) for layout in LAYOUTS if layout != "tp 3"),
         *((name, layout) for name in ("qwen2", "qwen3") for layout in LAYOUTS
           if layout.startswith("tp 4")),
@@ -61,7 +61,7 @@ def test_ranks_that_share_a_head_train_as_one_process(pool, tmp_path, reference,
 
 
 @pytest.mark.parametrize("name, layout, flags", [
-    ("palm", (2, 4, 1), dict(dtype="fp16", zero=3)),
+    ("palm", (2, 2, 1), dict(dtype="fp16", zero=3)),
     pytest.param("qwen3", (1, 4, 2), dict(dtype="bf16", sequence_parallel=True),
                  marks=pytest.mark.slow)])
 def test_16_bits_train_within_their_bound(pool, tmp_path, reference, name, layout, flags):
@@ -91,9 +91,9 @@ def test_a_run_goes_on_in_layouts_that_share_a_head_in_another_way(pool, tmp_pat
     assert_same_rows(rows, one.rows, BOUNDS["fp64"])
 
 
-EXACT = {"palm": [((1, 4, 2), dict(zero=0)), ((2, 2, 1), dict(zero=3)),
-                  ((1, 8, 1), dict(sequence_parallel=True))],
-         "qwen3": [((2, 4, 1), dict(zero=2, recompute=True)), ((1, 2, 1), {})],
+EXACT = {"palm": [((2, 2, 1), dict(zero=3)), ((1, 4, 1), dict(sequence_parallel=True))],
+         "uneven": [((1, 2, 2), {}), ((1, 2, 1), dict(offload=True))],
+         "qwen3": [((2, 4, 1), dict(zero=2, recompute=True)), ((1, 2, 1), {}), ((1, 8, 1), {})],
          "qwen2": [((1, 8, 1), dict(dtype="bf16")), ((1, 4, 1), dict(dtype="bf16"))],
          "olmoe": [((1, 4, 1), {}), ((1, 2, 1), {}), ((1, 8, 1), dict(sequence_parallel=True))]}
 

@@ -150,7 +150,7 @@ def rings_of_block(config) -> int:
 
 
 def tensor_parallel_bytes(stage: Stage) -> float:
-    """`rings_of_block`; an all-reduce of the embedding, and one of the head; 3 numbers a position for
+    """`rings_of_block`; an all-reduce of the embedding, and one of the head; 3 numbers a position of
     the loss. Sequence parallelism: the gradients of what is replicated are summed; without it, of
     norms of heads alone. A norm over all heads of q, or of k, sums a number for each position, and
     its gradient. Ranks that share a head of k and v exchange them (B, T / cp, 2 D) and their
