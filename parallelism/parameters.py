@@ -13,7 +13,7 @@ from typing import Callable
 
 import torch
 
-from model import GPT, OF_VOCABULARY, GPTConfig
+from model import GPT, OF_VOCABULARY, GPTConfig, ceil_div
 
 
 @dataclass
@@ -140,7 +140,7 @@ def param_specs(model: GPT, model_config: GPTConfig, grid) -> list[ParamSpec]:
             elif dim is not None:
                 count = module.stacked
                 sections = (shape[dim] // count,) * count
-                widths = (parameter.shape[dim] // count // grid.tp,) * count
+                widths = (ceil_div(parameter.shape[dim] // count, grid.tp),) * count
             specs[name] = ParamSpec(
                 name, tuple(shape), dim, sections, widths, grid.tp, owners=[(module, attribute)],
                 is_tied_copy=local_name in tied and not grid.is_first,

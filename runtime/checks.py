@@ -160,9 +160,6 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
             positions += f" / cp {cp}"
         problems.append(f"sequence parallelism: {positions} is not divisible "
                         f"by tp {tp}: change one, or drop --sequence-parallel")
-    if model_config.padded_vocab % tp:
-        problems.append(f"the padded vocabulary {model_config.padded_vocab} is not divisible by "
-                        f"tp {tp}: give a --tp that divides it, such as a power of 2")
     if model_config.n_layer < pp * chunks:
         stages = f"pp {pp}"
         advice = "raise --n-layer, or lower --pp"

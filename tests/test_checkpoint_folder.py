@@ -56,7 +56,7 @@ def random_spec(rng):
     groups, sections, widths = 1, (), ()
     if dim is not None:
         sections = (shape[dim] // stacked,) * stacked
-        widths = tuple(math.ceil(section / tp) for section in sections)     # of a vocabulary: padded
+        widths = tuple(math.ceil(section / tp) for section in sections)
     if kind == "shared heads":
         groups = rng.choice([n for n in (1, 2) if tp % n == 0])
         sections = tp // groups * rng.randint(1, 3), rng.randint(1, 6)

@@ -179,7 +179,6 @@ REFUSED = [
      ["--nproc_per_node=1 --tp 2"], ["--nproc_per_node=2 --tp 2 --pp 1"]),
     ("3 processes are not divisible by tp 2 x pp 1 = 2", ["--nproc_per_node=3 --tp 2"], []),
     ("lower these, or start a multiple of 3", ["--nproc_per_node=2 --tp 3"], ["--tp 2"]),
-    ("padded vocabulary 384 is not divisible by tp 5", ["--tp 5 --n-head 5 --n-embd 40"], []),
     ("n_head 2 is not divisible by tp 16", ["--tp 16"], []),
     ("n_head 2 is not divisible by tp 4: give a --tp that divides it and the 4 processes: 1, 2; or "
      "--n-head 4", ["--tp 4"], ["--nproc_per_node=4 --tp 2", "--tp 4 --n-head 4"]),

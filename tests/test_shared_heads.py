@@ -16,8 +16,10 @@ CFGS = {
     "palm": LlamaConfig(**SHAPE, n_kv_head=1, head_dim=8, **FAMILIES["palm"]),
     "qwen2": LlamaConfig(**SHAPE, n_kv_head=2, **FAMILIES["qwen2"]),
     "qwen3": LlamaConfig(**SHAPE, n_kv_head=2, head_dim=8, **FAMILIES["qwen3"]),
-    # The 20 channels of k and v are no multiple of tp.
-    "uneven": LlamaConfig(**SHAPE | dict(n_head=6), n_kv_head=1, head_dim=10, hidden=96),
+    # tp 3 divides neither the 20 channels of k and v, nor the 256 rows of tokens, of which the last
+    # rank has none: PaLM 540B has tp 12, 512 channels and 256,000 tokens.
+    "uneven": LlamaConfig(**SHAPE | dict(vocab_size=129, n_head=6), n_kv_head=1, head_dim=10,
+                          hidden=96),
     "olmoe": MoEConfig(**SHAPE | dict(n_layer=2), n_kv_head=2, hidden=16, n_expert=4, n_active=2,
                        norm_all_heads=True)}
 
@@ -38,11 +40,11 @@ LAYOUTS = {
     "tp 2, all": ((1, 2, 2), dict(cp=2, zero=1, sequence_parallel=True, recompute=True,
                                   pp_schedule="1f1b")),
     "tp 4, all": ((1, 4, 1), dict(cp=2, zero=3, sequence_parallel=True, recompute=True))}
-DEFAULT = [("palm", "tp 2, all"), ("qwen3", "tp 4, sequence")]
+DEFAULT = [("palm", "tp 2, all"), ("qwen3", "tp 4, sequence"), ("uneven", "tp 3")]
 SLOW = [*(("palm", layout) for layout in LAYOUTS if layout != "tp 3"),
         *((name, layout) for name in ("qwen2", "qwen3") for layout in LAYOUTS
           if layout.startswith("tp 4")),
-        ("uneven", "tp 3"), ("uneven", "tp 2, all"), ("olmoe", "tp 4, sequence"),
+        ("uneven", "tp 2, all"), ("olmoe", "tp 4, sequence"),
         ("olmoe", "tp 4, all")]
 
 
@@ -77,15 +79,15 @@ def test_16_bits_train_within_their_bound(pool, tmp_path, reference, name, layou
 @pytest.mark.parametrize("file_format", ["file", pytest.param("folder", marks=pytest.mark.slow)])
 def test_a_run_goes_on_in_layouts_that_share_a_head_in_another_way(pool, tmp_path, reference,
                                                                    file_format):
-    """A single head of keys on four ranks, after step 2 on one, after step 4 on two of each of two
+    """A single head of keys on four ranks, after step 1 on one, after step 2 on two of each of two
     stages: the rows of one process in fp64, to 1e-10."""
-    cfg, flags = CFGS["palm"], dict(dtype="fp64", steps=6, lr=1e-2, warmup_steps=1)
+    cfg, flags = CFGS["palm"], dict(dtype="fp64", steps=3, lr=1e-2, warmup_steps=1)
     rows, begin = [], None
-    for step, layout in [(2, (1, 4, 1)), (4, (1, 1, 1)), (6, (1, 2, 2))]:
+    for step, layout in [(1, (1, 4, 1)), (2, (1, 1, 1)), (3, (1, 2, 2))]:
         out = tmp_path / str(step)
-        part = trained(pool, layout, out, cfg, state=begin, save_every=2, keep=9,
+        part = trained(pool, layout, out, cfg, state=begin, save_every=1, keep=9,
                        checkpoint_format=file_format, **flags)
-        rows += [row for row in part.rows if step - 2 < row["step"] <= step]
+        rows += [row for row in part.rows if row["step"] == step]
         begin = step_file(out, step, file_format)
     one = reference(cfg, **flags)
     assert_same_rows(rows, one.rows, BOUNDS["fp64"])

@@ -140,9 +140,9 @@ def tensor_parallel_bytes_of_experts(stage: Stage) -> float:
 
 
 def rings_of_block(config) -> int:
-    """How often x (B, T / cp, C) goes around the tensor-parallel ranks for a microbatch and a block:
-    4 all-reduces, each of two rings, and with recomputation 1 more. Sequence parallelism gathers the
-    input of 2 matrices again, of 3 with recomputation."""
+    """How often x (B, T / cp, C) goes around the tensor-parallel ranks for a microbatch and a
+    block: 4 all-reduces, each of two rings, and with recomputation 1 more. Sequence parallelism
+    gathers the input of 2 matrices again, of 3 with recomputation."""
     rings = 10 if config.recompute else 8
     if config.sequence_parallel:
         rings += 3 if config.recompute else 2
@@ -150,10 +150,10 @@ def rings_of_block(config) -> int:
 
 
 def tensor_parallel_bytes(stage: Stage) -> float:
-    """`rings_of_block`; an all-reduce of the embedding, and one of the head; 3 numbers a position of
-    the loss. Sequence parallelism: the gradients of what is replicated are summed; without it, of
-    norms of heads alone. A norm over all heads of q, or of k, sums a number for each position, and
-    its gradient. Ranks that share a head of k and v exchange them (B, T / cp, 2 D) and their
+    """`rings_of_block`; an all-reduce of the embedding, and one of the head; 3 numbers a position
+    for the loss. Sequence parallelism: the gradients of what is replicated are summed; without it,
+    of norms of heads alone. A norm over all heads of q, or of k, sums a number for each position,
+    and its gradient. Ranks that share a head of k and v exchange them (B, T / cp, 2 D) and their
     gradients, and of a norm over all heads its D weights."""
     config, grid = stage.config, stage.grid
     rings = rings_of_block(config) * stage.layers + 2 * grid.is_first + 2 * grid.is_last
