@@ -28,11 +28,12 @@ from base.errors import WriteFailed, errors_in_one_line, named
 from base.flops import parameter_count
 from checkpoint import FORMAT, KEYS, load, parameter_shapes
 from corpus.bpe import find_merges
+from corpus.byte_level_tokenizers import characters_of_bytes
 from corpus.formats import EOT
-from corpus.json_tokenizers import characters_of_bytes
 from corpus.published_templates import entries_of, find_template, get_template, is_own, read_ends
 from corpus.tokenizer_config import notes, read_object
 from corpus.tokenizers import file_name, get_tokenizer, is_of_file, name_of, read_file
+from corpus.vocab_and_merges import PAIR, has_pair
 from model import GPTConfig
 from models import make_config
 from runtime.directory import new_run
@@ -213,20 +214,23 @@ def check_unused(readers: dict, parameters: dict, folder: Path, family: Family) 
 
 
 def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
-    """The name of a model's tokenizer, and its file if that is one of ours. (GPT-2's is tiktoken's;
-    OPT's have ids of their own before the tokens.)"""
+    """The name of a model's tokenizer, and its file if that is one of ours. (GPT-2's is
+    tiktoken's.)"""
     name = tokenizer_name(config)
     if name == "gpt2" and not has_gpt2s_tokens(folder):
         name = f"gpt2-{config['vocab_size']}"           # another's, of the same size
     path = folder / "tokenizer.json"
     if name.startswith("bpe-"):                         # our exports have its file
         path = folder / file_name(name)
-    is_known = name == "gpt2" or config["model_type"] == "opt" or name == config.get("tokenizer")
+    elif not path.exists() and has_pair(folder):
+        path = folder / PAIR[0]
+    is_known = name == "gpt2" or name == config.get("tokenizer")
     if not path.exists() or is_known and not is_of_file(name):
         return name, None
     try:
-        name = name_of(read_file(path))
-        for line in notes(path):
+        file = read_file(path)
+        name = name_of(file)
+        for line in notes(path, get_tokenizer(name, file)):
             note(line)
         return name, path
     except ValueError as error:
