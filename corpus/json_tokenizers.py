@@ -37,10 +37,10 @@ class JsonTokenizer:
                              "tokenizers") from None
         try:
             self.content = json.loads(file)
-            self.kind = self.content["model"]["type"]
             self.tokenizer = tokenizers.Tokenizer.from_str(file)
         except Exception as error:          # the package raises nothing narrower
             raise ValueError(f"it is no tokenizer.json: {error}") from None
+        self.kind = type(self.tokenizer.model).__name__         # some files do not name it
         if self.content["model"].get("dropout"):
             raise ValueError("its model leaves out merges at random: set its dropout to null")
         self.tokenizer.no_truncation()

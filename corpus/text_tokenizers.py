@@ -59,20 +59,22 @@ class TextTokenizer(JsonTokenizer):
         """The package's tokenizer with these steps, whose special tokens have names that no text
         gives: a space is in them, and the steps write spaces in another way."""
         model = dict(self.written["model"])
-        hidden = self.special - {model.get("unk_token")}        # found by its name
+        hidden = self.special & self.tokenizer.get_vocab(with_added_tokens=False).keys()
+        hidden -= {model.get("unk_token")}                      # which is found by its name
+
+        def shown(token: str) -> str:
+            return hidden_name(token) if token in hidden else token
         if isinstance(model["vocab"], list):                    # of Unigram: [token, score]
             least = min(score for _, score in model["vocab"])
-            model["vocab"] = [[hidden_name(token), least] if token in hidden else [token, score]
+            model["vocab"] = [[shown(token), least if token in hidden else score]
                               for token, score in model["vocab"]]
         else:
-            model["vocab"] = {hidden_name(token) if token in hidden else token: number
-                              for token, number in model["vocab"].items()}
+            model["vocab"] = {shown(token): number for token, number in model["vocab"].items()}
         if "merges" in model:
             model["merges"] = [merge for merge in model["merges"]
                                if not hidden & {*merge, "".join(merge)}]
-        in_model = self.tokenizer.get_vocab(with_added_tokens=False)
-        added = [token for token in self.written["added_tokens"]
-                 if token["content"] not in hidden or token["content"] not in in_model]
+        added = [token | dict(content=shown(token["content"]))
+                 for token in self.written["added_tokens"]]
         encoder = type(self.tokenizer).from_str(json.dumps(
             self.written | steps | dict(model=model, added_tokens=added)))
         encoder.encode_special_tokens = True

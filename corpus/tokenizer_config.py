@@ -147,4 +147,9 @@ def notes(path: Path, encoding) -> list[str]:
             does = "puts a token" if tokens else "puts nothing"
             lines.append(f"{path} {does} {where} a text, although tokenizer_config.json has {key} "
                          f"{json.dumps(config[key])}: the first decides, as in transformers 5")
+    by_class = str(config.get("tokenizer_class")).startswith("LlamaTokenizer")
+    if by_class and "Prepend" in json.dumps(encoding.content.get("normalizer")):
+        lines.append(f"{path} puts a space before each text, also behind a token and before a "
+                     f"space; transformers 5 does not, if it opens the folder by the class "
+                     f"LlamaTokenizer: the file decides")
     return lines

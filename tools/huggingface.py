@@ -4,9 +4,8 @@ Qwen3, GPT-J, GPT-NeoX, OLMo, OLMo 2, Phi, and the mixtures Mixtral, OLMoE and Q
     python -m tools.huggingface import gpt2 gpt2.pt         # a name on the hub, or a folder
     python -m tools.huggingface export out/latest.pt folder
 
-tools/hub.py says what a folder contains. A model of GPT-2's tokens, of bytes or of tokens of one's
-own has its tokenizer too, in tokenizer.json: <|endoftext|> within a text is one token there, where
-data.py and sample.py see 13 characters.
+tools/hub.py says what a folder contains. A model has its tokenizer too, in tokenizer.json: the
+characters <|endoftext|> in a text are one token there, where data.py and sample.py see 13.
 
 tools/huggingface_families.py says how each architecture differs in its names and in the layout of
 its tensors.
