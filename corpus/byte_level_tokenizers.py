@@ -31,7 +31,7 @@ def characters_of_bytes() -> list[str]:
 
 
 class NotBytes(ValueError):
-    """Its tokens are not bytes."""
+    """Its tokens are not bytes alone: text_tokenizers.py opens it."""
 
 
 class ByteLevelTokenizer(JsonTokenizer):
@@ -116,7 +116,10 @@ class ByteLevelTokenizer(JsonTokenizer):
         return rf"(?<=\S){''.join(guards)}(?= )"
 
     def check_bytes(self) -> None:
-        """Raise NotBytes unless texts come back from their tokens."""
+        """Raise NotBytes unless texts come back from their tokens, and none is a special token."""
+        for number, token in self.added.items():
+            if token.special and number in self.encode_ordinary(token.content):
+                raise NotBytes
         normalizer = self.tokenizer.normalizer
         for text in PROBES:
             expected = (text if normalizer is None else normalizer.normalize_str(text)).encode()

@@ -40,6 +40,10 @@ class JsonTokenizer:
             self.tokenizer = tokenizers.Tokenizer.from_str(file)
         except Exception as error:          # the package raises nothing narrower
             raise ValueError(f"it is no tokenizer.json: {error}") from None
+        try:
+            self.tokenizer.encode("\ue000")         # which no vocabulary has
+        except Exception as error:
+            raise ValueError(f"it does not encode every text: {error}") from None
         self.kind = type(self.tokenizer.model).__name__         # some files do not name it
         if self.content["model"].get("dropout"):
             raise ValueError("its model leaves out merges at random: set its dropout to null")

@@ -109,16 +109,22 @@ def has_template(folder: Path, config: dict) -> bool:
     return bool(config.get("chat_template")) or (folder / "chat_template.jinja").exists()
 
 
+def added_by(config: dict) -> dict[str, dict]:
+    """{number: added token}, of tokenizer_config.json. Raises ValueError."""
+    added = config.get("added_tokens_decoder") or {}
+    if not isinstance(added, dict) or not all(
+            isinstance(token, dict) and isinstance(content_of(token), str)
+            for token in added.values()):
+        raise ValueError("tokenizer_config.json has added_tokens_decoder in a form that is not "
+                         "known: save it again by transformers")
+    return added
+
+
 def check_added(added: list[dict], config: dict) -> None:
     """Raise ValueError if transformers would find another added token in a text. Special tokens are
     not looked for."""
     own = {token["content"]: token for token in added}
-    theirs = config.get("added_tokens_decoder") or {}
-    if not isinstance(theirs, dict) or not all(isinstance(content_of(token), str)
-                                               for token in theirs.values()):
-        raise ValueError("tokenizer_config.json has added_tokens_decoder in a form that is not "
-                         "known: save it again by transformers")
-    for token in theirs.values():
+    for token in added_by(config).values():
         held = own.get(token["content"])
         if token.get("special") or (held is not None and held.get("special")):
             continue

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from corpus.formats import EOT
-from corpus.tokenizer_config import FLAGS, content_of, read_object, special_tokens
+from corpus.tokenizer_config import FLAGS, added_by, content_of, read_object, special_tokens
 
 PAIR = ("vocab.json", "merges.txt")
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -58,7 +58,7 @@ def added_tokens(folder: Path, config: dict, named: dict, ids: dict) -> list[dic
     numbered = {ids[text]: flags_of(token, text, special=True) for text, token in specials.items()}
     if "added_tokens_decoder" in config:
         numbered |= {int(number): flags_of(token, content_of(token), bool(token.get("special")))
-                     for number, token in config["added_tokens_decoder"].items()}
+                     for number, token in added_by(config).items()}
     else:                               # an older form of it
         numbered |= {number: flags_of(text, text, special=text in specials)
                      for text, number in read_object(folder / "added_tokens.json").items()}

@@ -152,8 +152,10 @@ def test_a_file_that_is_no_tokenizer_or_has_no_end_is_refused(refuse_data):
     made("endless.json", "GPT-NeoX", "<end>")
     words.save("words.json")            # it has no pre_tokenizer: a text is one word
     Path("none.json").write_text('{"text": "a"}')
+    Path("unknown.json").write_text('{"model": {"type": "Unigram", "vocab": [["a", 0.5]]}}')
     for name, message in [("words", "the characters of its special token </s> would have"),
                           ("none", "no tokenizer.json"),
+                          ("unknown", "it does not encode every text: Encountered an unknown"),
                           ("endless", "it has no token <|endoftext|>, <|end_of_text|>, </s>")]:
         assert message in refuse_data(f"{name}.json", "a.txt", "--tokenizer", f"{name}.json")
 
