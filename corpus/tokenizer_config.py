@@ -84,8 +84,7 @@ def with_end_of_text(file: str, folder: Path) -> str:
 
 
 def ids_of(vocab) -> dict[str, int]:
-    """{token: number}, of the vocabulary of a tokenizer.json: Unigram's is a list of [token, score].
-    """
+    """{token: number}, of a tokenizer.json's vocabulary. Unigram's is a list of [token, score]."""
     if isinstance(vocab, list):
         return {token: number for number, (token, _) in enumerate(vocab)}
     return dict(vocab)
