@@ -16,8 +16,10 @@
     split_by_hash       5% of them validate    split_by_filename       or the files named so
     encode      pass 2: tokens
 
-    tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json
+    tokenizers  text to tokens and back        token_streams       tokens to text as they are drawn
     tiktoken_tokenizers         GPT-2's and others, bytes, one's own
+    json_tokenizers     a tokenizer.json       vocab_and_merges    GPT-2's older pair as one
+    byte_level_tokenizers       whose tokens are bytes      text_tokenizers     or text
     tokenizer_config    what the files beside a tokenizer.json say of it
     bpe         trains a tokenizer
     conversations       their tokens, and what is learnt

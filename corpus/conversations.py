@@ -24,7 +24,8 @@ answer.
 from itertools import groupby
 
 from corpus.chat_message import ASSISTANT, Message
-from corpus.json_tokenizers import MARKS
+from corpus.json_tokenizers import MARKS, NOTHING, TEXT, TOKEN
+from corpus.token_streams import decode
 from corpus.tokenizers import document_start
 
 
@@ -83,8 +84,8 @@ def end_of_answer(template: str, encoding) -> int:
 
 def text_of(parts, encoding) -> str:
     """The text of texts and tokens."""
-    return "".join(part if isinstance(part, str) else
-                   encoding.decode_single_token_bytes(part).decode() for part, _ in parts)
+    return "".join(part if isinstance(part, str) else decode(encoding, [part])
+                   for part, _ in parts)
 
 
 class Template:
@@ -123,9 +124,12 @@ class Template:
         space.)"""
         tokens, learnt = [], []
         parts = self.parts(messages)
+        behind = NOTHING
         for (kind, is_learnt), group in groupby(parts, lambda part: (type(part[0]), part[1])):
-            values = [value for value, _ in group]
-            new = values if kind is int else self.encoding.encode_ordinary("".join(values))
+            new = [value for value, _ in group]
+            if kind is str:
+                new = self.encoding.encode_ordinary("".join(new), behind)
+            behind = TOKEN if kind is int else TEXT
             tokens += new
             learnt += [is_learnt] * len(new)
         return tokens, learnt

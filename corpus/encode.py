@@ -30,7 +30,7 @@ def split_document(blocks, cut: int, place=CUT):
     """Yield (split, text): a document up to the last whole character before byte `cut` trains, the
     rest validates. "" begins each, then come pieces of at most BLOCK characters, cut at the last
     `place`. A text without such a place, which is not prose, is cut anywhere and may take a few
-    tokens more."""
+    tokens more. Without a `place` each part of the document is one piece."""
     rest = {}
     for block in blocks:
         if isinstance(block, NotText):      # pass 1 could read it
@@ -45,7 +45,7 @@ def split_document(blocks, cut: int, place=CUT):
                 yield split, ""
             text = rest.get(split, "") + text
             start = 0
-            while len(text) - start > BLOCK:
+            while place is not None and len(text) - start > BLOCK:
                 match = place.match(text, start, start + BLOCK)
                 end = match.end() if match else start + BLOCK
                 yield split, text[start:end]

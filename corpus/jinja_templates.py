@@ -21,6 +21,7 @@ from datetime import datetime
 from typing import Iterator, NamedTuple
 
 from corpus.chat_message import ASSISTANT, Message
+from corpus.json_tokenizers import NOTHING, TOKEN
 
 OWN = "jinja-"              # how the name of a model's own template begins
 # Noncharacters of Unicode, which `protect` refuses in a content: around a mark that is the user's
@@ -128,6 +129,7 @@ class ChatTemplate:
         one, two = self.try_to_write(TURNS[:1]), self.try_to_write(TURNS[:3])
         self.set_marks([mark for mark in added if mark.is_special or mark.token == self.end
                         or mark.text in named or 0 < one.count(mark.text) < two.count(mark.text)])
+        self.encoding = encoding.with_special({mark.text for mark in self.marks})
         thinks = self.try_to_write([TURNS[0], TURNS[1]._replace(reasoning="thought 1")])
         self.writes_reasoning = "thought 1" in thinks
         self.reasonings_left_out = 0
@@ -188,10 +190,8 @@ class ChatTemplate:
             if match.start() > done:
                 yield Piece(done, match.start(), text[done:match.start()])
             done = match.end()
-            if match[1] is not None:                # a mark that is text: cut, so it forges nothing
-                middle = match.start(1) + 1
-                yield Piece(match.start(1), middle, text[match.start(1):middle])
-                yield Piece(middle, match.end(1), text[middle:match.end(1)])
+            if match[1] is not None:                # a mark that is text
+                yield Piece(match.start(1), match.end(1), match[1])
             elif match.lastindex is not None:
                 mark = self.marks[match.lastindex - 2]
                 at = text.index(mark.text, match.start())
@@ -285,12 +285,17 @@ class ChatTemplate:
     def encode(self, pieces) -> Iterator[tuple[int, int, int]]:
         """(token, first character, end) of each token of the pieces of a text. (The white space
         that a mark takes in does not count.)"""
-        for piece in pieces:
-            if isinstance(piece.value, int):
-                yield piece.value, piece.start, piece.end
+        behind = NOTHING
+        for kind, group in itertools.groupby(pieces, lambda piece: type(piece.value)):
+            if kind is int:
+                yield from ((piece.value, piece.start, piece.end) for piece in group)
+                behind = TOKEN
                 continue
-            for token, (start, end) in zip(*self.encoding.encode_with_offsets(piece.value)):
-                yield token, piece.start + start, piece.start + end
+            group = list(group)         # what is between two marks is encoded as one text
+            places = [place for piece in group for place in range(piece.start, piece.end)]
+            text = "".join(piece.value for piece in group)
+            for token, (start, end) in zip(*self.encoding.encode_with_offsets(text, behind)):
+                yield token, places[start], places[max(start, end - 1)] + 1
 
     def prompt_of(self, messages) -> list[int]:
         """The tokens of a conversation up to where a model writes the next answer."""

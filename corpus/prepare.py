@@ -82,11 +82,12 @@ def open_encoder(tokenizer: str, is_text: bool, template: str | None) -> Encoder
         return make_encoder(tokenizer, None, is_text, template)
     path = find_file(tokenizer)
     file = read_file(path)
-    if is_text:
-        for line in notes(path):
-            note(line)
     model_folder = path.parent if path.suffix == ".json" else None
-    return make_encoder(name_of(file), file, is_text, template, model_folder)
+    encoder = make_encoder(name_of(file), file, is_text, template, model_folder)
+    if is_text:
+        for line in notes(path, encoder.encoding):
+            note(line)
+    return encoder
 
 
 def make_encoder(name: str, file: str | None, is_text: bool, template: str | None,

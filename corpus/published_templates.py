@@ -11,7 +11,8 @@ from pathlib import Path
 from corpus.chat_message import ASSISTANT, Message
 from corpus.conversations import FORMS, Template, default_template, has_marks, text_of
 from corpus.jinja_templates import OWN, TURNS, ChatTemplate, hash_of
-from corpus.tokenizer_config import content_of, read_object
+from corpus.token_streams import decode
+from corpus.tokenizer_config import content_of, read_object, special_tokens
 from corpus.tokenizers import document_start
 
 # Ours as transformers writes them. START stands for what begins a document, EOT for what ends one.
@@ -68,18 +69,6 @@ def read_program(path: Path) -> str:
         raise ValueError(f"{path} is refused: {error}") from None
 
 
-def special_tokens(folder: Path) -> dict:
-    """The names that a model's folder gives to special tokens, as transformers decides it."""
-    tokens = read_object(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in tokens:
-        tokens |= read_object(folder / "special_tokens_map.json")
-    for key in ("extra_special_tokens", "model_specific_special_tokens"):
-        more = tokens.get(key)
-        if isinstance(more, dict):
-            tokens |= more
-    return tokens
-
-
 def template_json(program: str, tokens: dict) -> str:
     """The content of the file that keeps a template: the program and the special tokens that it
     names."""
@@ -134,7 +123,7 @@ def entries_of(template) -> dict:
     """A template's entries for tokenizer_config.json: a model's own is as it was."""
     entries = {}
     if template.end is not None:
-        entries["eos_token"] = template.encoding.decode_single_token_bytes(template.end).decode()
+        entries["eos_token"] = decode(template.encoding, [template.end])
     if template.file is not None:
         return entries | json.loads(template.file)
     return entries | dict(chat_template=in_jinja(template.name, template.encoding))

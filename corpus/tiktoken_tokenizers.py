@@ -12,6 +12,7 @@ import numpy as np
 
 from corpus.downloads import last_cause, read_url
 from corpus.formats import EOT
+from corpus.token_streams import BytesStream
 
 MOST_TOKENS = 1 << 16       # of a vocabulary whose tokens are uint16
 DOWNLOADED = {"gpt2": "GPT-2's", "cl100k_base": "cl100k_base's", "o200k_base": "o200k_base's"}
@@ -48,13 +49,18 @@ class TiktokenTokenizer:
                       for text in self.special_tokens_set}
         self.cut = cut_of(self.name)
 
-    def encode_ordinary(self, text: str) -> list[int]:
+    def with_special(self, texts) -> "TiktokenTokenizer":
+        return self             # all of its added tokens are
+
+    # (GPT-2's words do not depend on what they are `behind`.)
+    def encode_ordinary(self, text: str, behind: str | None = None) -> list[int]:
         return self.encoding.encode_ordinary(text)
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_offsets(self, text: str, behind: str | None = None
+                            ) -> tuple[list[int], list[tuple[int, int]]]:
         tokens = self.encode_ordinary(text)
         character_of = [number for number, character in enumerate(text)
                         for _ in character.encode()]
@@ -68,6 +74,9 @@ class TiktokenTokenizer:
 
     def encode_single_token(self, text: str) -> int:
         return self.encoding.encode_single_token(text)
+
+    def stream(self, before=()) -> BytesStream:
+        return BytesStream(self.decode_single_token_bytes)
 
     def decode_single_token_bytes(self, token: int) -> bytes:
         try:

@@ -11,7 +11,7 @@ it. The package `tokenizers` ignores the mark.
 import json
 from pathlib import Path
 
-from corpus.json_tokenizers import END_OF_TEXT, MARKED, MARKS, open_json
+from corpus.json_tokenizers import END_OF_TEXT, MARKED, MARKS
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")   # they decide where a token is found
 SAVE_AGAIN = ("save both again by transformers' AutoTokenizer.from_pretrained(DIR)"
@@ -36,6 +36,18 @@ def content_of(token) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
+def special_tokens(folder: Path) -> dict:
+    """The names that a model's folder gives to special tokens, as transformers decides it."""
+    tokens = read_object(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in tokens:
+        tokens |= read_object(folder / "special_tokens_map.json")
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        more = tokens.get(key)
+        if isinstance(more, dict):
+            tokens |= more
+    return tokens
+
+
 def with_end_of_text(file: str, folder: Path) -> str:
     """The content of this folder's tokenizer.json, in which the token that ends a text is marked if
     the other files name another than json_tokenizers.py would take. Raises ValueError if
@@ -43,7 +55,8 @@ def with_end_of_text(file: str, folder: Path) -> str:
     try:
         content = json.loads(file)
         added = content.setdefault("added_tokens", [])
-        ids = dict(content["model"]["vocab"]) | {token["content"]: token["id"] for token in added}
+        ids = ids_of(content["model"]["vocab"]) | {token["content"]: token["id"]
+                                                   for token in added}
     except (ValueError, KeyError, TypeError, AttributeError):
         return file                     # JsonTokenizer says what is wrong
     config = read_object(folder / "tokenizer_config.json")
@@ -70,6 +83,13 @@ def with_end_of_text(file: str, folder: Path) -> str:
     return json.dumps(content, ensure_ascii=False)
 
 
+def ids_of(vocab) -> dict[str, int]:
+    """{token: number}, of a tokenizer.json's vocabulary. Unigram's is a list of [token, score]."""
+    if isinstance(vocab, list):
+        return {token: number for number, (token, _) in enumerate(vocab)}
+    return dict(vocab)
+
+
 def end_of(folder: Path, config: dict, added: list[dict]) -> str | None:
     """The token that the files of a model's folder call the end, if they name one. config.json's
     may be a default of its class: it must be the number of a special token."""
@@ -88,16 +108,22 @@ def has_template(folder: Path, config: dict) -> bool:
     return bool(config.get("chat_template")) or (folder / "chat_template.jinja").exists()
 
 
+def added_by(config: dict) -> dict[str, dict]:
+    """{number: added token}, of tokenizer_config.json. Raises ValueError."""
+    added = config.get("added_tokens_decoder") or {}
+    if not isinstance(added, dict) or not all(
+            isinstance(token, dict) and isinstance(content_of(token), str)
+            for token in added.values()):
+        raise ValueError("tokenizer_config.json has added_tokens_decoder in a form that is not "
+                         "known: save it again by transformers")
+    return added
+
+
 def check_added(added: list[dict], config: dict) -> None:
     """Raise ValueError if transformers would find another added token in a text. Special tokens are
     not looked for."""
     own = {token["content"]: token for token in added}
-    theirs = config.get("added_tokens_decoder") or {}
-    if not isinstance(theirs, dict) or not all(isinstance(content_of(token), str)
-                                               for token in theirs.values()):
-        raise ValueError("tokenizer_config.json has added_tokens_decoder in a form that is not "
-                         "known: save it again by transformers")
-    for token in theirs.values():
+    for token in added_by(config).values():
         held = own.get(token["content"])
         if token.get("special") or (held is not None and held.get("special")):
             continue
@@ -106,13 +132,11 @@ def check_added(added: list[dict], config: dict) -> None:
                              f"tokenizer.json has not, or has in another way: {SAVE_AGAIN}")
 
 
-def notes(path: Path) -> list[str]:
-    """What a user should know of a tokenizer's file that is read."""
+def notes(path: Path, encoding) -> list[str]:
+    """What a user should know of a tokenizer's file, whose tokenizer is `encoding`."""
     if path.name != "tokenizer.json":
         return []
     config = read_object(path.parent / "tokenizer_config.json")
-    file = with_end_of_text(path.read_text(encoding="utf-8-sig"), path.parent)
-    encoding = open_json(file)
     ids = encoding.tokenizer.get_vocab()
     lines = []
     end = end_of(path.parent, config, encoding.content.get("added_tokens", []))
@@ -128,4 +152,9 @@ def notes(path: Path) -> list[str]:
             does = "puts a token" if tokens else "puts nothing"
             lines.append(f"{path} {does} {where} a text, although tokenizer_config.json has {key} "
                          f"{json.dumps(config[key])}: the first decides, as in transformers 5")
+    by_class = str(config.get("tokenizer_class")).startswith("LlamaTokenizer")
+    if by_class and "Prepend" in json.dumps(encoding.content.get("normalizer")):
+        lines.append(f"{path} puts a space before each text, also behind a token and before a "
+                     f"space; transformers 5 does not, if it opens the folder by the class "
+                     f"LlamaTokenizer: the file decides")
     return lines

@@ -4,12 +4,13 @@
     bytes       token i is byte i, and 256 is <|endoftext|>
     cl100k_base, o200k_base             GPT-4's and GPT-4o's; downloaded once; tokens of 32 bits
     bpe-HASH    one of your own (--train-tokenizer), or another file of tiktoken's kind
-    json-HASH   a tokenizer.json of Hugging Face
+    json-HASH   a tokenizer.json of Hugging Face, or GPT-2's older pair of vocab.json and merges.txt
 
 HASH is of what decides the tokens: the name says what the tokenizer does, not where it is or how
 its file is written. The file lies beside the shards, and in checkpoints.
 
-tiktoken_tokenizers.py has the first four kinds and json_tokenizers.py the last. They all have
+tiktoken_tokenizers.py has the first four kinds, json_tokenizers.py and vocab_and_merges.py the
+last. They all have
 
     name, n_vocab
     end_of_text, eot_token      what separates documents: its text, its token
@@ -17,21 +18,30 @@ tiktoken_tokenizers.py has the first four kinds and json_tokenizers.py the last.
     added                       {token: its content and where it is found} of those added to the
                                 vocabulary. In a text the special ones are ordinary characters
     special_tokens_set          the contents of those that conversations may use
-    cut                         a pattern that ends where a text may be cut before it is encoded
-    encode_ordinary(text)       its tokens. encode_to_numpy: as an array
-    encode_with_offsets(text)   its tokens, and of each the offsets of its characters: start, end
+    with_special(texts)         this tokenizer, for which more of the added ones are special
+    cut                         a pattern that ends where a text may be cut before it is encoded;
+                                None: nowhere
+    encode_ordinary(text, behind)       its tokens; behind: json_tokenizers.NOTHING (the default), a
+                                TOKEN or TEXT. encode_to_numpy(text): as an array
+    encode_with_offsets(text, behind)   its tokens, and of each the offsets of its characters:
+                                start, end
     encode_single_token(text)   the token with this content
-    decode_single_token_bytes(token)    b"" for a number that no token has: some vocabularies have
-                                holes, and a model may have more rows than there are tokens
+    stream(before)              tokens to text, as they are drawn behind the tokens `before`
+                                (token_streams.py). A number that no token has is no text: some
+                                vocabularies have holes, and a model may have more rows than tokens
 """
 import hashlib
 import json
+from functools import lru_cache
 from pathlib import Path
 
-from corpus.json_tokenizers import open_json
+from corpus.byte_level_tokenizers import ByteLevelTokenizer, NotBytes
+from corpus.text_tokenizers import TextTokenizer
 from corpus.tiktoken_tokenizers import (DOWNLOADED, bytes_tokenizer, downloaded_tokenizer,
                                         own_tokenizer)
+from corpus.token_streams import decode
 from corpus.tokenizer_config import with_end_of_text
+from corpus.vocab_and_merges import PAIR, has_pair, json_of_pair
 
 OWN = {"bpe-": ".tiktoken", "json-": ".json"}       # how the name of a file's begins: its suffix
 
@@ -58,6 +68,15 @@ def is_json(file: str) -> bool:
 def open_file(file: str):
     """The tokenizer of a file with this content. Raises ValueError if it is none."""
     return open_json(file) if is_json(file) else own_tokenizer(file)
+
+
+@lru_cache(maxsize=2)       # a large one takes seconds
+def open_json(file: str):
+    """The tokenizer of a tokenizer.json with this content."""
+    try:
+        return ByteLevelTokenizer(file)
+    except NotBytes:
+        return TextTokenizer(file)
 
 
 def name_of(file: str) -> str:
@@ -104,13 +123,15 @@ def read_file(path: Path) -> str:
     none."""
     try:
         file = path.read_text(encoding="utf-8-sig")     # without a byte-order mark
-        if path.name == "tokenizer.json":
+        if path.name in PAIR and has_pair(path.parent):
+            file = json_of_pair(path.parent)
+        if path.name in ("tokenizer.json", *PAIR):
             file = with_end_of_text(file, path.parent)
         name_of(file)
     except ValueError as error:         # a UnicodeDecodeError and a binascii.Error too
         raise ValueError(f"{path}: {error}: give a file that --train-tokenizer has made, another "
-                         f"of tiktoken's kind, or a tokenizer.json whose tokens are bytes"
-                         ) from None
+                         f"of tiktoken's kind, a tokenizer.json, or a vocab.json with its "
+                         f"merges.txt") from None
     return file
 
 
@@ -126,6 +147,8 @@ def find_file(given: str) -> Path:
         if len(own) == 1:       # an export: tokenizer.json has the same tokens, by another name
             return own[0]
         return file
+    if has_pair(path):
+        return path / PAIR[0]
     found = sorted(file for pattern in ("*.tiktoken", "json-*.json") for file in path.glob(pattern))
     if len(found) == 1:
         return found[0]
@@ -136,8 +159,8 @@ def find_file(given: str) -> Path:
     if len(names) > 5:
         names = [*names[:5], "..."]
     holds = ", ".join(names)
-    raise ValueError(f"{path} holds no tokenizer.json and no .tiktoken, but {holds or 'nothing'}: "
-                     f"give a folder or file with one")
+    raise ValueError(f"{path} holds no tokenizer.json, no vocab.json with merges.txt and no "
+                     f".tiktoken, but {holds or 'nothing'}: give a folder or file with one")
 
 
 def read_kept(path: Path, what: str, sha256: str) -> str:
@@ -182,4 +205,4 @@ def check_rows(encoding, tokens: list[int], rows: int) -> None:
 
 def shown_token(encoding, token: int) -> str:
     """Its number, and its text."""
-    return f"{token}, {encoding.decode_single_token_bytes(token).decode(errors='replace')!r}"
+    return f"{token}, {decode(encoding, [token])!r}"

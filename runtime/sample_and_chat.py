@@ -9,7 +9,6 @@
 
 Only text goes to standard output. All else that a user is told goes to standard error.
 """
-import codecs
 import sys
 from contextlib import contextmanager
 
@@ -25,13 +24,12 @@ AT_ONCE = 16                    # The samples in a batch. It bounds the memory o
 DASHES = "-" * 40 + "\n"        # the line between samples
 
 
-def show(text: bytes, shown: int, is_whole: bool = False) -> int:
+def show(text: str, shown: int) -> int:
     """Write what comes after the first `shown` characters of a text, and return how many are shown
-    now. Unless the text `is_whole`, a character whose last bytes are still to come waits."""
-    characters, _ = codecs.utf_8_decode(text, "replace", is_whole)
-    sys.stdout.write(characters[shown:])
+    now."""
+    sys.stdout.write(text[shown:])
     sys.stdout.flush()
-    return max(shown, len(characters))
+    return max(shown, len(text))
 
 
 def warn(message: str) -> None:
@@ -48,7 +46,7 @@ class Samples:
         self.tokens_of_prompts = [(text, prompt_tokens(tokenizer, text, model_config.vocab_size))
                                   for text in read_prompts(args)]
         self.prompt = ""                # the prompt of the batch that is drawn now
-        self.count = 0                  # the samples in that batch
+        self.streams = []               # of the samples in that batch: their tokens become text
         self.is_first = True            # whether nothing is printed yet
 
     def prompts(self):
@@ -61,33 +59,37 @@ class Samples:
             for first in range(0, count, AT_ONCE):
                 generators = [torch.Generator().manual_seed(seed)
                               for seed in seeds[first:first + AT_ONCE]]
-                self.count = len(generators)
+                self.streams = [self.tokenizer.stream(tokens) for _ in generators]
                 yield tokens, self.args.max_tokens, generators
 
     def write(self, drawn) -> None:
-        stop = self.args.stop.encode()
-        texts = [b""] * self.count      # the bytes of each sample
+        stop = self.args.stop
+        texts = [""] * len(self.streams)
         stopped = set()                 # the numbers of the samples that have reached `stop`
         shown = 0                       # characters of the first sample on standard output
         self.begin_sample()
         for tokens in drawn:
             continuing = {i for i, token in enumerate(tokens) if token is not None} - stopped
             for i in continuing:
-                texts[i] += self.tokenizer.decode_single_token_bytes(tokens[i])
+                texts[i] += self.streams[i].add(tokens[i])
                 if stop and stop in texts[i]:
                     texts[i] = texts[i].partition(stop)[0]
                     stopped.add(i)
             certain = texts[0]
-            if stop and 0 not in stopped:       # its last bytes may be the beginning of `stop`
+            if stop and 0 not in stopped:       # its last characters may be the beginning of `stop`
                 certain = certain[:max(0, len(certain) - len(stop) + 1)]
             shown = show(certain, shown)
             if continuing <= stopped:
                 break
-        show(texts[0], shown, is_whole=True)
+        for i in set(range(len(texts))) - stopped:
+            texts[i] += self.streams[i].end()
+            if stop:
+                texts[i] = texts[i].partition(stop)[0]
+        show(texts[0], shown)
         print()
         for text in texts[1:]:
             self.begin_sample()
-            print(text.decode(errors="replace"))
+            print(text)
         sys.stdout.flush()
 
     def begin_sample(self) -> None:
@@ -111,6 +113,7 @@ class Chat:
         self.template = get_template(state["template"], tokenizer, state.get("template_file"))
         self.ends = {self.template.end}
         self.messages = []
+        self.stream = None              # of the answer that is drawn now: its tokens become text
 
     def prompts(self):
         generators = [torch.Generator().manual_seed(self.args.seed)]
@@ -125,6 +128,7 @@ class Chat:
                 warn(f"{error}: it is left out, and a new conversation begins")
                 self.messages = []
                 continue
+            self.stream = self.tokenizer.stream(tokens)
             room = self.model_config.seq_len - len(tokens)
             yield tokens, min(self.args.max_tokens, room), generators
 
@@ -142,14 +146,15 @@ class Chat:
         return tokens
 
     def write(self, drawn) -> None:
-        answer = b""
+        answer = ""
         shown = 0                       # characters on standard output
         for tokens in drawn:
-            answer += self.tokenizer.decode_single_token_bytes(tokens[0])
+            answer += self.stream.add(tokens[0])
             shown = show(answer, shown)
-        show(answer, shown, is_whole=True)
+        answer += self.stream.end()
+        show(answer, shown)
         print(flush=True)
-        self.messages.append(Message(ASSISTANT, answer.decode(errors="replace")))
+        self.messages.append(Message(ASSISTANT, answer))
 
 
 @contextmanager

@@ -82,7 +82,7 @@ class WithMarks:
     special_tokens_set = {"<|endoftext|>", *conversations.MARKS}
     eot_token, n_vocab, name = 256, 259, "bytes"
 
-    def encode_ordinary(self, text):
+    def encode_ordinary(self, text, behind):
         return list(text.encode())
 
     def encode_single_token(self, text):

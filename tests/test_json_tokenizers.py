@@ -131,32 +131,31 @@ def test_a_tokenizer_json_goes_with_the_run_and_back(tmp_path, run_data, run_tra
 
 
 def test_a_tokenizer_json_goes_with_the_import_of_what_has_no_other(tmp_path):
-    """Of a GPT-2, also with as many tokens as the original, and of an export that names it; not of
-    OPT, whose ids are others, nor of an export that names another."""
+    """Of a GPT-2, also with as many tokens as the original, of an OPT, and of an export that names
+    it; not of an export that names another."""
     path = tmp_path / "tokenizer.json"
     made(path, "GPT-NeoX")
     name = name_of(read_file(path))
     for config, expected in [
             (dict(model_type="gpt2", vocab_size=50257), (name, path)),
             (dict(model_type="opt", vocab_size=400, tokenizer=name), (name, path)),
-            (dict(model_type="opt", vocab_size=400), ("opt-400", None)),
+            (dict(model_type="opt", vocab_size=400), (name, path)),
             (dict(model_type="gpt2", vocab_size=257, tokenizer="bytes"), ("bytes", None)),
             (dict(model_type="llama", vocab_size=400), (name, path))]:
         assert huggingface.find_tokenizer(tmp_path, config) == expected
 
 
-def test_a_tokenizer_json_whose_tokens_are_no_bytes_is_refused(refuse_data):
-    """By its path; an import tells it, and goes on without a tokenizer."""
+def test_a_file_that_is_no_tokenizer_or_has_no_end_is_refused(refuse_data):
+    """By its path."""
     Path("a.txt").write_text(TEXT)
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
-    pieces = tokenizers.Tokenizer(tokenizers.models.BPE())
-    pieces.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     made("endless.json", "GPT-NeoX", "<end>")
-    words.save("words.json")
-    pieces.save("pieces.json")
+    words.save("words.json")            # it has no pre_tokenizer: a text is one word
     Path("none.json").write_text('{"text": "a"}')
-    for name, message in [("words", "its tokens are not bytes (its model is WordLevel)"),
-                          ("pieces", "its tokens are not bytes"), ("none", "no tokenizer.json"),
+    Path("unknown.json").write_text('{"model": {"type": "Unigram", "vocab": [["a", 0.5]]}}')
+    for name, message in [("words", "the characters of its special token </s> would have"),
+                          ("none", "no tokenizer.json"),
+                          ("unknown", "it does not encode every text: Encountered an unknown"),
                           ("endless", "it has no token <|endoftext|>, <|end_of_text|>, </s>")]:
         assert message in refuse_data(f"{name}.json", "a.txt", "--tokenizer", f"{name}.json")
 
@@ -397,7 +396,7 @@ def test_no_cut_goes_through_an_added_token(tmp_path, added):
     assert cuts > 200
 
 
-def test_a_tokenizer_that_parts_would_change_is_refused(tmp_path):
+def test_a_text_that_parts_would_change_is_encoded_whole(tmp_path):
     """Words that reach over a space, a normalizer that strips, a text that does not come back."""
     path = tmp_path / "tokenizer.json"
     made(path, "Llama 3")
@@ -411,8 +410,7 @@ def test_a_tokenizer_that_parts_would_change_is_refused(tmp_path):
         dict(type="Split", pattern=dict(String="!"), behavior="Removed", invert=False), whole])
     for changes in (dict(pre_tokenizer=whole, model=model), dict(normalizer=strip),
                     dict(pre_tokenizer=removed), dict(pre_tokenizer=dict(type="Whitespace"))):
-        with pytest.raises(ValueError, match="its tokens are not bytes"):
-            get_tokenizer("json-", json.dumps(content | changes))
+        assert get_tokenizer("json-", json.dumps(content | changes)).cut is None
     with pytest.raises(ValueError, match="dropout"):
         get_tokenizer("json-", json.dumps(content | dict(model=model | dict(dropout=0.1))))
 

@@ -23,7 +23,7 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 # What is downloaded, as patterns of huggingface_hub. Of both kinds of weights the first is enough.
 SMALL_FILES = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer.json",
                "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-               "vocab.json", "chat_template.jinja", "bpe-*.tiktoken")
+               "vocab.json", "merges.txt", "chat_template.jinja", "bpe-*.tiktoken")
 SAFETENSORS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json")
 FILE_KINDS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".gguf", ".json")

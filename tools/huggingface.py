@@ -4,9 +4,8 @@ Qwen3, GPT-J, GPT-NeoX, OLMo, OLMo 2, Phi, and the mixtures Mixtral, OLMoE and Q
     python -m tools.huggingface import gpt2 gpt2.pt         # a name on the hub, or a folder
     python -m tools.huggingface export out/latest.pt folder
 
-tools/hub.py says what a folder contains. A model of GPT-2's tokens, of bytes or of tokens of one's
-own has its tokenizer too, in tokenizer.json: <|endoftext|> within a text is one token there, where
-data.py and sample.py see 13 characters.
+tools/hub.py says what a folder contains. A model has its tokenizer too, in tokenizer.json: the
+characters <|endoftext|> in a text are one token there, where data.py and sample.py see 13.
 
 tools/huggingface_families.py says how each architecture differs in its names and in the layout of
 its tensors.
@@ -28,11 +27,12 @@ from base.errors import WriteFailed, errors_in_one_line, named
 from base.flops import parameter_count
 from checkpoint import FORMAT, KEYS, load, parameter_shapes
 from corpus.bpe import find_merges
+from corpus.byte_level_tokenizers import characters_of_bytes
 from corpus.formats import EOT
-from corpus.json_tokenizers import characters_of_bytes
 from corpus.published_templates import entries_of, find_template, get_template, is_own, read_ends
 from corpus.tokenizer_config import notes, read_object
 from corpus.tokenizers import file_name, get_tokenizer, is_of_file, name_of, read_file
+from corpus.vocab_and_merges import PAIR, has_pair
 from model import GPTConfig
 from models import make_config
 from runtime.directory import new_run
@@ -213,20 +213,23 @@ def check_unused(readers: dict, parameters: dict, folder: Path, family: Family) 
 
 
 def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
-    """The name of a model's tokenizer, and its file if that is one of ours. (GPT-2's is tiktoken's;
-    OPT's have ids of their own before the tokens.)"""
+    """The name of a model's tokenizer, and its file if that is one of ours. (GPT-2's is
+    tiktoken's.)"""
     name = tokenizer_name(config)
     if name == "gpt2" and not has_gpt2s_tokens(folder):
         name = f"gpt2-{config['vocab_size']}"           # another's, of the same size
     path = folder / "tokenizer.json"
     if name.startswith("bpe-"):                         # our exports have its file
         path = folder / file_name(name)
-    is_known = name == "gpt2" or config["model_type"] == "opt" or name == config.get("tokenizer")
+    elif not path.exists() and has_pair(folder):
+        path = folder / PAIR[0]
+    is_known = name == "gpt2" or name == config.get("tokenizer")
     if not path.exists() or is_known and not is_of_file(name):
         return name, None
     try:
-        name = name_of(read_file(path))
-        for line in notes(path):
+        file = read_file(path)
+        name = name_of(file)
+        for line in notes(path, get_tokenizer(name, file)):
             note(line)
         return name, path
     except ValueError as error:

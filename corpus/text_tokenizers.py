@@ -1,0 +1,131 @@
+"""A tokenizer.json whose tokens are text: SentencePiece's kinds (byte-pair encoding with bytes for
+rare characters, as Llama 2's and Mistral's; Unigram, as T5's), WordPiece (BERT's) and others.
+
+    "the cat"  ->  "\\u2581the\\u2581cat"  ->  "\\u2581the", "\\u2581cat"
+    "\\u6f22"  ->  "\\u2581\\u6f22"  ->  "\\u2581", "<0xE6>", "<0xBC>", "<0xA2>"
+
+- A text is encoded whole. Its parts would not give the same tokens: many of these tokenizers put a
+  space before each text, and merge over the spaces between words.
+- That space depends on what is before the text: nothing, a token, or text (`steps`).
+- Tokens are decoded together with those before them (token_streams.py).
+- The characters of a special token in a text are ordinary. In many of these vocabularies a special
+  token is a word like others, which a text could have. `encoder` gives it another name there.
+"""
+import json
+from functools import cached_property
+
+from corpus.json_tokenizers import NOTHING, TEXT, TOKEN, JsonTokenizer
+from corpus.token_streams import TextStream
+
+
+class TextTokenizer(JsonTokenizer):
+    """Any tokenizer.json. Raises ValueError as JsonTokenizer does, or if a text could forge a
+    special token."""
+    cut = None
+
+    def __init__(self, file: str):
+        super().__init__(file)
+        self.special = {token.content for token in self.added.values() if token.special}
+        self.steps = {behind: self.steps_behind(behind) for behind in (NOTHING, TOKEN, TEXT)}
+        self.encoders = {}          # {steps: the package's tokenizer}
+        self.check_forgery()
+
+    # ---- Text to tokens ---------------------------------------------------------------------
+
+    def steps_behind(self, behind: str) -> str:
+        """The normalizer and the pre_tokenizer for a text that stands behind NOTHING, a TOKEN or
+        TEXT, as JSON. They put a space before a text where nothing is before it; some do it behind
+        a token, too; none behind text."""
+        def changed(part: dict) -> dict:
+            kind = part.get("type")
+            if kind == "Metaspace" and (behind == TEXT or behind == TOKEN
+                                        and part["prepend_scheme"] == "first"):
+                return part | dict(prepend_scheme="never")
+            if kind == "Prepend" and behind == TEXT:
+                return dict(type="Sequence", normalizers=[])
+            if kind == "ByteLevel" and behind == TEXT:
+                return part | dict(add_prefix_space=False)
+            return part
+        steps = {key: self.written[key] for key in ("normalizer", "pre_tokenizer")}
+        return json.dumps(json.loads(json.dumps(steps), object_hook=changed))
+
+    def encoder(self, behind: str):
+        steps = self.steps[behind]
+        if steps not in self.encoders:
+            self.encoders[steps] = self.make_encoder(json.loads(steps))
+        return self.encoders[steps]
+
+    def make_encoder(self, steps: dict):
+        """The package's tokenizer with these steps, whose special tokens have names that no text
+        gives: a space is in them, and the steps write spaces in another way."""
+        model = dict(self.written["model"])
+        hidden = self.special & self.tokenizer.get_vocab(with_added_tokens=False).keys()
+        hidden -= {model.get("unk_token")}                      # which is found by its name
+
+        def shown(token: str) -> str:
+            return hidden_name(token) if token in hidden else token
+        if isinstance(model["vocab"], list):                    # of Unigram: [token, score]
+            least = min(score for _, score in model["vocab"])
+            model["vocab"] = [[shown(token), least if token in hidden else score]
+                              for token, score in model["vocab"]]
+        else:
+            model["vocab"] = {shown(token): number for token, number in model["vocab"].items()}
+        if "merges" in model:
+            model["merges"] = [merge for merge in model["merges"]
+                               if not hidden & {*merge, "".join(merge)}]
+        added = [token | dict(content=shown(token["content"]))
+                 for token in self.written["added_tokens"]]
+        encoder = type(self.tokenizer).from_str(json.dumps(
+            self.written | steps | dict(model=model, added_tokens=added)))
+        encoder.encode_special_tokens = True
+        return encoder
+
+    def check_forgery(self) -> None:
+        """Raise ValueError if a text has a special token by its characters."""
+        unknown = self.unknown()
+        for text in self.special - {unknown}:
+            number = self.encode_single_token(text)
+            for some in (text, hidden_name(text), f"a{hidden_name(text)}a"):
+                if number in self.encode_ordinary(some):
+                    raise ValueError(f"a text with the characters of its special token {text} "
+                                     f"would have this token: give it a pre_tokenizer")
+
+    def unknown(self) -> str | None:
+        """The token that stands for what the vocabulary lacks."""
+        model = self.written["model"]
+        if model.get("unk_id") is not None:
+            return model["vocab"][model["unk_id"]][0]
+        return model.get("unk_token")
+
+    # ---- Tokens to text ---------------------------------------------------------------------
+
+    def stream(self, before=()) -> TextStream:
+        """Where `before` ends with a special token behind which a text begins, as `encoder` has it,
+        the space that its first word has there is not written."""
+        special = self.special - {self.unknown()}
+        is_special = [token in self.added and self.added[token].content in special
+                      for token in before]
+        begins = all(is_special) or is_special[-1] and self.steps[TOKEN] != self.steps[TEXT]
+        return TextStream(self.tokenizer, () if begins else before)
+
+    # ---- What the file does -----------------------------------------------------------------
+
+    @cached_property
+    def written(self) -> dict:
+        """The file as the package writes it."""
+        return json.loads(self.tokenizer.to_str())
+
+    def decides(self) -> list:
+        model = {key: value for key, value in self.written["model"].items()
+                 if key != "vocab" and value}
+        scores = []
+        if isinstance(self.written["model"]["vocab"], list):    # their last digits are not kept
+            scores = [round(score, 6) for _, score in self.written["model"]["vocab"]]
+        steps = [self.written[key] for key in ("normalizer", "pre_tokenizer", "decoder")]
+        ordinary = [token for token in self.written["added_tokens"] if not token["special"]]
+        return [model, sorted(self.tokenizer.get_vocab().items()), scores, steps, ordinary,
+                self.prefix, self.eot_token]
+
+
+def hidden_name(token: str) -> str:
+    return f" {token} "
