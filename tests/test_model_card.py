@@ -82,7 +82,7 @@ def test_a_card_says_what_the_run_has_recorded(run, tmp_path, monkeypatch, step,
     assert facts["Steps"] == f"{step} of {4 if step < 5 else 6}"
     assert facts["Learning rate"].startswith("0.004" if step < 5 else "0.125")
     changed = facts.get("Settings that a resume has changed", "")
-    assert ("after step 4, steps 6 instead of 4; lr 0.125 instead of 0.004" in changed) == (step > 4)
+    assert ("after step 4, steps 6 instead of 4; lr 0.125 " in changed) == (step > 4)
     assert facts["Run"] == f"`{saved(run / 'out', step)['run']['id']}`"
     assert torch.__version__ in facts["Versions"]
 

@@ -195,20 +195,27 @@ def describe_model(exported: Exported) -> str:
         if cfg.shared_hidden > 0:
             experts += f"; one more, of {cfg.shared_hidden:,} hidden channels, computes every token"
     gated = ", gated" if cfg.gated else ""
-    positions = "rotary" if hasattr(cfg, "rope_theta") else "learned"
+    window = getattr(cfg, "window", 0)
+    attention = f"{cfg.n_head} heads of {cfg.head_dim} channels, {cfg.n_kv_head} of keys and values"
+    if 0 < window < cfg.seq_len:
+        attention += f", a window of {window:,} positions"
     return items({
         "Architecture": f"{code(exported.architecture)} of `transformers`",
         "Parameters": size,
         "Layers": cfg.n_layer,
         "Width": f"{cfg.n_embd:,} channels",
-        "Attention": f"{cfg.n_head} heads of {cfg.head_dim} channels, {cfg.n_kv_head} of keys and "
-                     f"values",
+        "Attention": attention,
         "MLP": f"{hidden} hidden channels, {cfg.activation}{gated}",
         "Experts": experts,
-        "Positions": f"{cfg.seq_len:,}, {positions}",
+        "Positions": f"{cfg.seq_len:,}, {'learned' if has_learned_positions(cfg) else 'rotary'}",
         "Vocabulary": f"{cfg.vocab_size:,} tokens",
         "Embedding and head": "one matrix" if cfg.tied else "two matrices",
         "Type of the weights": "fp32"})
+
+
+def has_learned_positions(cfg: GPTConfig) -> bool:
+    """As a GPT has. Most models of models/ have rotary positions."""
+    return getattr(cfg, "learned_positions", True)
 
 
 def describe_data(state: dict, record: Record | None) -> str:
@@ -353,7 +360,7 @@ def describe_limits(state: dict, cfg: GPTConfig) -> str:
                  "not recorded.")
     if "template" not in state:
         lines.append("- The model continues text: no template of conversations is recorded.")
-    if not hasattr(cfg, "rope_theta"):
+    if has_learned_positions(cfg):
         lines.append(f"- It has positions for {cfg.seq_len:,} tokens, and reads no longer text.")
     elif state["config"]:
         lines.append(f"- It was trained on windows of {cfg.seq_len:,} tokens. On longer ones it "
