@@ -15,13 +15,14 @@ import pytest
 import torch
 
 import sample
+import tools.checkpoint
 from base.options import Config, parse_flags
 from corpus.prepare import prepare
 from tests.harness import (TINY, Command, meta_of, read_metrics, run_main, saved, saved_file,
                            weights_only)
 from tests.test_huggingface import EXPORTED
 from tools import huggingface
-from tools.model_card import FLAGS_OF_A_COMMAND, code, read_record
+from tools.model_card import FLAGS_OF_A_COMMAND, code, describe_origin, read_record
 
 # Names of data, with all that Markdown, YAML and a shell read as signs of their own.
 STRANGE = 'a|b: "c" `d` ``e\n\n# <b> [x](y) *z* \\ $HOME \'f\' ```\n---\n- \u00e9'
@@ -56,7 +57,7 @@ def facts_of(card):
 
 
 def row_of(out, step):
-    return next(row for row in reversed(read_metrics(out)[0]) if row["step"] == step)
+    return next(row for row in reversed(read_metrics(Path(out))[0]) if row["step"] == step)
 
 
 @pytest.mark.claim("An export has a model card with what the checkpoint knows.")
@@ -149,6 +150,39 @@ def test_a_card_without_its_rows_says_so(run, tmp_path, change, is_known):
     assert ("Validation loss after step 6" in facts) == is_known
     assert ("not recorded" in facts["Versions"]) == (not is_known)
     assert "How many epochs these are is not recorded." in card
+
+
+def test_a_folder_has_the_card_of_its_file(run, tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(run)
+    state = tools.checkpoint.read(saved_file(Path("out"), 5), {})
+    tools.checkpoint.write(state, Path("out/folder"))
+    one = card_of(saved_file(Path("out"), 5), tmp_path / "one")
+    two = card_of(Path("out/folder"), tmp_path / "two")
+    assert "Validation loss after step 4" in one
+    assert two == one.replace("out/step_00000005.pt", "out/folder").replace("/one", "/two")
+
+
+def test_a_plain_run_has_a_card(run, tmp_path, monkeypatch):
+    """Its checkpoints keep no losses: both are from metrics.jsonl."""
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(run)
+    done = Command("train.py", "--plain", "--data", "b", "--out", "plain", *TINY, cwd=run)
+    assert done.finish(200)[0] == 0
+    facts, row = facts_of(card_of(Path("plain/latest.pt"), tmp_path / "hf")), row_of("plain", 4)
+    assert facts["Training loss of step 4"].startswith(f"{row['loss']:.4f} nats")
+    assert facts["Validation loss after step 4"].startswith(f"{row['val_loss']:.4f} nats")
+
+
+@pytest.mark.parametrize("origin, flags, expected", [
+    (["seed", None, 0], dict(seed=5), "with weights drawn from seed 5"),
+    (["resume", "ab", 7], dict(resume="x.pt"), "as a branch of `x.pt`, step 7 of the run `ab`"),
+    (["resume", "ab", 7], dict(resume="auto"), "as a branch of a file, step 7 of the run `ab`"),
+    (["init-from", "ab", 0], dict(init_from="y.pt"),
+     "with the weights of `y.pt`, step 0 of the run `ab`"),
+    (["import", None, 0], {}, "with weights that were imported")])
+def test_a_card_says_where_a_run_began(origin, flags, expected):
+    assert describe_origin(dict(run=dict(id="c", origin=origin), config=flags), None) == expected
 
 
 def line(step, **fields):
