@@ -324,8 +324,8 @@ def test_an_export_is_one_file_or_shards_of_limited_size(tmp_path, capsys):
     weights_only(tmp_path / "a.pt", CFG)
     (tmp_path / "new").touch()
     assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "one")[0] == 0
-    assert names_in(tmp_path / "one") == ["config.json", "model.safetensors", "tokenizer.json",
-                                          "tokenizer_config.json"]
+    assert names_in(tmp_path / "one") == ["README.md", "config.json", "model.safetensors",
+                                          "tokenizer.json", "tokenizer_config.json"]
     with mock.patch.object(huggingface, "SHARD_BYTES", 20_000):
         assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "many")[0] == 0
     sizes, listed = [], {}

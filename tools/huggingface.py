@@ -5,7 +5,8 @@ Qwen3, GPT-J, GPT-NeoX, OLMo, OLMo 2, Phi, and the mixtures Mixtral, OLMoE and Q
     python -m tools.huggingface export out/latest.pt folder
 
 tools/hub.py says what a folder contains. A model has its tokenizer too, in tokenizer.json: the
-characters <|endoftext|> in a text are one token there, where data.py and sample.py see 13.
+characters <|endoftext|> in a text are one token there, where data.py and sample.py see 13. README.md
+is its model card (tools/model_card.py).
 
 tools/huggingface_families.py says how each architecture differs in its names and in the layout of
 its tensors.
@@ -42,6 +43,7 @@ from tools.huggingface_formats import (config_json, family_of, kind_of, model_co
                                        to_ours, to_theirs)
 from tools.huggingface_unread_keys import notes_of_keys
 from tools.huggingface_wrapped_names import HEADS, find_names
+from tools.model_card import Exported, model_card
 
 SOME_OF_GPT2S = {"\u0120the": 262, "\u0120and": 290, "\u0120informants": 50254,
                  "\u0120gazed": 50255}
@@ -382,12 +384,17 @@ def export_model(file: Path, folder: Path) -> None:
             (aside / "generation_config.json").write_text(json.dumps(dict(
                 eos_token_id=sorted(ends), bos_token_id=config["bos_token_id"])))
         write_tensors(state["parameters"], family, cfg, aside)
+        tokenizer_class = "AutoTokenizer" if has_tokenizer else None
         if has_tokenizer:
             write_tokenizer(encoding, cfg, aside, own, template)
             if config["model_type"] == "qwen2" and not encoding.name.startswith("json-"):
+                tokenizer_class = "PreTrainedTokenizerFast"
                 note(f"AutoTokenizer of transformers encodes for any Qwen2 with Qwen's pattern of "
                      f"words and in NFC: PreTrainedTokenizerFast.from_pretrained({str(folder)!r}) "
                      f"gives the tokens of the training")
+        exported = Exported(cfg, config["model_type"], family.architecture, tokenizer_class)
+        (aside / "README.md").write_text(model_card(file, folder, state, exported), "utf-8",
+                                         "backslashreplace")
         os.rename(aside, folder)
     text = f"with its tokenizer, {tokenizer}"
     if not has_tokenizer:
