@@ -12,7 +12,7 @@ that starts them runs, but the kernels are not compiled: Triton need not be inst
                         often the host waits for the device
     not counted         time; caches; what a kernel reads twice; kernels of which PyTorch starts
                         several for an operation, except for LAUNCHES; gaps between blocks of memory
-    assumed             attention is FlashAttention; any number that the host reads is 1
+    assumed             attention is FlashAttention; any number that the host reads is 0
 
 `make_fake_gpu` changes PyTorch in this process for good: use a process of its own.
 """
@@ -32,7 +32,8 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import scheduler
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.fx_passes import fuse_attention, misc_patterns, pad_mm
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn.attention import bias
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -86,12 +87,12 @@ class FakeGPU(FakeTensorMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default:        # x.item()
-            self.waits += args[0].device.type == "cuda"
-            return 1.0 if args[0].is_floating_point() else 1
         self.depth += 1
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs)
+        except DataDependentOutputException:    # x.item(), of a number that the host reads
+            out = 0.0 if args[0].is_floating_point() else 0
+            self.waits += args[0].device.type == "cuda"
         finally:
             self.depth -= 1
         if self.depth == 0:
@@ -188,6 +189,7 @@ class Guard(torch._C._acc.DeviceGuard):
 GUARD = Guard()
 YES = ctypes.CFUNCTYPE(ctypes.c_bool)(lambda: True)
 HOOKS = (POINTER * 64)()
+ATEN = torch.library.Library("aten", "IMPL")
 
 
 def register_device() -> None:
@@ -214,6 +216,9 @@ H100 = SimpleNamespace(
     total_memory=80 * 2 ** 30, regs_per_multiprocessor=65536, max_threads_per_block=1024,
     max_threads_per_multi_processor=2048, shared_memory_per_block=49152, L2_cache_size=50 * 2 ** 20,
     shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, gcnArchName="")
+
+
+CAUSAL = "a triangle of queries and keys, at the end of the keys"
 
 
 class Event:
@@ -245,8 +250,10 @@ class Kernel:
 
 def flash_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
                     enable_gqa=False):
-    """F.scaled_dot_product_attention by FlashAttention, as a GPU chooses it without a mask."""
-    assert attn_mask is None
+    """F.scaled_dot_product_attention by FlashAttention, as a GPU chooses it without a mask, and
+    with a CausalBias, which is CAUSAL here."""
+    assert attn_mask in (None, CAUSAL)
+    is_causal = is_causal or attn_mask == CAUSAL
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
@@ -282,7 +289,15 @@ def make_fake_gpu() -> FakeGPU:
     CudaInterface.get_raw_stream = staticmethod(returns(0))
     CudaInterface.Worker.get_device_properties = staticmethod(returns(H100))
     CudaInterface.Worker.current_device = staticmethod(returns(0))
+    torch.Tensor.pin_memory = lambda x, *args: x
     F.scaled_dot_product_attention = flash_attention
+    bias.CausalBias = returns(CAUSAL)
+
+    def on_host(function):          # for constants, which the compiler computes
+        return lambda size, *args, device=None, **options: function(size, *args, **options)
+    for name, function in (("empty.memory_format", torch.empty),
+                           ("empty_strided", torch.empty_strided)):
+        ATEN.impl(name, on_host(function), "CUDA")
 
     # What the generated code calls.
     def empty_strided(size, stride, dtype):
@@ -297,7 +312,7 @@ def make_fake_gpu() -> FakeGPU:
     PythonWrapperCodegen.write_triton_header_once = PythonWrapperCodegen.write_get_raw_stream_header
     scheduler.has_triton = returns(True)
     torch.utils._triton.triton_hash_with_backend = returns("")
-    inductor.profile_bandwidth = True            # then a kernel's source has its bytes
+    inductor.benchmark_kernel = True            # then a kernel's source has its bytes
     inductor.compile_threads = 1
     inductor.force_disable_caches = True
     inductor.shape_padding = False              # these four would compute examples on the device
