@@ -182,6 +182,7 @@ IS_BUILT, IS_AVAILABLE, HAS_CONTEXT = 2, 3, 4      # slots of at::AcceleratorHoo
 class Guard(torch._C._acc.DeviceGuard):
     """Which device a C++ thread computes on: always the same."""
 
+    @torch.compiler.disable
     def type_(self):
         return torch._C._autograd.DeviceType.CUDA
 
