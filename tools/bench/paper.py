@@ -73,12 +73,11 @@ def count_step(device: FakeGPU, step: Callable) -> dict:
     compilations = get_compilation_metrics()
     return dict(found) | {
         "peak, GB": device.peak / 1e9, "waits": device.waits, "breaks": sum(breaks),
-        "graphs": len(compilations),
         "recompiles": sum(compiled.recompile_reason is not None for compiled in compilations)}
 
 
 def in_phase(device: FakeGPU, phase: str, owner, name: str) -> None:
-    """Let a method of `owner` count as this phase, unless another calls it."""
+    """What a method of `owner` starts counts as this phase, but for methods of others in it."""
     function = getattr(owner, name)
 
     def within(*args, **kwargs):
@@ -119,11 +118,14 @@ def count_plain(device: FakeGPU, compile: bool) -> dict:
     """A step of the plain loop that `tools.bench gpu` measures."""
     found = {}
     work = gpu.GPU_WORK
-    plain = pytorch_stack.PlainGPT
 
-    def on_device(*args):
-        with torch.device("cuda"):
-            return plain(*args)
+    class OnDevice(pytorch_stack.PlainGPT):     # a fake tensor cannot be moved in its place
+        def __init__(self, *args, **options):
+            with torch.device("cuda"):
+                super().__init__(*args, **options)
+
+        def to(self, device):
+            return self
 
     def two_steps(step, count, size, vocab, *_):
         device.phase = "forward"
@@ -134,7 +136,7 @@ def count_plain(device: FakeGPU, compile: bool) -> dict:
                         (torch.optim.AdamW, "zero_grad")):
         in_phase(device, "optimizer", owner, name)
     cfg = work.model_config
-    with device, mock.patch.multiple(pytorch_stack, PlainGPT=on_device, timed=two_steps):
+    with device, mock.patch.multiple(pytorch_stack, PlainGPT=OnDevice, timed=two_steps):
         pytorch_stack.train_plain(
             "single", work.batch, work.microbatches[0], cfg.padded_vocab, "bf16", device="cuda",
             shape={name: getattr(cfg, name) for name in pytorch_stack.SHAPE}, compile=compile)
