@@ -31,7 +31,6 @@ import torch.nn.functional as F
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import scheduler
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-from torch._inductor.fx_passes import fuse_attention, misc_patterns, pad_mm
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention import bias
 from torch.utils._pytree import tree_leaves
@@ -109,9 +108,10 @@ class FakeGPU(FakeTensorMode):
         name = func._schema.name.split("::")[1]
         if func.is_view or name in NO_LAUNCH or (name == "copy_" and args[0] is args[1]):
             return
-        to_host = name in ("_to_copy", "copy_") and tensors_in(out)[0].device.type == "cpu"
-        if to_host and not kwargs.get("non_blocking", args[2:] == (True,)):
-            self.waits += 1
+        if "cpu" in devices and name in ("_to_copy", "copy_"):
+            to_host = tensors_in(out)[0].device.type == "cpu"
+            self.waits += to_host and not kwargs.get("non_blocking", args[2:] == (True,))
+            return
         flops = 0.0
         if func.overloadpacket in flop_registry:
             given = {k: v for k, v in kwargs.items() if k not in ("out", "out_dtype")}
@@ -212,13 +212,10 @@ def register_device() -> None:
     hooks.value = ctypes.addressof(HOOKS)
 
 
-H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, warp_size=32,
-    total_memory=80 * 2 ** 30, regs_per_multiprocessor=65536, max_threads_per_block=1024,
-    max_threads_per_multi_processor=2048, shared_memory_per_block=49152, L2_cache_size=50 * 2 ** 20,
-    shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, gcnArchName="")
-
-
+# What the compiler asks for.
+H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132,
+                       regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048,
+                       warp_size=32, gcnArchName="")
 CAUSAL = "a triangle of queries and keys, at the end of the keys"
 
 
@@ -271,25 +268,19 @@ def make_fake_gpu() -> FakeGPU:
 
     def wait(*args):
         gpu.waits += 1
-    for name, value in dict(_cuda_getDevice=0, _cuda_getDeviceCount=1, _cuda_setDevice=None,
+    for name, value in dict(_cuda_getDevice=0, _cuda_setDevice=None,
                             _cuda_getCurrentRawStream=0).items():
         setattr(torch._C, name, returns(value))
-    stream = SimpleNamespace(cuda_stream=0, stream_id=0, device_index=0, device_type=CUDA,
-                             wait_stream=returns(None))
+    stream = SimpleNamespace(cuda_stream=0, stream_id=0, device_index=0, device_type=CUDA)
     for name, value in dict(_lazy_init=None, _exchange_device=0, _maybe_exchange_device=0,
-                            is_available=True, is_initialized=True, get_device_properties=H100,
-                            get_device_capability=(9, 0), current_stream=stream,
-                            is_bf16_supported=True,
-                            get_rng_state=torch.zeros(16, dtype=torch.uint8), set_rng_state=None,
-                            max_memory_allocated=0, manual_seed_all=None).items():
+                            is_available=True, is_bf16_supported=True, current_stream=stream,
+                            get_device_properties=H100, get_device_capability=(9, 0),
+                            get_rng_state=torch.zeros(16), set_rng_state=None,
+                            max_memory_allocated=0).items():
         setattr(torch.cuda, name, returns(value))
+    CudaInterface.get_device_properties = staticmethod(returns(H100))
     torch.cuda.synchronize = wait
     torch.cuda.Event = lambda *args, **kwargs: Event(gpu)
-    for name in ("is_available", "get_device_properties", "current_stream"):
-        setattr(CudaInterface, name, staticmethod(getattr(torch.cuda, name)))
-    CudaInterface.get_raw_stream = staticmethod(returns(0))
-    CudaInterface.Worker.get_device_properties = staticmethod(returns(H100))
-    CudaInterface.Worker.current_device = staticmethod(returns(0))
     torch.Tensor.pin_memory = lambda x, *args: x
     F.scaled_dot_product_attention = flash_attention
     bias.CausalBias = returns(CAUSAL)
@@ -316,8 +307,4 @@ def make_fake_gpu() -> FakeGPU:
     inductor.benchmark_kernel = True            # then a kernel's source has its bytes
     inductor.compile_threads = 1
     inductor.force_disable_caches = True
-    inductor.shape_padding = False              # these four would compute examples on the device
-    fuse_attention._sfdp_init = returns(None)
-    pad_mm._pad_mm_init = returns(None)
-    misc_patterns._misc_patterns_init = returns(None)
     return gpu
