@@ -8,11 +8,12 @@
 Autograd and torch.compile work as on a GPU. Inductor generates its Triton kernels, and the code
 that starts them runs, but the kernels are not compiled: Triton need not be installed.
 
-    counted             kernels, their bytes and FLOPs, the memory of tensors and its peak, and how
-                        often the host waits for the device
-    not counted         time; caches; what a kernel reads twice; kernels of which PyTorch starts
-                        several for an operation, except for LAUNCHES; gaps between blocks of memory
-    assumed             attention is FlashAttention; any number that the host reads is 0
+    counted         kernels, the bytes and FLOPs of each, the memory of tensors and its peak, and how
+                    often the host waits for the device
+    not counted     time, caches, what a kernel reads again, communication, copies from the host
+                    and to it, gaps in memory, and the second kernel of an operation that starts
+                    several (LAUNCHES has those that are known)
+    assumed         attention is FlashAttention, and any number that the host reads is 0
 
 `make_fake_gpu` changes PyTorch in this process for good: use a process of its own.
 """
@@ -25,11 +26,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch._inductor.async_compile
 import torch._inductor.config as inductor
 import torch.nn.functional as F
 from torch._dynamo.device_interface import CudaInterface
-from torch._inductor import scheduler
+from torch._inductor import async_compile, scheduler
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention import bias
@@ -194,10 +194,11 @@ ATEN = torch.library.Library("aten", "IMPL")
 
 
 def register_device() -> None:
-    """Autograd needs a guard of the device, and hooks by which it is an accelerator. PyTorch's CPU
-    build has no guard for CUDA, and hooks that say that there is none. Python can register a guard
-    for a device of its own alone: so that one is entered for CUDA, too, and three of the hooks'
-    functions are replaced."""
+    """Autograd asks two C++ objects about a device. The guard says which device a thread has, and
+    the hooks say whether the device is there. PyTorch without a GPU has no guard for CUDA, or one
+    that finds no device, and its hooks answer no. Python can register a guard, but only for the
+    device type that is free for extensions. So this function copies its entry to that of CUDA, and
+    replaces three functions of the hooks."""
     folder = Path(torch.__file__).parent / "lib"
     c10, cpu = (ctypes.CDLL(folder / name) for name in ("libc10.so", "libtorch_cpu.so"))
     guards = (POINTER * (PRIVATE + 1)).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
@@ -219,33 +220,6 @@ H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_pro
 CAUSAL = "a triangle of queries and keys, at the end of the keys"
 
 
-class Event:
-    """Of a stream. Whoever asks for it waits."""
-
-    def __init__(self, gpu, *args, **kwargs):
-        self.gpu = gpu
-
-    def record(self, *args):
-        pass
-
-    def query(self):
-        self.gpu.waits += 1
-        return True
-
-    synchronize = wait = query
-
-
-class Kernel:
-    """A Triton kernel: Inductor has written into its source how many bytes it moves."""
-
-    def __init__(self, gpu, name, source):
-        self.gpu, self.name = gpu, name
-        self.bytes = 1e9 * float(re.search(r"'kernel_num_gb': ([\d.e+-]+)", source)[1])
-
-    def run(self, *args, **kwargs):
-        self.gpu.launches.append(Launch(self.gpu.phase, self.name, 1, self.bytes))
-
-
 def flash_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
                     enable_gqa=False):
     """F.scaled_dot_product_attention by FlashAttention, as a GPU chooses it without a mask, and
@@ -265,46 +239,61 @@ def returns(value):
 def make_fake_gpu() -> FakeGPU:
     gpu = FakeGPU()
     register_device()
+    answer_as_h100(gpu)
+    run_generated_code(gpu)
+    return gpu
 
+
+def answer_as_h100(gpu: FakeGPU) -> None:
+    """Replace the functions of PyTorch that ask a GPU's driver."""
     def wait(*args):
         gpu.waits += 1
-    for name, value in dict(_cuda_getDevice=0, _cuda_setDevice=None,
-                            _cuda_getCurrentRawStream=0).items():
-        setattr(torch._C, name, returns(value))
+        return True
     stream = SimpleNamespace(cuda_stream=0, stream_id=0, device_index=0, device_type=CUDA)
-    for name, value in dict(_lazy_init=None, _exchange_device=0, _maybe_exchange_device=0,
-                            is_available=True, is_bf16_supported=True, current_stream=stream,
-                            get_device_properties=H100, get_device_capability=(9, 0),
-                            get_rng_state=torch.zeros(16), set_rng_state=None,
-                            max_memory_allocated=0).items():
-        setattr(torch.cuda, name, returns(value))
+    answers = {
+        torch._C: dict(_cuda_getDevice=0, _cuda_setDevice=None, _cuda_getCurrentRawStream=0),
+        torch.cuda: dict(_lazy_init=None, _exchange_device=0, _maybe_exchange_device=0,
+                         is_available=True, is_bf16_supported=True, current_stream=stream,
+                         get_device_properties=H100, get_device_capability=(9, 0),
+                         get_rng_state=torch.zeros(16), set_rng_state=None, max_memory_allocated=0)}
+    for module, values in answers.items():
+        for name, value in values.items():
+            setattr(module, name, returns(value))
     CudaInterface.get_device_properties = staticmethod(returns(H100))
     torch.cuda.synchronize = wait
-    torch.cuda.Event = lambda *args, **kwargs: Event(gpu)
+    torch.cuda.Event = lambda *args, **kwargs: SimpleNamespace(
+        record=returns(None), query=wait, synchronize=wait)
     torch.Tensor.pin_memory = lambda x, *args: x
     F.scaled_dot_product_attention = flash_attention
     bias.CausalBias = returns(CAUSAL)
 
     def on_host(function):          # for constants, which the compiler computes
         return lambda size, *args, device=None, **options: function(size, *args, **options)
-    for name, function in (("empty.memory_format", torch.empty),
-                           ("empty_strided", torch.empty_strided)):
-        ATEN.impl(name, on_host(function), "CUDA")
+    ATEN.impl("empty.memory_format", on_host(torch.empty), "CUDA")
+    ATEN.impl("empty_strided", on_host(torch.empty_strided), "CUDA")
+    # Not called. But what has a kernel of its own is not decomposed.
+    ATEN.impl("_fused_rms_norm", returns(None), "CUDA")
 
-    # What the generated code calls.
+
+def run_generated_code(gpu: FakeGPU) -> None:
+    """Let Inductor generate code for Triton, and let this code start kernels that are counted."""
+    def kernel(_, name, source, device_str="cuda"):
+        moved = 1e9 * float(re.search(r"'kernel_num_gb': ([\d.e+-]+)", source)[1])
+        return SimpleNamespace(run=lambda *args, **options: gpu.launches.append(
+            Launch(gpu.phase, name, 1, moved)))
+
     def empty_strided(size, stride, dtype):
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
     def reinterpret(x, size, stride, offset=0):
         return x.as_strided(size, stride, x.storage_offset() + offset)
+    async_compile.AsyncCompile.triton = kernel
     torch._C._dynamo.guards._empty_strided_cuda = empty_strided
     torch._C._dynamo.guards._reinterpret_tensor = reinterpret
-    torch._inductor.async_compile.AsyncCompile.triton = (
-        lambda self, name, source, device_str="cuda": Kernel(gpu, name, source))
+    # Triton is not imported, nor asked what it is.
     PythonWrapperCodegen.write_triton_header_once = PythonWrapperCodegen.write_get_raw_stream_header
     scheduler.has_triton = returns(True)
     torch.utils._triton.triton_hash_with_backend = returns("")
-    inductor.benchmark_kernel = True            # then a kernel's source has its bytes
+    inductor.benchmark_kernel = True            # writes kernel_num_gb
     inductor.compile_threads = 1
-    inductor.force_disable_caches = True
-    return gpu
+    inductor.force_disable_caches = True        # a GPU's programs may have theirs there
