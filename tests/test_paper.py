@@ -1,8 +1,8 @@
-"""tools/bench/paper.py and fake_gpu.py: what they count, and counts of a step that must not grow.
+"""What tools/bench/fake_gpu.py counts, and counts of a step that must not grow.
 
     python -m pytest tests/test_paper.py -m slow
 
-Each starts an interpreter, because `make_fake_gpu` changes PyTorch for good. No GPU is needed.
+Most start an interpreter, because `make_fake_gpu` changes PyTorch for good. No test needs a GPU.
 """
 import json
 
@@ -10,30 +10,43 @@ import pytest
 
 from tools.bench import launch
 
-# Four products and a fused kernel; what is read on the host; a tensor that lives for a while.
-PROGRAM = """
+ROWS, IN, OUT = 4096, 768, 3072
+POSITIONS, VOCAB = 4096, 50304
+LOGITS = 2 * POSITIONS * VOCAB / 1e9        # GB of those of a microbatch, in bf16
+STEP = "--model nano --n-layer 1 --seq-len 1024 --batch-size 8 --micro-batch 4"
+
+PROGRAM = f"""
 import json
 import torch
 from tools.bench.fake_gpu import make_fake_gpu
 
 gpu = make_fake_gpu()
 with gpu:
-    x = torch.empty(4096, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    w = torch.nn.Parameter(torch.empty(3072, 768, device="cuda", dtype=torch.bfloat16))
-    f = torch.compile(lambda x: torch.relu(torch.nn.functional.linear(x, w) * 2 + 1))
+    x = torch.empty({ROWS}, {IN}, device="cuda", dtype=torch.bfloat16)
+    w = torch.empty({OUT}, {IN}, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    f = torch.compile(lambda x: torch.relu(torch.nn.functional.linear(x, w) * 2 + 1).sum(1))
     f(x).sum().backward()
-    x.grad = w.grad = None
-    del x.grad
+    w.grad = None
     gpu.start()
     before = gpu.memory
     y = f(x)
     held = gpu.memory - before
+    forward = len(gpu.launches)
     y.sum().backward()
-    y.sum().item()
-    y.to("cpu")
+    held_after = gpu.memory - before
+    launches = [[k.kind, k.kernels, k.bytes, k.flops] for k in gpu.launches]
     y.to("cpu", non_blocking=True)
-    torch.zeros(4).sum().item()
-print(json.dumps([[[k.kind, k.kernels, k.bytes, k.flops] for k in gpu.launches], held, gpu.waits]))
+    torch.zeros(4).sum().item()             # on the host
+    waits = [gpu.waits]
+    y.sum().item()
+    waits.append(gpu.waits)
+    y.to("cpu")
+    waits.append(gpu.waits)
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+    waits.append(gpu.waits)
+print(json.dumps([launches, forward, held, held_after, gpu.peak - before, waits]))
 """
 
 
@@ -42,25 +55,20 @@ def run(*command):
 
 
 @pytest.mark.slow
-def test_launches_are_counted_as_by_hand():
-    kernels, held, waits = run("-c", PROGRAM)
-    print(kernels, held, waits)
+def test_launches_memory_and_waits_are_those_counted_by_hand():
+    """A product, then a kernel that adds up what it makes of the result; backward the same."""
+    launches, forward, held, held_after, peak, waits = run("-c", PROGRAM)
+    print(launches, forward, held, held_after, peak, waits)
     assert 0
 
 
-MEGA = 1e6
-POSITIONS, VOCAB = 4096, 50304
-LOGITS = 2 * POSITIONS * VOCAB / 1e9        # GB of a microbatch's, in bf16
-STEP = "--model nano --n-layer 1 --seq-len 1024 --batch-size 8 --micro-batch 4"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("flags, passes, recompiles", [
-    ("", 14, 0), ("--compile", 3, 0), ("--compile --tp 2", 3, 1)])
-def test_counts_of_a_step_do_not_grow(flags, passes, recompiles):
+@pytest.mark.parametrize("flags, parts, passes, recompiles", [
+    ("", 1, 13, 0), ("--compile", 1, 3, 0), ("--compile --tp 2", 2, 5, 1)])
+def test_counts_of_a_step_do_not_grow(flags, parts, passes, recompiles):
     """The host waits once, for the numbers of the step. The compiled loss passes over the logits
     three times: it reads them, reads them again, and writes the gradient."""
     found = run("-m", "tools.bench.paper", f"{STEP} {flags}")
     print(found)
     assert (found["waits"], found["breaks"], found["recompiles"]) == (1, 0, recompiles)
-    assert found["GB: head and loss"] / 2 / LOGITS < passes + 0.02
+    assert found["GB: head and loss"] / 2 / LOGITS * parts < passes + 0.05
