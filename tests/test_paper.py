@@ -56,19 +56,51 @@ def run(*command):
 
 @pytest.mark.slow
 def test_launches_memory_and_waits_are_those_counted_by_hand():
-    """A product, then a kernel that adds up what it makes of the result; backward the same."""
+    """Forward: a product, and a kernel that makes a sum and a mask of it. Backward: what y.sum()
+    sends back, a kernel that makes the product's gradient of this and the mask, and a product."""
     launches, forward, held, held_after, peak, waits = run("-c", PROGRAM)
-    print(launches, forward, held, held_after, peak, waits)
-    assert 0
+    product, mask, sums, weight = 2 * ROWS * OUT, ROWS * OUT, 2 * ROWS, 2 * OUT * IN    # bytes
+    multiply = ["product", 1, 2 * ROWS * IN + weight + product, 2 * ROWS * IN * OUT]
+    fused = ["memory", 1, product + mask + sums, 0]
+    assert launches[:forward] == [multiply, fused]
+    assert launches[-2:] == [fused, multiply]
+    assert held == mask + sums and held_after == weight + sums      # with the weight's gradient
+    assert 1 <= peak / (product + mask + sums) < 1.001
+    # Of a copy without waiting, and a number on the host; then of an item, a copy, and an event.
+    assert waits == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags, parts, passes, recompiles", [
     ("", 1, 13, 0), ("--compile", 1, 3, 0), ("--compile --tp 2", 2, 5, 1)])
 def test_counts_of_a_step_do_not_grow(flags, parts, passes, recompiles):
-    """The host waits once, for the numbers of the step. The compiled loss passes over the logits
-    three times: it reads them, reads them again, and writes the gradient."""
+    """The host waits once, for the statistics of the step. Graphs break for communication alone.
+    The compiled loss passes over the logits (here a part of them) three times: it reads them twice
+    and writes their gradient. The bounds are what was counted when this test was written."""
     found = run("-m", "tools.bench.paper", f"{STEP} {flags}")
-    print(found)
-    assert (found["waits"], found["breaks"], found["recompiles"]) == (1, 0, recompiles)
-    assert found["GB: head and loss"] / 2 / LOGITS * parts < passes + 0.05
+    assert found["waits"] <= 1 and found["breaks"] == 0 and found["recompiles"] <= recompiles
+    of_a_microbatch = found["GB: head and loss"] / 2
+    assert 0.9 * passes < of_a_microbatch / (LOGITS / parts) < passes + 0.05
+
+
+@pytest.mark.slow
+def test_the_table_has_a_line_of_each_run(monkeypatch, capsys):
+    """Its runs are processes, and the plain loop has one number for forward."""
+    from tools.bench import paper           # (it imports the compiler, for seconds)
+
+    def found(command, seconds):
+        assert command[1:-1] == ["-m", "tools.bench.paper"]
+        phases = ["forward"] if "loop" in command[-1] else paper.FORWARD
+        return "a warning\n" + json.dumps({f"GB: {phase}": 2.0 for phase in phases} | {
+            "GB: backward": 3.0, "GB: optimizer": 4.0, "peak, GB": 5.0, "kernels": 6000,
+            "TFLOP": 7.0, "ms": 8.0, "waits": 1, "breaks": 0, "recompiles": 0}), None
+    monkeypatch.setattr(launch, "run", found)
+    paper.main(["GPT", "the plain loop"])
+    heading, rule, *lines = capsys.readouterr().out.strip().splitlines()
+    ends = "3.0 | 4.0 | 5.0 | 1 | 0 | 0 | 8.0 |"
+    assert lines == [f"| GPT | 6,000 | 7.0 | 2.0 | 2.0 | 2.0 | 6.0 | {ends}",
+                     f"| the plain loop | 6,000 | 7.0 | - | - | - | 2.0 | {ends}"]
+    assert {line.count("|") for line in (heading, rule, *lines)} == {15}
+    with pytest.raises(SystemExit):
+        paper.main(["gpt"])
+    assert "there is no run 'gpt'" in capsys.readouterr().err
