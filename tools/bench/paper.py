@@ -1,19 +1,20 @@
 """A training step on paper: what an H100 would do, counted without a GPU.
 
-    python -m tools.bench paper                     # all runs: six of ours, two of the plain loop
+    python -m tools.bench paper                     # all runs: ten minutes of a CPU
     python -m tools.bench paper "GPT, compiled"     # some, by name
 
-fake_gpu.py says what is counted, and what is not. A count is no measurement: it shows where the
-bytes are, that nothing waits for the host, and that nothing is compiled twice. The step counted is
-the second: the first one compiles. Each run is a process of its own; with tp or cp it is rank 0 of
-two, and collectives do nothing.
+A count is no measurement. It shows where the bytes are, how often the host waits for the device,
+and what the compiler did again. tools/bench/fake_gpu.py says what is counted and what is not. The
+step that is counted is the second one, because the first one compiles. Each run is a process of its
+own. With tp or cp it is rank 0 of two, and collectives do nothing. It needs PyTorch's build for
+CPUs, and no Triton.
 
-The roofline is the sum over all kernels of FLOPs, or bytes for those that multiply no matrices,
-through the rates that tools.plan has for an H100. These were fitted on other published steps, none
-of them on this program. There is no time between kernels in it, and nothing runs beside another.
+The roofline adds up, over all kernels, FLOPs (of products and attention) or bytes (of the others)
+divided by a rate of an H100. The rates are those of tools.plan: 62.5% of the FLOP/s for products,
+30% for attention, fitted on published steps, and the data sheet's bandwidth. Nothing was fitted to
+this program. There is no time between two kernels, and no two kernels run at once.
 """
 import json
-import re
 import sys
 import tempfile
 from collections import Counter
@@ -159,6 +160,10 @@ def main(arguments: list[str]) -> None:
     parser = commandline.Parser("tools.bench", "python -m tools.bench paper [NAME ...]", __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="; ".join(RUNS))
     names = parser.parse_args(arguments).names or list(RUNS)
+    if torch.version.cuda is not None:          # fake_gpu.py would change more than it knows
+        parser.error("this counts with PyTorch's build for CPUs alone: pip install torch=="
+                     f"{torch.__version__.partition('+')[0]} in an environment of its own, from "
+                     "https://download.pytorch.org/whl/cpu")
     for name in names:
         if name not in RUNS:
             parser.error(f"there is no run {name!r}: there are {'; '.join(RUNS)}")
