@@ -1,4 +1,4 @@
-"""A GPU of shapes: what a program starts on an H100, counted by PyTorch's CPU build.
+"""A GPU of shapes: what a program starts on an H100, counted by PyTorch's build for CPUs.
 
     gpu = make_fake_gpu()
     with gpu:                               # a tensor on "cuda" has a shape and no memory
@@ -8,8 +8,8 @@
 Autograd and torch.compile work as on a GPU. Inductor generates its Triton kernels, and the code
 that starts them runs, but the kernels are not compiled: Triton need not be installed.
 
-    counted         kernels, the bytes and FLOPs of each, the memory of tensors and its peak, and how
-                    often the host waits for the device
+    counted         kernels, the bytes and FLOPs of each, the memory of tensors and its peak, and
+                    how often the host waits for the device
     not counted     time, caches, what a kernel reads again, communication, copies from the host
                     and to it, gaps in memory, and the second kernel of an operation that starts
                     several (LAUNCHES has those that are known)
@@ -22,6 +22,7 @@ import math
 import re
 import weakref
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -174,43 +175,47 @@ def nbytes(tree) -> int:
 # What PyTorch asks of a GPU, answered
 # ---------------------------------------------------------------------------------------------
 
-POINTER = ctypes.c_void_p
-CUDA, PRIVATE = 1, 20                       # c10::DeviceType
-IS_BUILT, IS_AVAILABLE, HAS_CONTEXT = 2, 3, 4      # slots of at::AcceleratorHooksInterface
+CUDA, EXTENSION = 1, 20                         # numbers of c10::DeviceType
+IS_BUILT, IS_AVAILABLE, HAS_CONTEXT = 2, 3, 4   # functions of at::AcceleratorHooksInterface
 
 
 class Guard(torch._C._acc.DeviceGuard):
-    """Which device a C++ thread computes on: always the same."""
+    """Says which device a thread of autograd has."""
 
     @torch.compiler.disable
     def type_(self):
         return torch._C._autograd.DeviceType.CUDA
 
 
-GUARD = Guard()
-YES = ctypes.CFUNCTYPE(ctypes.c_bool)(lambda: True)
-HOOKS = (POINTER * 64)()
-ATEN = torch.library.Library("aten", "IMPL")
-
-
-def register_device() -> None:
+@cache
+def register_device() -> tuple:
     """Autograd asks two C++ objects about a device. The guard says which device a thread has, and
-    the hooks say whether the device is there. PyTorch without a GPU has no guard for CUDA, or one
-    that finds no device, and its hooks answer no. Python can register a guard, but only for the
-    device type that is free for extensions. So this function copies its entry to that of CUDA, and
-    replaces three functions of the hooks."""
+    the hooks say whether the device is there. PyTorch's build for CPUs has no guard for CUDA, and
+    hooks that answer no. Python can register a guard, but only for the device type of extensions.
+    So this function copies its entry to that of CUDA, and replaces three functions of the hooks.
+    C++ then refers to what it returns, which the cache keeps."""
+    pointer = ctypes.c_void_p
     folder = Path(torch.__file__).parent / "lib"
     c10, cpu = (ctypes.CDLL(folder / name) for name in ("libc10.so", "libtorch_cpu.so"))
-    guards = (POINTER * (PRIVATE + 1)).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
-    torch._C._acc.register_python_privateuseone_device_guard(GUARD)
-    guards[CUDA] = guards[PRIVATE]
+    guard = Guard()
+    torch._C._acc.register_python_privateuseone_device_guard(guard)
+    guards = (pointer * (EXTENSION + 1)).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
+    guards[CUDA] = guards[EXTENSION]
     get_hooks = cpu._ZN2at6detail12getCUDAHooksEv
-    get_hooks.restype = POINTER
-    hooks = POINTER.from_address(get_hooks())           # an object begins with its functions' table
-    HOOKS[:] = (POINTER * 64).from_address(hooks.value)
-    for slot in IS_BUILT, IS_AVAILABLE, HAS_CONTEXT:
-        HOOKS[slot] = ctypes.cast(YES, POINTER).value
-    hooks.value = ctypes.addressof(HOOKS)
+    get_hooks.restype = pointer
+    hooks = pointer.from_address(get_hooks())           # an object begins with its functions' table
+    table = (pointer * 64)(*(pointer * 64).from_address(hooks.value))
+    yes = ctypes.CFUNCTYPE(ctypes.c_bool)(lambda: True)
+    for function in IS_BUILT, IS_AVAILABLE, HAS_CONTEXT:
+        table[function] = ctypes.cast(yes, pointer).value
+    hooks.value = ctypes.addressof(table)
+    return guard, table, yes
+
+
+@cache
+def aten_library() -> torch.library.Library:
+    """Implementations of PyTorch's operations, as long as the process lives."""
+    return torch.library.Library("aten", "IMPL")
 
 
 # What the compiler asks for.
@@ -261,26 +266,29 @@ def answer_as_h100(gpu: FakeGPU) -> None:
             setattr(module, name, returns(value))
     CudaInterface.get_device_properties = staticmethod(returns(H100))
     torch.cuda.synchronize = wait
-    torch.cuda.Event = lambda *args, **kwargs: SimpleNamespace(
-        record=returns(None), query=wait, synchronize=wait)
+    event = SimpleNamespace(record=returns(None), query=wait, synchronize=wait)
+    torch.cuda.Event = returns(event)
     torch.Tensor.pin_memory = lambda x, *args: x
     F.scaled_dot_product_attention = flash_attention
     bias.CausalBias = returns(CAUSAL)
 
     def on_host(function):          # for constants, which the compiler computes
         return lambda size, *args, device=None, **options: function(size, *args, **options)
-    ATEN.impl("empty.memory_format", on_host(torch.empty), "CUDA")
-    ATEN.impl("empty_strided", on_host(torch.empty_strided), "CUDA")
+    library = aten_library()
+    library.impl("empty.memory_format", on_host(torch.empty), "CUDA")
+    library.impl("empty_strided", on_host(torch.empty_strided), "CUDA")
     # Not called. But what has a kernel of its own is not decomposed.
-    ATEN.impl("_fused_rms_norm", returns(None), "CUDA")
+    library.impl("_fused_rms_norm", returns(None), "CUDA")
 
 
 def run_generated_code(gpu: FakeGPU) -> None:
     """Let Inductor generate code for Triton, and let this code start kernels that are counted."""
     def kernel(_, name, source, device_str="cuda"):
         moved = 1e9 * float(re.search(r"'kernel_num_gb': ([\d.e+-]+)", source)[1])
-        return SimpleNamespace(run=lambda *args, **options: gpu.launches.append(
-            Launch(gpu.phase, name, 1, moved)))
+
+        def run(*args, **options):
+            gpu.launches.append(Launch(gpu.phase, name, 1, moved))
+        return SimpleNamespace(run=run)
 
     def empty_strided(size, stride, dtype):
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda")

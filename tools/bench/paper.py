@@ -6,8 +6,9 @@
 A count is no measurement. It shows where the bytes are, how often the host waits for the device,
 and what the compiler did again. tools/bench/fake_gpu.py says what is counted and what is not. The
 step that is counted is the second one, because the first one compiles. Each run is a process of its
-own. With tp or cp it is rank 0 of two, and collectives do nothing. It needs PyTorch's build for
-CPUs, and no Triton.
+own. With tp or cp it is rank 0 of two, and collectives do nothing. Breaks of graphs do not count
+where a part runs eagerly on purpose (build.runs_eagerly). PyTorch's build for CPUs is needed, and
+no Triton.
 
 The roofline adds up, over all kernels, FLOPs (of products and attention) or bytes (of the others)
 divided by a rate of an H100. The rates are those of tools.plan: 62.5% of the FLOP/s for products,
@@ -41,7 +42,7 @@ from tools.markdown_tables import heading, row
 from tools.plan.gpus import GPUS
 
 GPT = "--model gpt2"
-LLAMA = f"--model llama-nano {gpu.LLAMA} --hidden 2048"
+LLAMA = gpu.MIXTURES[0][1]      # the dense model, of about the same size
 RUNS = {                        # flags of train.py; None: the plain loop
     "GPT": GPT, "GPT, compiled": f"{GPT} --compile",
     "Llama": LLAMA, "Llama, compiled": f"{LLAMA} --compile",
@@ -49,6 +50,9 @@ RUNS = {                        # flags of train.py; None: the plain loop
     "GPT, compiled, cp 2": f"{GPT} --compile --cp 2",
     "the plain loop": None, "the plain loop, compiled": None}
 FORWARD = ("embedding", "blocks", "head and loss")
+COLUMNS = ("kernels", "TFLOP", *(f"GB: {phase}" for phase in FORWARD), "GB: forward",
+           "GB: backward", "GB: optimizer", "peak, GB", "waits", "breaks", "recompiles",
+           "roofline, ms")
 SECONDS = 600                   # the longest that a run may take
 
 
@@ -82,7 +86,8 @@ def in_phase(device: FakeGPU, phase: str, owner, name: str) -> None:
     function = getattr(owner, name)
 
     def within(*args, **kwargs):
-        outer, device.phase = device.phase, phase
+        outer = device.phase
+        device.phase = phase
         try:
             return function(*args, **kwargs)
         finally:
@@ -167,9 +172,7 @@ def main(arguments: list[str]) -> None:
     for name in names:
         if name not in RUNS:
             parser.error(f"there is no run {name!r}: there are {'; '.join(RUNS)}")
-    print("", *heading("", "kernels", "TFLOP", *(f"GB: {phase}" for phase in FORWARD), "GB: forward",
-                       "GB: backward", "GB: optimizer", "peak, GB", "waits", "breaks", "recompiles",
-                       "roofline, ms"), sep="\n")
+    print("", *heading("", *COLUMNS), sep="\n", flush=True)
     for name in names:
         command = [sys.executable, "-m", "tools.bench.paper", name]
         text, error = launch.run(command, SECONDS)
