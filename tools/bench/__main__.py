@@ -16,10 +16,15 @@ def main() -> None:
     if sys.argv[1:2] == ["gpu"]:
         gpu.main(sys.argv[2:])
         return
+    if sys.argv[1:2] == ["paper"]:
+        from tools.bench import paper           # it imports the compiler, for seconds
+        paper.main(sys.argv[2:])
+        return
     parser = commandline.Parser("tools.bench", "python -m tools.bench [NAME ...]",
                                 tools.bench.__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME",
-                        help=", ".join(TABLES) + " (default: all); or gpu, with flags of its own")
+                        help=", ".join(TABLES) + " (default: all); or gpu or paper, which have "
+                             "arguments of their own")
     names = parser.parse_args().names or list(TABLES)
     for name in names:
         if name not in TABLES:
