@@ -78,11 +78,14 @@ class Loader:
             microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))
         return microbatches
 
-    def dropout_seed(self, step: int, microbatch: int) -> int:
+    def dropout_seed(self, step: int, microbatch: int) -> int | None:
         """Ranks with the same activations must draw the same dropout masks. Ranks with different
         rows or positions must not. The ranks of a cp group have different positions, and with
-        sequence parallelism those of a tp group do."""
+        sequence parallelism those of a tp group do. None without dropout: --compile would compile
+        again for a number that changes."""
         grid = self.run.grid
+        if self.run.model_config.dropout == 0:
+            return None
         number = microbatch * grid.dp + grid.dp_rank        # of the microbatch, in the whole batch
         key = [self.run.config.seed, step, number]
         if grid.cp > 1:
