@@ -46,7 +46,10 @@ def named_tokens(folder: Path, ids: dict) -> dict:
     texts = {number: token for token, number in ids.items()}
     named = {}
     for name in NAMED:
-        token = given[name] if name in given else texts.get(numbers.get(f"{name}_id"), EOT)
+        number = numbers.get(f"{name}_id")
+        if isinstance(number, list):        # several tokens end a text
+            number = number[0]
+        token = given[name] if name in given else texts.get(number, EOT)
         if content_of(token) in ids:
             named[name] = token
     return named

@@ -23,6 +23,7 @@ from base.options import merge_config, parse_flags
 from model import GPTConfig
 from models import SIZES, kv_cache, llama_sizes, make_config, moe
 from models.llama import FAMILIES, LlamaConfig
+from models.window import WindowedAttention
 from parallelism import kernels
 from runtime import checks
 from tests.harness import (BOUNDS, TWO_STEPS, differences, different_bits, plain_gradient,
@@ -234,16 +235,22 @@ def test_an_export_of_any_width_opens_in_transformers(tmp_path, capsys, family):
         assert written == {(True, "llama"), (False, "mistral")}
 
 
-def test_a_window_that_hides_nothing_is_none():
-    """sliding_window of Mistral at or above its positions."""
+def test_a_window_that_hides_nothing_is_kept():
+    """sliding_window of Mistral at or above its positions: attention has no mask, and the export
+    says it again. With a longer --seq-len it hides something."""
     transformers = pytest.importorskip("transformers")
     model_config = huggingface_formats.model_config
     config = transformers.MistralConfig(
         vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
         sliding_window=64).to_dict()
-    for window, ours in ((None, 0), (64, 0), (65, 0), (63, 63)):
-        assert model_config(config | dict(sliding_window=window)).window == ours
+    for window, ours in ((None, 0), (64, 64), (65, 65), (63, 63)):
+        cfg = model_config(config | dict(sliding_window=window))
+        assert cfg.window == ours
+        core = cfg.build().blocks["0"].attn.core_attention
+        assert isinstance(core, WindowedAttention) == (ours == 63)
+        written = huggingface_formats.config_json(cfg, "bytes")
+        assert written.get("sliding_window") == window and model_config(written) == cfg
 
 
 @pytest.mark.parametrize("name, changes, words", [
@@ -585,7 +592,8 @@ def test_parameters_are_as_many_as_published(name, vocab, count):
 
 def test_a_plan_knows_the_vocabulary_of_every_published_size():
     """llama-nano and moe-nano are none: like a GPT they have GPT-2's."""
-    assert VOCABULARIES.keys() == (llama_sizes.SIZES | moe.SIZES).keys() - {"llama-nano", "moe-nano"}
+    published = (llama_sizes.SIZES | moe.SIZES).keys() - {"llama-nano", "moe-nano"}
+    assert VOCABULARIES.keys() == published
     for flags in (["--model", "llama-nano"], ["--model", "gpt2"], ["--n-layer", "3"]):
         text = answer(["--world", "1", "--gpu", "h100", *flags])
         assert ", vocabulary 50257 (GPT-2's; --vocab-size changes it)\n" in text
@@ -598,7 +606,8 @@ def test_flops_are_those_of_the_formula():
     mlp = 3 * 16 * 24
     N = 100 * 16 + 16 + 2 * (attention + mlp + 2 * 16)
     assert flops_per_token(cfg) == 6 * N + 12 * 2 * 16 * 8
-    assert flops_per_token(replace(cfg, window=3)) == 6 * N + 12 * 2 * 16 * 3
+    for window, reach in ((3, 3), (9, 8)):
+        assert flops_per_token(replace(cfg, window=window)) == 6 * N + 12 * 2 * 16 * reach
     again = 2 * (2 * (attention + 2 * 16 * 24) + 4 * 16 * 8)
     assert flops_per_token(cfg, recompute=True) - flops_per_token(cfg) == again
 
@@ -628,7 +637,7 @@ def test_a_gpt_is_stored_as_ever():
 
 # What these models have of their own: grouped keys under tp, rotary positions under cp, ends that
 # are not tied, and the products of their blocks, which ZB-H1 splits and recomputation repeats. A
-# window, norms behind attention and MLP, a bias of the logits and learned positions are the others'.
+# window, norms behind attention and MLP, a bias of the logits, learned positions: the others'.
 LAYOUTS = {
     "tp, sequence": ((1, 2, 1), dict(sequence_parallel=True)),
     "1f1b, zero 2": ((2, 1, 2), dict(pp_schedule="1f1b", zero=2)),

@@ -91,8 +91,8 @@ REFUSED = [
     ("did you mean smollm2-135m?", ["--model SmolLM2-135M-Instruct", "--model smolm2_135m"], []),
     ("'125m': the nearest are gpt3-125m, opt-125m", ["--model 125m"], []),
     ("invalid choice: 'bert-base': the families are nano, gpt2, gpt3, opt, llama, llama2, llama3, "
-     "mistral, tinyllama, smollm2, qwen2.5, qwen3, olmo, neox, pythia, olmo2, phi, gptj, galactica, "
-     "palm, moe, mixtral, olmoe; --help lists their sizes", ["--model bert-base"], []),
+     "mistral, tinyllama, smollm2, qwen2.5, qwen3, olmo, neox, pythia, olmo2, phi, gptj, "
+     "galactica, palm, moe, mixtral, olmoe; --help lists their sizes", ["--model bert-base"], []),
     ("did you mean mixtral-8x7b?", ["--model Mixtral-8x7B-v0.1"], []),
     ("it is a name for a new model, not for weights: make a checkpoint of these by `python -m "
      "tools.huggingface import meta-llama/Llama-3.2-1B FILE.pt`, give --init-from FILE.pt and "

@@ -512,6 +512,14 @@ def test_a_pair_gives_the_tokens_that_transformers_gives(tmp_path, config, other
     assert ours.eot_token == opener.eos_token_id
 
 
+def test_config_json_may_name_several_ends(tmp_path):
+    """Where no file of the tokenizer names one, the first of them ends a text."""
+    save_pair(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(dict(eos_token_id=[2, 5])))
+    assert opened(tmp_path).eot_token == 2
+
+
 def test_a_gpt2_with_its_pair_is_gpt2_and_an_opt_without_one_has_no_tokenizer(tmp_path):
     gpt2, opt = dict(model_type="gpt2", vocab_size=50257), dict(model_type="opt", vocab_size=50272)
     assert huggingface.find_tokenizer(tmp_path, opt) == ("opt-50272", None)

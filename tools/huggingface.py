@@ -5,8 +5,8 @@ Qwen3, GPT-J, GPT-NeoX, OLMo, OLMo 2, Phi, and the mixtures Mixtral, OLMoE and Q
     python -m tools.huggingface export out/latest.pt folder
 
 tools/hub.py says what a folder contains. A model has its tokenizer too, in tokenizer.json: the
-characters <|endoftext|> in a text are one token there, where data.py and sample.py see 13. README.md
-is its model card (tools/model_card.py).
+characters <|endoftext|> in a text are one token there, where data.py and sample.py see 13.
+README.md is its model card (tools/model_card.py).
 
 tools/huggingface_families.py says how each architecture differs in its names and in the layout of
 its tensors.

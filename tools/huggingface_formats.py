@@ -235,8 +235,6 @@ def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
         shape[ours] = value_of(config, theirs, default)
     if not config.get("use_parallel_residual", True):
         shape["residual"] = "serial"
-    if shape.get("window", 0) >= shape["seq_len"]:              # it hides nothing
-        shape["window"] = 0
     if "turned" in shape:
         shape["rotary"] = rotary_of(shape.pop("turned"), shape["n_embd"] // shape["n_head"])
     if family is GALACTICA:

@@ -45,8 +45,8 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: st
         f"saves    {format_saves(config.checkpoint_format, plan, '')}, which the days above do not "
         f"count",
         *other_format(config, plan),
-        f"assumes  backward hides data parallelism; counts as if nothing hid cp, pp and half of tp; "
-        f"no rank is slow; {gpu.link / 1e9:g} GB/s to a GPU of the same machine, "
+        f"assumes  backward hides data parallelism; counts as if nothing hid cp, pp and half of "
+        f"tp; no rank is slow; {gpu.link / 1e9:g} GB/s to a GPU of the same machine, "
         f"{gpu.network / 1e9:g} to another's"]
 
 

@@ -134,9 +134,10 @@ def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
 
 
 def hidden_seconds(config: PlanConfig, block: BlockTimes, tp: float) -> float:
-    """How much of the seconds `tp` of a block's tensor parallelism is hidden in its backward (TP3 in
-    parallelism/tensor.py): the sum of dx, behind the gradient of the weight. Sequence parallelism
-    sums in one ring, and gathers x in another, behind the product that is dx. ZB-H1 hides none."""
+    """How much of the seconds `tp` of a block's tensor parallelism is hidden in its backward (TP3
+    in parallelism/tensor.py): the sum of dx, behind the gradient of the weight. Sequence
+    parallelism sums in one ring, and gathers x in another, behind the product that is dx. ZB-H1
+    hides none."""
     hidden = 0.0
     if config.pp_schedule == "zb-h1":       # the gradients of the weights come later
         return hidden
