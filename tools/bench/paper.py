@@ -1,6 +1,6 @@
 """A training step on paper: what an H100 would do, counted without a GPU.
 
-    python -m tools.bench paper                     # all runs: ten minutes of a CPU
+    python -m tools.bench paper                     # all runs: five minutes of a CPU
     python -m tools.bench paper "GPT, compiled"     # some, by name
 
 A count is no measurement. It shows where the bytes are, how often the host waits for the device,
