@@ -5,6 +5,7 @@
 Most start an interpreter, because `make_fake_gpu` changes PyTorch for good. No test needs a GPU.
 """
 import json
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch
 from tools.bench import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
-    torch.version.cuda is not None, reason="PyTorch's build for GPUs: the counts need its other")]
+    torch.version.cuda is not None or sys.platform != "linux",
+    reason="PyTorch's build for GPUs, or not Linux: paper.py refuses both")]
 
 ROWS, IN, OUT = 4096, 768, 3072
 POSITIONS, VOCAB = 4096, 50304
@@ -73,14 +75,15 @@ def test_launches_memory_and_waits_are_those_counted_by_hand():
     assert waits == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("flags, parts, passes, recompiles", [
-    ("", 1, 13, 0), ("--compile", 1, 3, 0), ("--compile --tp 2", 2, 5, 1)])
-def test_counts_of_a_step_do_not_grow(flags, parts, passes, recompiles):
-    """The host waits once, for the statistics of the step. Graphs break for communication alone.
-    The compiled loss passes over the logits (here a part of them) three times: it reads them twice
-    and writes their gradient. The bounds are what was counted when this test was written."""
+@pytest.mark.parametrize("flags, parts, passes", [
+    ("", 1, 13), ("--compile", 1, 3), ("--compile --tp 2", 2, 5)])
+def test_counts_of_a_step_do_not_grow(flags, parts, passes):
+    """The host waits once, for the statistics of the step. Graphs break for communication alone,
+    and nothing is compiled twice. The compiled loss passes three times over the logits: it reads
+    them twice and writes their gradient. With tp the two graphs of it pass five times over a rank's
+    part. The bounds are what was counted when this test was written."""
     found = run("-m", "tools.bench.paper", f"{STEP} {flags}")
-    assert found["waits"] <= 1 and found["breaks"] == 0 and found["recompiles"] <= recompiles
+    assert (found["waits"], found["breaks"], found["recompiles"]) == (1, 0, 0)
     of_a_microbatch = found["GB: head and loss"] / 2
     assert 0.9 * passes < of_a_microbatch / (LOGITS / parts) < passes + 0.05
 

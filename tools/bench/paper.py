@@ -1,14 +1,14 @@
 """A training step on paper: what an H100 would do, counted without a GPU.
 
-    python -m tools.bench paper                     # all runs: ten minutes of a CPU
+    python -m tools.bench paper                     # all runs: five minutes of a CPU
     python -m tools.bench paper "GPT, compiled"     # some, by name
 
 A count is no measurement. It shows where the bytes are, how often the host waits for the device,
 and what the compiler did again. tools/bench/fake_gpu.py says what is counted and what is not. The
 step that is counted is the second one, because the first one compiles. Each run is a process of its
 own. With tp or cp it is rank 0 of two, and collectives do nothing. Breaks of graphs do not count
-where a part runs eagerly on purpose (build.runs_eagerly). PyTorch's build for CPUs is needed, and
-no Triton.
+where a part runs eagerly on purpose (build.runs_eagerly). Linux and PyTorch's build for CPUs
+are needed, and no Triton.
 
 The roofline adds up, over all kernels, FLOPs (of products and attention) or bytes (of the others)
 divided by a rate of an H100. The rates are those of tools.plan: 62.5% of the FLOP/s for products,
@@ -165,8 +165,8 @@ def main(arguments: list[str]) -> None:
     parser = commandline.Parser("tools.bench", "python -m tools.bench paper [NAME ...]", __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="; ".join(RUNS))
     names = parser.parse_args(arguments).names or list(RUNS)
-    if torch.version.cuda is not None:          # fake_gpu.py would change more than it knows
-        parser.error("this counts with PyTorch's build for CPUs alone: pip install torch=="
+    if torch.version.cuda is not None or sys.platform != "linux":       # untried
+        parser.error("this needs Linux and PyTorch's build for CPUs: pip install torch=="
                      f"{torch.__version__.partition('+')[0]} in an environment of its own, from "
                      "https://download.pytorch.org/whl/cpu")
     for name in names:
