@@ -9,7 +9,7 @@ from amp import PRECISIONS
 from base.commandline import Parser, add_flags, flag, flag_name, parse_given
 from base.other_names import ADVICE
 from base.suggest_model import suggest_model
-from models import SIZES
+from models import SIZES, make_config
 from parallelism.schedules import SCHEDULES
 
 
@@ -203,7 +203,13 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
     the command line asks for another model."""
     config = Config(**given)
     shape = model_shape(given)
-    base = SIZES[config.model] if state is None else state["model"]
+    base = SIZES[config.model]
+    if state is not None:
+        own = make_config(**state["model"])
+        base = dataclasses.asdict(own)
+        if "model" in given and type(named := make_config(**shape)) is type(own):
+            shape = dataclasses.asdict(named)       # also the fields that have their defaults
+            del shape["vocab_size"], shape["dropout"]
     refuse_flags_of_others(given, base, f"--model {config.model}" if state is None else file)
     if state is None:
         if "balance_bias" in given and "balance_loss" not in given:

@@ -745,6 +745,19 @@ def test_a_run_goes_on_with_its_model_and_weights_may_get_a_longer_one(shards, t
     assert checkpoint.load(tmp_path / "c/latest.pt")["model"]["seq_len"] == 32
 
 
+def test_a_named_size_is_compared_in_all_fields():
+    """A Mistral without a window is not one with a window; a checkpoint of an older version lacks
+    the fields that have come since."""
+    def merge(model, state):
+        return merge_config(dict(model=model), dict(model=state), weights_only=True, file="a.pt")
+    old = asdict(make_config(**SIZES["mistral-7b"]))
+    del old["window"], old["head_bias"], old["learned_positions"]
+    assert merge("mistral-7b", old)[1]["window"] == 0
+    new = asdict(make_config(**SIZES["mistral-7b-v0.1"]))
+    with pytest.raises(ValueError, match="a.pt has window 4096, not 0; rope_theta 10000.0, not 1"):
+        merge("mistral-7b", new)
+
+
 def test_learned_positions_may_be_fewer_but_not_more(tmp_path):
     """Those of a Galactica, as those of a GPT."""
     state = dict(model=asdict(CFGS["galactica"]))

@@ -5,13 +5,14 @@ names of the tensors. tools/huggingface_formats.py converts by these tables.
     gpt2            GPTConfig with gelu             matrices of blocks are (in, out)
     opt             GPTConfig with relu             q, k and v are three tensors; the table of
                                                     positions begins with two unused rows
-    opt, of another LlamaConfig of the family       as of opt; our qkv is ordered by heads
-    activation      galactica
+    opt, another    LlamaConfig of the family       another activation or width of the MLP, no
+                    galactica                       biases, or plain norms; qkv by heads of k
     llama, mistral, qwen2, qwen3, olmo, olmo2       q, k and v are three tensors, and so are gate
                     LlamaConfig of that family      and value; our qkv is ordered by heads of k
     gpt_neox        LlamaConfig of the family neox  none: qkv is ordered by heads, as ours
     phi             LlamaConfig of that family      q, k and v are three tensors
-    gptj            LlamaConfig of that family      the same; q and k turn other pairs of channels
+    gptj            LlamaConfig of that family      q, k and v are three tensors; q and k rotate
+                                                    other pairs of channels
     mixtral, olmoe, qwen3_moe                       as of llama; and each matrix of an expert is a
                     MoEConfig of that family        tensor, which ours stack
 """

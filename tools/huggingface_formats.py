@@ -126,9 +126,11 @@ def to_theirs(name: str, full: torch.Tensor, family: Family,
 def kind_of(config: dict) -> str:
     """The key in FAMILIES: its model_type. An OPT that model.py does not have is a Galactica."""
     model_type = config.get("model_type")
+    width, hidden = config.get("hidden_size"), config.get("ffn_dim")
     is_opt = (config.get("activation_function") in (None, "relu")
               and config.get("enable_bias", True)
-              and config.get("layer_norm_elementwise_affine", True))
+              and config.get("layer_norm_elementwise_affine", True)
+              and (type(width) is not int or hidden in (None, 4 * width)))
     if model_type == "opt" and not is_opt:
         return "galactica"
     return model_type
@@ -144,8 +146,10 @@ def model_config(config: dict) -> GPTConfig:
         given = config.get(key, default)
         if given != value:
             raise ValueError(f"its {key} is {given!r}, models/llama.py has only {value!r}")
-    if kind == "gptj" and config.get("n_inner") is None and type(config.get("n_embd")) is int:
-        config = config | {"n_inner": 4 * config["n_embd"]}
+    if kind == "gptj":
+        config = {"rotary_dim": 64} | config
+        if config.get("n_inner") is None and type(config.get("n_embd")) is int:
+            config = config | {"n_inner": 4 * config["n_embd"]}
     # null: the default; but of these the number of heads, the width over it, and no window
     config = {key: 0 if value is None else value for key, value in config.items()
               if value is not None or key in ("num_key_value_heads", "head_dim", "sliding_window")}
