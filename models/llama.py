@@ -10,8 +10,8 @@
 
 The first four are the ideas of this file. Llama 1 and the small Llama 2 have G = 1. The relatives
 differ from Llama in some of these, in a norm of q and k, in the residual, or in a bias of the
-logits. Mistral 7B has a window (window.py). FAMILIES says how they differ. It comes last, behind
-the options of LlamaConfig. llama_sizes.py has the sizes by their names.
+logits. Mistral 7B has a sliding window (window.py). FAMILIES, at the end, says how they differ.
+llama_sizes.py has the sizes by their names.
 Most classes replace the class of that name in model.py. They keep the names of its modules and the
 four conventions of model.py's header, so whatever runs a GPT runs a Llama.
 

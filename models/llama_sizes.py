@@ -5,7 +5,7 @@ from models.llama import FAMILIES
 # The rates of Mistral, Qwen and PaLM are Llama-7B's, whatever the size. Mistral's and Qwen's are
 # unpublished, and PaLM's is for another optimizer. Phi-2's, unpublished too, is Phi-1.5's. seq_len
 # is that of the last pre-training or of the release. PaLM's scaling of the logits is not here.
-# mistral-7b is 0.3, which has no sliding window.
+# mistral-7b is version 0.3, which has no sliding window.
 _TABLE = {
     "llama-nano": ("llama", 2, 4, 2, 192, 512, 128, 4e-3, {}),
     "llama-7b": ("llama", 32, 32, 32, 4096, 11008, 2048, 3e-4, dict(norm_eps=1e-6)),

@@ -25,7 +25,7 @@ class WindowedAttention(CoreAttention):
         self.window = window
 
     def forward(self, q, k, v, dropout_seed=None, mask=None):
-        if q.shape[2] == 1:         # A q of one position is the last: models/kv_cache.py.
+        if q.shape[2] == 1:         # The last position. The cache (kv_cache.py) has all before it.
             k, v = k[:, :, -self.window:], v[:, :, -self.window:]
         else:
             mask = with_window(mask, self.window, q.shape[2], q.device)
