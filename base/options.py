@@ -81,6 +81,8 @@ class Config:
     recompute: bool = flag(False, "recompute the activations of a block in backward")
     sequence_parallel: bool = flag(False, "shard activations along the sequence outside the "
                                    "tensor-parallel layers")
+    tp_overlap: bool = flag(False, "compute a block in two halves of the microbatch, in turn, which "
+                            "hides sums between tensor-parallel ranks")
     offload: bool = flag(False, "keep the optimizer state in host memory and run AdamW on the CPU")
     dtype: str = flag("fp32", "type of parameters and activations",
                       choices=list(PRECISIONS), group="precision")
@@ -124,7 +126,8 @@ SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation", *OF_LLAMA, *OF_
 # is stored as the resulting --steps.)
 LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "log_every", "plain", "tp", "pp",
          "cp", "ep", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch",
-         "zero", "recompute", "sequence_parallel", "offload", "dtype", "exact", "epochs"}
+         "zero", "recompute", "sequence_parallel", "tp_overlap", "offload", "dtype", "exact",
+         "epochs"}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 # Losses under different values of these flags are not compared (`losses_stay_comparable`).
 FLAGS_THAT_CHANGE_THE_LOSS = (

@@ -50,7 +50,7 @@ from parallelism.all_heads_norm import norm_of_heads
 from parallelism.collectives import all_reduce, all_to_all, sum_dtype
 from parallelism.kernels import expert_linear, expert_weight_grad
 from parallelism.sequence import gather_positions, sum_over_ranks
-from parallelism.tensor import TensorParallel, _Reduce
+from parallelism.tensor import TensorParallel, reduce
 
 # ---- Router ---------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class ParallelExperts(Experts):
             return super().forward(x, weights, chosen)
         x, weights = _CopyToRanks.apply(x, grid), _CopyToRanks.apply(weights, grid)
         y = super().forward(x, weights, gather_positions(chosen, grid).wait())
-        return _Reduce.apply(y, grid)
+        return reduce(y, grid)
 
     def permute(self, rows, order, inverse):
         return _Permute.apply(rows, order, inverse)

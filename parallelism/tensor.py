@@ -23,25 +23,37 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import IGNORE_INDEX, ceil_div
-from parallelism.collectives import all_reduce
+from parallelism.collectives import Work, all_reduce
 from parallelism.kernels import linear, lookup, multiplies_in_fp32, upcast_for_matmul
 from parallelism.sequence import (by_ranks, by_sequences, cut_positions, gather_positions,
                                   sum_over_ranks)
 
 
 class _Reduce(torch.autograd.Function):
-    """g. It overwrites x, to save a copy of (B, T, C)."""
+    """g: it waits for the sum of x, `work`, which overwrites x to save a copy of (B, T, C)."""
 
     @staticmethod
-    def forward(ctx, x, grid):
+    def forward(ctx, x, work, grid):
         ctx.grid = grid
-        if not grid.sequence_parallel:          # (with TP2 the result is a part of x)
-            ctx.mark_dirty(x)
-        return sum_over_ranks(x, grid).wait()
+        total = work.wait()
+        if grid.sequence_parallel:              # (with TP2 the result is a part of x)
+            return total
+        ctx.mark_dirty(x)
+        return x
 
     @staticmethod
     def backward(ctx, dy):
-        return gather_positions(dy, ctx.grid).wait(), None
+        return gather_positions(dy, ctx.grid).wait(), None, None
+
+
+def start_sum(x: torch.Tensor, grid) -> Work:
+    """What `_Reduce` waits for. Until then nothing may read x, whose memory it overwrites."""
+    return sum_over_ranks(x.detach(), grid)
+
+
+def reduce(x: torch.Tensor, grid) -> torch.Tensor:
+    """g, (B, T, C) -> (B, T, C), with TP2 T / tp positions."""
+    return _Reduce.apply(x, start_sum(x, grid), grid)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -131,18 +143,24 @@ class RowParallelLinear(TensorParallel):
     def forward(self, x):
         if self.grid.tp == 1:
             return self.multiply(linear, x, self.bias)
-        y = self.reduce(self.multiply(linear, x))
-        return y if self.bias is None else y + self.bias
+        return self.finish(*self.start(x))
 
-    def reduce(self, y):
-        return _Reduce.apply(y, self.grid)
+    def start(self, x) -> tuple[torch.Tensor, Work]:
+        """This rank's product, and its sum over the ranks under way: halves.py computes between
+        `start` and `finish`."""
+        y = self.multiply(linear, x)
+        return y, start_sum(y, self.grid)
+
+    def finish(self, y, work):
+        y = _Reduce.apply(y, work, self.grid)
+        return y if self.bias is None else y + self.bias
 
 
 class AttentionOutput(RowParallelLinear):
     """TP2: its input is by sequences. (By ranks, backward would keep it twice.)"""
 
-    def reduce(self, y):
-        return super().reduce(by_ranks(y, self.grid))
+    def multiply(self, *args):
+        return by_ranks(super().multiply(*args), self.grid)
 
 
 class PositionEmbedding(TensorParallel):
@@ -174,7 +192,7 @@ class VocabParallelEmbedding(TensorParallel):
         rows = by_ranks(tokens, self.grid) - self.grid.tp_rank * len(self.weight)
         is_local = (rows >= 0) & (rows < len(self.weight))
         x = self.lookup(rows.where(is_local, 0))                        # (B, T, C)
-        x = _Reduce.apply(x * is_local.unsqueeze(-1), self.grid)
+        x = reduce(x * is_local.unsqueeze(-1), self.grid)
         # (With TP2 it is a slice; a Llama adds nothing to it, and would keep all positions.)
         return x.clone() if self.grid.sequence_parallel else x
 

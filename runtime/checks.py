@@ -49,6 +49,8 @@ def check_grid(world: int, config) -> None:
         problems.append("sequence parallelism splits the positions over tensor-parallel ranks, "
                         "but tp is 1: drop it, or give --tp 2 or more, and as many processes: "
                         "torchrun --nproc_per_node=2 train.py --tp 2")
+    if config.tp_overlap:
+        problems += problems_of_overlap(config)
     interleaved = schedule == "interleaved"
     if interleaved != (chunks > 1) or (interleaved and pp == 1):
         problems.append(f"--pp-schedule {schedule} with pp {pp} and pp-chunks {chunks}: chunks "
@@ -71,6 +73,24 @@ def check_grid(world: int, config) -> None:
         problems.append("--exact cannot be combined with --dropout and --sequence-parallel, where "
                         "each rank draws masks for its positions: drop one")
     refuse(problems)
+
+
+def problems_of_overlap(config) -> list[str]:
+    """What --tp-overlap cannot be combined with (parallelism/halves.py)."""
+    problems = []
+    if config.tp == 1:
+        problems.append("--tp-overlap hides sums between tensor-parallel ranks, but tp is 1: drop "
+                        "it, or give --tp 2 or more")
+    if config.sequence_parallel:
+        problems.append("--tp-overlap cannot be combined with --sequence-parallel, where NCCL would "
+                        "gather one half's input behind the other half's sum: drop one")
+    if config.exact:
+        problems.append("--tp-overlap cannot be combined with --exact, whose products are of whole "
+                        "microbatches: drop one")
+    if config.dropout > 0:
+        problems.append("--tp-overlap cannot be combined with --dropout, of which both halves would "
+                        "draw the same masks: drop one")
+    return problems
 
 
 def nearest_heads(channels: int, heads: int, tp: int) -> list[str]:
@@ -150,6 +170,9 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     elif model_config.hidden % tp:
         problems.append(f"the MLP's {model_config.hidden} hidden channels are not divisible by tp "
                         f"{tp}: give a --tp or a --hidden that fits")
+    if config.tp_overlap and micro_batch == 1:
+        problems.append("--tp-overlap computes a microbatch in two halves, but micro-batch is 1: "
+                        "give --micro-batch 2 or more, or drop it")
     problems += problems_of_experts(model_config, config, dp * cp)
     if cp > 1 and seq_len % (2 * cp):
         problems.append(f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, "
@@ -193,6 +216,9 @@ def problems_of_experts(model_config: GPTConfig, config, replicas: int) -> list[
             problems.append(f"--ep {config.ep} divides the experts of a mixture, and this model "
                             f"has none: drop it, or give --model moe-nano or another after it")
         return problems
+    if config.tp_overlap:
+        problems.append("--tp-overlap cannot be combined with a mixture of experts, whose products "
+                        "wait for each other: drop it")
     if model_config.n_expert % config.ep:
         problems.append(f"ep {config.ep} does not divide the {model_config.n_expert} experts: give "
                         f"an --ep or an --n-expert that fits")
