@@ -9,7 +9,7 @@ import torch
 import model
 from base.flops import parameter_count
 from model import GPTConfig
-from tools.bench import launch
+from tools.bench import launch, slow_link
 from tools.bench.checkpoint_plans import checkpoint_plans
 from tools.bench.launch import random_data
 from tools.bench.peak_memory import BIG, CONTEXT, CONTEXTS, MICROBATCHES, NARROW, PIPELINES, peak_of
@@ -116,6 +116,20 @@ def checkpoint_formats(folder):
               f"{seen['folder']['bytes'] / seen['file']['bytes']:.4f}"), flush=True)
 
 
+def tp_overlap(folder):
+    """Seconds of a step of two ranks across a slow link, and seconds that they wait for each other:
+    medians, and the median of the pairs' ratios."""
+    data = random_data(folder, slow_link.SHAPE.vocab_size)
+    print("", *heading("link", "seconds", "off", "--tp-overlap", "ratio"), sep="\n")
+    for rate in ("200mbit", "400mbit", "800mbit"):
+        seen = slow_link.on_two_machines(rate, data, steps=5 * PAIRS)
+        off, on = (np.array(seen[name]) for name in ("off", "on"))
+        for column, what in enumerate(("step", "waiting")):
+            print(row(rate, what, f"{np.median(off[:, column]):.2f}",
+                      f"{np.median(on[:, column]):.2f}",
+                      f"{np.median(on[:, column] / off[:, column]):.2f}"), flush=True)
+
+
 TABLES = dict(parallel_stack=parallel_stack, memory=memory, dropout_seeds=dropout_seeds,
               scaling_of_layouts=scaling_of_layouts, checkpoint_formats=checkpoint_formats,
-              checkpoint_plans=checkpoint_plans)
+              checkpoint_plans=checkpoint_plans, tp_overlap=tp_overlap)

@@ -84,7 +84,8 @@ def format_shape(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: s
         options.append(config.pp_schedule)
     if config.pp_chunks > 1:
         options.append(f"{config.pp_chunks} chunks")
-    options += [name.replace("_", " ") for name in ("recompute", "sequence_parallel", "offload")
+    options += [name.replace("_", " ") for name in ("recompute", "sequence_parallel", "tp_overlap",
+                                                  "offload")
                 if getattr(config, name)]
     num_microbatches = config.batch_size // (plan["dp"] * config.micro_batch)
     assumed = ""

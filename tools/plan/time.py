@@ -48,12 +48,14 @@ def product_seconds(config: PlanConfig, rows: float, columns: float, inner: floa
     return 2 * (rows * columns + idle) * inner / (gpu.products * gpu.peak(config.size))
 
 
-def linear_seconds(stage: Stage, outputs: float, inputs: float) -> tuple[float, float, float]:
-    """A linear layer's forward, the gradient of its input, and that of its weight."""
-    config, positions = stage.config, stage.positions
-    return (product_seconds(config, positions, outputs, inputs),
-            product_seconds(config, positions, inputs, outputs),
-            product_seconds(config, outputs, inputs, positions))
+def linear_seconds(stage: Stage, outputs: float, inputs: float,
+                   parts: int = 1) -> tuple[float, float, float]:
+    """A linear layer's forward, the gradient of its input, and that of its weight, in so many parts
+    of the rows."""
+    config, rows = stage.config, stage.positions / parts
+    return (parts * product_seconds(config, rows, outputs, inputs),
+            parts * product_seconds(config, rows, inputs, outputs),
+            parts * product_seconds(config, outputs, inputs, rows))
 
 
 class BlockTimes(NamedTuple):
@@ -73,7 +75,8 @@ def block_seconds(stage: Stage) -> BlockTimes:
         cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim, mlp_channels(cfg)))
     up = 2 * hidden if cfg.gated else hidden
     layers = [(own + 2 * keys, C), (C, own), (up, C), (C, hidden)]      # (outputs, inputs)
-    forward, inputs, weights = zip(*(linear_seconds(stage, *layer) for layer in layers))
+    forward, inputs, weights = zip(*(
+        linear_seconds(stage, *layer, config.parts_in_turn) for layer in layers))
     scores = 4 * stage.positions * stage.cfg.seq_len * own / (
         gpu.attention * gpu.peak(config.size))
     whole = own if config.sequence_parallel else C
@@ -113,15 +116,18 @@ def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
                for kind in block.forward}
     rings, recomputed_rings = 8, 0              # an all-reduce is two
     if config.recompute:
-        recomputed_rings = 2
+        recomputed_rings = 1 + config.parts_in_turn
         seconds = {kind: x + layers * block.recomputed[kind] for kind, x in seconds.items()}
-    hops = dict(tp=HOP * (config.tp - 1) * layers * (rings + recomputed_rings),
+    hops = dict(tp=HOP * (config.tp - 1) * layers * config.parts_in_turn
+                * (rings + recomputed_rings),
                 cp=HOP * (config.cp - 1) * layers * CONTEXT_RINGS, pp=0,
                 ep=HOP * (config.ep - 1) * layers * 4)
     seconds |= {kind: sent[kind] / m / links[kind] + hops[kind] for kind in hops}
     forward = (layers * sum(block.forward.values()) + seconds["pp"] / 2
                + seconds["cp"] / CONTEXT_RINGS + seconds["ep"] / 2
                + seconds["tp"] * rings / 2 / (rings + recomputed_rings))
+    if config.tp_overlap:
+        forward -= layers * hidden_in_halves(config, block.forward, seconds["tp"] / layers)
     seconds["tp"] -= layers * hidden_seconds(config, block, seconds["tp"] / layers)
     if stage.grid.is_last:      # the head's gradients come in forward; 8 passes through its logits
         vocab = stage.cfg.vocab_size / config.tp
@@ -134,11 +140,15 @@ def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
 
 
 def hidden_seconds(config: PlanConfig, block: BlockTimes, tp: float) -> float:
-    """How much of the seconds `tp` of a block's tensor parallelism is hidden in its backward (TP3
-    in parallelism/tensor.py): the sum of dx, behind the gradient of the weight. Sequence
-    parallelism sums in one ring, and gathers x in another, behind the product that is dx. ZB-H1
-    hides none."""
+    """How much of the seconds `tp` of a block's tensor parallelism is hidden: in backward (TP3 in
+    parallelism/tensor.py) the sum of dx, behind the gradient of the weight. Sequence parallelism
+    sums in one ring, and gathers x in another, behind the product that is dx. ZB-H1 hides none.
+    With --tp-overlap also in forward, and again in recomputation."""
     hidden = 0.0
+    if config.tp_overlap:
+        hidden += hidden_in_halves(config, block.forward, tp)
+        if config.recompute:
+            hidden += hidden_in_halves(config, block.recomputed, tp)
     if config.pp_schedule == "zb-h1":       # the gradients of the weights come later
         return hidden
     ring = tp / rings_of_block(config)
@@ -148,6 +158,13 @@ def hidden_seconds(config: PlanConfig, block: BlockTimes, tp: float) -> float:
         else:
             hidden += 2 * ring - exposed(2 * ring, of_weight)
     return hidden
+
+
+def hidden_in_halves(config: PlanConfig, forward: dict, tp: float) -> float:
+    """The same of a block's forward with --tp-overlap: three of its four half sums, of a ring's
+    bytes each, travel behind half of attention or of the MLP (parallelism/halves.py)."""
+    ring = tp / rings_of_block(config)
+    return 3 * (ring - exposed(ring, sum(forward.values()) / 4))
 
 
 def pipeline_seconds(config: PlanConfig, stages: list[StageTimes], m: int) -> float:
