@@ -69,6 +69,8 @@ class Config:
     pp_schedule: str = flag("gpipe", "order of the microbatches in the pipeline",
                             choices=list(SCHEDULES))
     pp_chunks: int = flag(1, "interleaved: parts of the model on each stage", low=1)
+    tp_overlap: bool = flag(False, "compute two halves of a microbatch in turn: the sums of one "
+                            "between tensor-parallel ranks travel behind the other's products")
     device: str = flag("auto", "auto: cuda, or mps for one process, where available",
                        choices=["auto", "cpu", "cuda", "mps"])
     compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
@@ -81,8 +83,6 @@ class Config:
     recompute: bool = flag(False, "recompute the activations of a block in backward")
     sequence_parallel: bool = flag(False, "shard activations along the sequence outside the "
                                    "tensor-parallel layers")
-    tp_overlap: bool = flag(False, "compute a block in two halves of the microbatch, in turn, which "
-                            "hides sums between tensor-parallel ranks")
     offload: bool = flag(False, "keep the optimizer state in host memory and run AdamW on the CPU")
     dtype: str = flag("fp32", "type of parameters and activations",
                       choices=list(PRECISIONS), group="precision")

@@ -117,9 +117,10 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
         while factors:                                  # each product frees its own
             module, dy, x = factors.pop(0)
             grad = module.weight_grad(dy, x)
-            before = module.weight.grad
-            module.weight.grad = grad if before is None else before + grad
-            if all(other is not module for other, _, _ in factors):     # (halves.py: two of each)
+            if module.weight.grad is not None:          # of the other half (halves.py)
+                grad += module.weight.grad
+            module.weight.grad = grad
+            if all(other is not module for other, _, _ in factors):
                 flat.grad_ready(module.weight)
 
     run_turns(split_in_turns(schedule, grid.chunks), grid,

@@ -76,20 +76,18 @@ def check_grid(world: int, config) -> None:
 
 
 def problems_of_overlap(config) -> list[str]:
-    """What --tp-overlap cannot be combined with (parallelism/halves.py)."""
+    """What --tp-overlap (parallelism/halves.py) cannot be combined with."""
     problems = []
     if config.tp == 1:
         problems.append("--tp-overlap hides sums between tensor-parallel ranks, but tp is 1: drop "
                         "it, or give --tp 2 or more")
-    if config.sequence_parallel:
-        problems.append("--tp-overlap cannot be combined with --sequence-parallel, where NCCL would "
-                        "gather one half's input behind the other half's sum: drop one")
-    if config.exact:
-        problems.append("--tp-overlap cannot be combined with --exact, whose products are of whole "
-                        "microbatches: drop one")
-    if config.dropout > 0:
-        problems.append("--tp-overlap cannot be combined with --dropout, of which both halves would "
-                        "draw the same masks: drop one")
+    for flag, value, reason in (
+            ("--sequence-parallel", config.sequence_parallel,
+             "where a half would wait for the sum of the other before it gets its input"),
+            ("--exact", config.exact, "which multiplies whole microbatches"),
+            ("--dropout", config.dropout > 0, "of which both halves would draw the same masks")):
+        if value:
+            problems.append(f"--tp-overlap cannot be combined with {flag}, {reason}: drop one")
     return problems
 
 
@@ -217,8 +215,8 @@ def problems_of_experts(model_config: GPTConfig, config, replicas: int) -> list[
                             f"has none: drop it, or give --model moe-nano or another after it")
         return problems
     if config.tp_overlap:
-        problems.append("--tp-overlap cannot be combined with a mixture of experts, whose products "
-                        "wait for each other: drop it")
+        problems.append("--tp-overlap cannot be combined with a mixture of experts, whose tokens "
+                        "change places between the products: drop it")
     if model_config.n_expert % config.ep:
         problems.append(f"ep {config.ep} does not divide the {model_config.n_expert} experts: give "
                         f"an --ep or an --n-expert that fits")

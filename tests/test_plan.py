@@ -391,14 +391,17 @@ def test_backward_hides_a_sum_of_tensor_parallelism_behind_a_product(monkeypatch
 
 @pytest.mark.parametrize("flags, rings, hidden", [
     (dict(), 8, 0.4), (dict(recompute=True), 10, 0.4), (dict(pp_schedule="zb-h1"), 8, 0),
-    (dict(sequence_parallel=True), 10, 0.3)])
-def test_a_plan_hides_what_backward_hides(monkeypatch, flags, rings, hidden):
+    (dict(sequence_parallel=True), 10, 0.3), (dict(tp_overlap=True), 8, 0.4 + 0.15),
+    (dict(tp_overlap=True, recompute=True), 11, 0.4 + 0.15 + 0.3),
+    (dict(tp_overlap=True, pp_schedule="zb-h1"), 8, 0.15)])
+def test_a_plan_hides_what_a_block_hides(monkeypatch, flags, rings, hidden):
     """A ring takes 0.1 s, the gradient of a layer's input 0.05 s, that of its weight 1 s. Of each
     of two layers two rings are hidden behind the weight's, or, with sequence parallelism, one, and
-    half of another behind the input's."""
+    half of another behind the input's. With halves a ring is one of four sums, of which three are
+    hidden behind a quarter of forward, 0.05 s, and three behind that of recomputation, 1 s."""
     monkeypatch.setattr(tools.plan.time, "SHARE", 0.0)
     config = plan_config(world=2, gpu="h100", batch_size=2, tp=2, **flags)
-    block = BlockTimes({}, {}, {}, 2.0, [(0.05, 1.0), (0.05, 1.0)])
+    block = BlockTimes(dict(matrices=0.2), {}, dict(matrices=4.0), 2.0, [(0.05, 1.0), (0.05, 1.0)])
     assert hidden_seconds(config, block, 0.1 * rings) == pytest.approx(hidden)
 
 
