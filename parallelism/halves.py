@@ -9,27 +9,29 @@ The rows of a batch do not depend on each other. With halves a and b, a GPT's bl
 Of the four half sums of forward, three travel behind products; the block waits for the last. (To
 hide that too, blocks would have to hand over what is on its way: through recomputation, ZeRO's
 gathers, and messages between stages.) In backward TP3 of tensor.py hides the sums of dx behind dW,
-here those of each half.
+here those of each half. Sequence parallelism is refused: a half begins with an all-gather, which
+NCCL, whose operations of a group run in order, would send behind the other half's reduce-scatter.
 
 It costs products of half the rows, which are slower, and a copy of (B, T, C) a block. By the model
-of tools.plan a block of a 13B GPT or a Llama 8B takes 0.93 to 0.99 of the time at tp 8 in an H100
-node, and more than 1 where a microbatch is small. No GPU has run it: it is off by default.
+of tools.plan a step with tp 8 in a node of H100 takes 0.92 to 0.96 of the time with microbatches of
+4 or 8 sequences (a GPT of 13B, Llama 8B and 70B), 0.94 to 1.01 with those of 2; with tp 2, 0.99. No
+GPU has run it, so it is off by default.
 
-Without halves a block's forward is, in its plain form,
+In its plain form, where attention and mlp (each with its norm) return a product whose sum is under
+way, and `finish` waits for the sum and adds the bias:
 
-    for branch in (attention, mlp):
-        x = x + finish(*branch(x))              # a branch starts its sum; `finish` waits for it
+    y_a = attention(a)
+    y_b = attention(b)              # a's sum travels
+    a = a + finish(y_a)
+    y_a = mlp(a)                    # b's sum travels
+    b = b + finish(y_b)
+    y_b = mlp(b)                    # a's sum travels
+    a = a + finish(y_a)
+    b = b + finish(y_b)
 
-and with them
-
-    for branch in (attention, mlp):
-        for half in (a, b):
-            half.x = half.x + finish(*half.started)         # started before the other half's branch
-            half.started = branch(half.x)
-
-Batches are cut like this for the two kinds of attention and experts in DeepSeek-V3 (2024, section
-3.2), and for tensor parallelism in Domino (Wang et al. 2024), which also cuts columns. Megatron-LM
-and torchtitan instead cut one product and its collective into chunks.
+Domino (Wang et al. 2024) cuts batches like this in training, and columns of matrices besides.
+DeepSeek-V3 (2024, section 3.4.1) reads prompts in two microbatches in turn. Megatron-LM and
+torchtitan instead cut one product and its collective into chunks.
 """
 from dataclasses import dataclass, field
 from functools import partial

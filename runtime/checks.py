@@ -81,6 +81,9 @@ def problems_of_overlap(config) -> list[str]:
     if config.tp == 1:
         problems.append("--tp-overlap hides sums between tensor-parallel ranks, but tp is 1: drop "
                         "it, or give --tp 2 or more")
+    if config.micro_batch == 1:
+        problems.append("--tp-overlap computes a microbatch in two halves, but micro-batch is 1: "
+                        "give --micro-batch 2 or more, or drop it")
     for flag, value, reason in (
             ("--sequence-parallel", config.sequence_parallel,
              "where a half would wait for the sum of the other before it gets its input"),
@@ -168,9 +171,6 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     elif model_config.hidden % tp:
         problems.append(f"the MLP's {model_config.hidden} hidden channels are not divisible by tp "
                         f"{tp}: give a --tp or a --hidden that fits")
-    if config.tp_overlap and micro_batch == 1:
-        problems.append("--tp-overlap computes a microbatch in two halves, but micro-batch is 1: "
-                        "give --micro-batch 2 or more, or drop it")
     problems += problems_of_experts(model_config, config, dp * cp)
     if cp > 1 and seq_len % (2 * cp):
         problems.append(f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, "

@@ -33,8 +33,9 @@ def less_memory(config: Config, grid: Grid) -> str:
     changes = []
     if config.micro_batch > 1 and not config.exact:         # with --exact it gives other bits
         prime = next(n for n in range(2, config.micro_batch + 1) if config.micro_batch % n == 0)
-        changes.append((f"--micro-batch {config.micro_batch // prime} instead of "
-                        f"{config.micro_batch}", {}))
+        smaller = config.micro_batch // prime
+        changes.append((f"--micro-batch {smaller} instead of {config.micro_batch}",
+                        dict(micro_batch=smaller)))
     if not config.recompute:
         changes.append(("--recompute", dict(recompute=True)))
     if grid.replicas > 1 and config.zero < 3:

@@ -559,6 +559,7 @@ def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, t
     ((2, 2, 1), dict(micro_batch=1, pp=2, zero=2, recompute=True), ""),
     ((2, 2, 1), dict(micro_batch=2, pp=2, zero=1, pp_schedule="zb-h1"),
      "--micro-batch 1 instead of 2, "),
+    ((1, 2, 1), dict(micro_batch=2, tp=2, tp_overlap=True), "--recompute, "),
     ((1, 1, 1), dict(micro_batch=4, exact=True), "--recompute, ")])
 def test_what_is_advised_against_too_little_memory_can_be_given(layout, flags, advice):
     """Of the microbatch the message has the number, which a default may have chosen: a resume on a

@@ -50,12 +50,11 @@ def on_two_machines(rate: str, folder: Path, steps: int) -> dict:
             raise RuntimeError("no network namespaces can be made here: are you root?")
         subprocess.run(["ip", "link", "add", "eth7", "netns", str(first.pid), "type", "veth",
                         "peer", "eth7", "netns", str(second.pid)], check=True)
-        text, _ = first.communicate()
-        return json.loads(text)
+        return json.loads(first.stdout.read())
     finally:
         for machine in machines:
             machine.kill()
-            machine.communicate()
+            machine.wait()
 
 
 def measure(folder: Path, steps: int) -> dict:
