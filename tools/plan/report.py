@@ -27,6 +27,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: st
     """The numbers of `make_plan` in lines, the most important first. `batch_source` says where the
     batch size is from, if it was not given."""
     gpu = config.spec
+    exposed = "an eighth of tp" if config.tp_overlap else "half of tp"
     return [
         f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
         f"{gpu.memory / 1e9:.0f} GB on rank {plan['fullest_rank']}, the fullest; "
@@ -45,8 +46,8 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: st
         f"saves    {format_saves(config.checkpoint_format, plan, '')}, which the days above do not "
         f"count",
         *other_format(config, plan),
-        f"assumes  backward hides data parallelism; counts as if nothing hid cp, pp and half of "
-        f"tp; no rank is slow; {gpu.link / 1e9:g} GB/s to a GPU of the same machine, "
+        f"assumes  backward hides data parallelism; counts as if nothing hid cp, pp and {exposed}; "
+        f"no rank is slow; {gpu.link / 1e9:g} GB/s to a GPU of the same machine, "
         f"{gpu.network / 1e9:g} to another's"]
 
 
