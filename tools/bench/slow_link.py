@@ -4,7 +4,8 @@
     python -m tools.bench tp_overlap        # as root, on Linux: a machine is a network namespace
 
 Each rank runs this file: `python -m tools.bench.slow_link FOLDER STEPS`. Rank 0 prints one object,
-{"off" or "on": [[seconds of a step, seconds that the ranks waited, on average], ...]}.
+{"off" or "on": [[seconds of a step, seconds that a rank waited, its thread's CPU seconds], ...]},
+averages of the ranks. The last two are what the first would be on idle cores.
 """
 import json
 import os
@@ -57,6 +58,10 @@ def on_two_machines(rate: str, folder: Path, steps: int) -> dict:
             machine.wait()
 
 
+def clocks() -> tuple:
+    return time.perf_counter(), Work.seconds_waited, time.thread_time()
+
+
 def measure(folder: Path, steps: int) -> dict:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -72,10 +77,9 @@ def measure(folder: Path, steps: int) -> dict:
     for _ in range(1 + steps):
         for name, run in runs.items():
             dist.barrier()
-            start, waited = time.perf_counter(), Work.seconds_waited
+            before = clocks()
             run.compute_gradients(batch)
-            own = time.perf_counter() - start, Work.seconds_waited - waited
-            of_ranks = all_gather_object(own)
+            of_ranks = all_gather_object([now - then for now, then in zip(clocks(), before)])
             seen[name].append([sum(values) / 2 for values in zip(*of_ranks)])
     return {name: values[1:] for name, values in seen.items()}         # one to warm up
 
