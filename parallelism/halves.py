@@ -11,6 +11,7 @@ hide that too, blocks would have to hand over what is on its way: through recomp
 gathers, and messages between stages.) In backward TP3 of tensor.py hides the sums of dx behind dW,
 here those of each half. Sequence parallelism is refused: a half begins with an all-gather, which
 NCCL, whose operations of a group run in order, would send behind the other half's reduce-scatter.
+(So also attention with shared heads, or with a norm over all heads, hides little on GPUs.)
 
 It costs products of half the rows, which are slower, and a copy of (B, T, C) a block. By the model
 of tools.plan a step with tp 8 in a node of H100 takes 0.92 to 0.96 of the time with microbatches of
