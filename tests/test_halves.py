@@ -26,6 +26,7 @@ SHAPE = dict(vocab_size=257, seq_len=16, n_layer=5, n_head=4, n_embd=32, hidden=
 CFGS = {"gpt": CFG, "llama": LlamaConfig(**SHAPE, n_kv_head=2),     # serial
         **{name: LlamaConfig(**SHAPE, **FAMILIES[name])     # parallel, one norm, norm behind
            for name in ("neox", "gptj", "olmo2")}}
+SHARED = LlamaConfig(**SHAPE, n_kv_head=1)          # ranks share a head of keys and exchange it
 
 
 @pytest.mark.claim("Two halves of a microbatch in turn train as one process does.")
@@ -38,11 +39,11 @@ CFGS = {"gpt": CFG, "llama": LlamaConfig(**SHAPE, n_kv_head=2),     # serial
         ("llama", (1, 2, 2), dict(pp_schedule="1f1b", recompute=True)),
         ("llama", (1, 2, 1), dict(cp=2, micro_batch=4)), ("llama", (1, 2, 1), dict(compile=True)),
         ("neox", (1, 2, 2), {}), ("gptj", (1, 2, 1), dict(recompute=True)),
-        ("olmo2", (1, 2, 2), dict(pp_schedule="zb-h1"))])])
+        ("olmo2", (1, 2, 2), dict(pp_schedule="zb-h1")), ("shared", (1, 2, 1), {})])])
 def test_halves_train_as_one_process(pool, tmp_path, reference, name, layout, flags):
     """Loss, gradient and norm of two steps in fp64 are those of one process without halves, and the
     first gradients those of the plain model by autograd: relative difference at most 1e-10."""
-    cfg = CFGS[name]
+    cfg = CFGS.get(name, SHARED)
     ours = trained(pool, layout, tmp_path, cfg, whole_gradient, prepare=without_saves,
                    dtype="fp64", tp_overlap=True, **TWO_STEPS, **flags)
     assert max(differences(ours, reference(cfg, dtype="fp64", **TWO_STEPS))) <= BOUNDS["fp64"]
