@@ -46,7 +46,7 @@ def make_norm(cfg: LlamaConfig) -> nn.Module:
     if cfg.norm == "rms":
         return nn.RMSNorm(cfg.n_embd, cfg.norm_eps)
     return nn.LayerNorm(cfg.n_embd, cfg.norm_eps, elementwise_affine=cfg.norm == "layer",
-                        bias=cfg.bias in ("mlp", "all"))
+                        bias=cfg.bias in ("mlp and norms", "all"))
 
 
 class AllHeadsNorm(nn.RMSNorm):
@@ -168,7 +168,7 @@ class MLP(nn.Module):
     def __init__(self, cfg: LlamaConfig):
         super().__init__()
         matrices = 2 if cfg.gated else 1
-        has_bias = cfg.bias in ("mlp", "all")
+        has_bias = cfg.bias in ("mlp and norms", "all")
         self.up = nn.Linear(cfg.n_embd, matrices * cfg.hidden, bias=has_bias)
         self.up.stacked = matrices
         self.down = nn.Linear(cfg.hidden, cfg.n_embd, bias=has_bias)
@@ -212,7 +212,7 @@ class Block(nn.Module):
         self.residual = cfg.residual
 
     def forward(self, x, dropout_seed=None, mask=None):
-        if self.residual == "norm behind":
+        if self.residual == "norm after":
             y = self.norm1(self.attn(x, dropout_seed, mask))
             x = x + self.dropout1(y, dropout_seed)
             return x + self.dropout2(self.norm2(self.mlp(x)), dropout_seed)
@@ -261,8 +261,8 @@ class Llama(GPT):
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": partial(F.gelu, approximate="tanh"),
                "gelu_erf": F.gelu}
 NORMS = ("rms", "layer", "plain")               # plain: LayerNorm without parameters
-BIASES = ("none", "qkv", "mlp", "all")          # mlp: of the MLP and of LayerNorms
-RESIDUALS = ("serial", "parallel", "one norm", "norm behind")
+BIASES = ("none", "qkv", "mlp and norms", "all")
+RESIDUALS = ("serial", "parallel", "one norm", "norm after")
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class LlamaConfig(GPTConfig):
     bias: str = "none"
     residual: str = "serial"        # "parallel": x + attention(norm1(x)) + mlp(norm2(x))
                                     # "one norm": both branches read norm1(x)
-                                    # "norm behind": x + norm1(attention(x)), and so the MLP
+                                    # "norm after": x + norm1(attention(x)), and so the MLP
     tied: bool = False
     head_bias: bool = False         # of the logits
 
@@ -329,11 +329,11 @@ FAMILIES = {
     "neox": dict(norm="layer", activation="gelu", gated=False, bias="all", rotary=0.25,
                  residual="parallel"),                  # Pythia, too
     "palm": dict(norm="layer", residual="one norm", tied=True),
-    "olmo2": dict(norm_all_heads=True, residual="norm behind", norm_eps=1e-6, rope_theta=5e5),
+    "olmo2": dict(norm_all_heads=True, residual="norm after", norm_eps=1e-6, rope_theta=5e5),
     "phi": dict(norm="layer", activation="gelu", gated=False, bias="all", rotary=0.5,
                 residual="one norm", head_bias=True),
-    "gptj": dict(norm="layer", activation="gelu", gated=False, bias="mlp", rotary=0.25,
-                 residual="one norm", head_bias=True),
+    "gptj": dict(norm="layer", activation="gelu", gated=False, bias="mlp and norms",
+                 rotary=0.25, residual="one norm", head_bias=True),
     "galactica": dict(norm="plain", activation="gelu_erf", gated=False, learned_positions=True,
                       rotary=0.0, tied=True),
 }

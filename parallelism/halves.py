@@ -57,7 +57,7 @@ def branches(block: nn.Module) -> list:
     norm1, norm2 = block.norm1, getattr(block, "norm2", block.norm1)        # "one norm"
     no_norm = nn.Identity()
     before, behind = (norm1, norm2), (no_norm, no_norm)
-    if residual(block) == "norm behind":
+    if residual(block) == "norm after":
         before, behind = behind, before
 
     def attention(x, mask):

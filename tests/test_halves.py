@@ -24,7 +24,7 @@ from tools.plan.traffic import rings_of_block
 
 SHAPE = dict(vocab_size=257, seq_len=16, n_layer=5, n_head=4, n_embd=32, hidden=128)
 CFGS = {"gpt": CFG, "llama": LlamaConfig(**SHAPE, n_kv_head=2),     # serial
-        **{name: LlamaConfig(**SHAPE, **FAMILIES[name])     # parallel, one norm, norm behind
+        **{name: LlamaConfig(**SHAPE, **FAMILIES[name])     # parallel, one norm, norm after
            for name in ("neox", "gptj", "olmo2")}}
 SHARED = LlamaConfig(**SHAPE, n_kv_head=1)          # ranks share a head of keys and exchange it
 

@@ -637,7 +637,7 @@ def test_a_gpt_is_stored_as_ever():
 
 # What these models have of their own: grouped keys under tp, rotary positions under cp, ends that
 # are not tied, and the products of their blocks, which ZB-H1 splits and recomputation repeats. A
-# window, norms behind attention and MLP, a bias of the logits, learned positions: the others'.
+# window, norms after attention and MLP, a bias of the logits, learned positions: the others'.
 LAYOUTS = {
     "tp, sequence": ((1, 2, 1), dict(sequence_parallel=True)),
     "1f1b, zero 2": ((2, 1, 2), dict(pp_schedule="1f1b", zero=2)),

@@ -6,7 +6,7 @@ from base.flops import mlp_channels
 from parallelism.schedules import SCHEDULES
 from tools.plan.flags import PlanConfig
 from tools.plan.stages import Stage
-from tools.plan.traffic import CONTEXT_RINGS, gradient_rings, rings_of_block
+from tools.plan.traffic import CONTEXT_RINGS, gradient_rings, ring
 from tools.schedule import clock
 
 # Fitted on 209 published steps (tests/published_runs.py says which, and the error without each):
@@ -64,7 +64,7 @@ class BlockTimes(NamedTuple):
     backward: dict
     recomputed: dict    # once more in backward, with --recompute
     weights: float      # of backward: the products that are gradients of matrices
-    columns: list       # of qkv, and of the MLP's first matrix: (gradient of its input, its own)
+    columns: list       # of qkv, and of a dense MLP's first matrix: (gradient of its input, own)
 
 
 def block_seconds(stage: Stage) -> BlockTimes:
@@ -77,6 +77,7 @@ def block_seconds(stage: Stage) -> BlockTimes:
     layers = [(own + 2 * keys, C), (C, own), (up, C), (C, hidden)]      # (outputs, inputs)
     forward, inputs, weights = zip(*(
         linear_seconds(stage, *layer, config.parts_in_turn) for layer in layers))
+    columns = [0] if hasattr(cfg, "n_expert") else [0, 2]       # experts wait for their sum of dx
     scores = 4 * stage.positions * stage.cfg.seq_len * own / (
         gpu.attention * gpu.peak(config.size))
     whole = own if config.sequence_parallel else C
@@ -88,7 +89,7 @@ def block_seconds(stage: Stage) -> BlockTimes:
         dict(matrices=sum(forward), attention=scores, passes=passes / 3),
         dict(matrices=sum(inputs + weights), attention=backward, passes=passes * 2 / 3),
         dict(matrices=sum(forward[:-1]), attention=scores, passes=passes / 3), sum(weights),
-        [(inputs[layer], weights[layer]) for layer in (0, 2)])
+        [(inputs[layer], weights[layer]) for layer in columns])
 
 
 class StageTimes(NamedTuple):
@@ -126,9 +127,11 @@ def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
     forward = (layers * sum(block.forward.values()) + seconds["pp"] / 2
                + seconds["cp"] / CONTEXT_RINGS + seconds["ep"] / 2
                + seconds["tp"] * rings / 2 / (rings + recomputed_rings))
+    once = (ring(config.tp, stage.x * config.size) / links["tp"]
+            + HOP * (config.tp - 1) * config.parts_in_turn)
     if config.tp_overlap:
-        forward -= layers * hidden_in_halves(config, block.forward, seconds["tp"] / layers)
-    seconds["tp"] -= layers * hidden_seconds(config, block, seconds["tp"] / layers)
+        forward -= layers * hidden_in_halves(block.forward, once)
+    seconds["tp"] -= layers * hidden_seconds(config, block, once)
     if stage.grid.is_last:      # the head's gradients come in forward; 8 passes through its logits
         vocab = stage.cfg.vocab_size / config.tp
         head = sum(linear_seconds(stage, vocab, stage.cfg.n_embd))
@@ -139,32 +142,31 @@ def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
     return StageTimes(seconds, forward, layers * block.weights)
 
 
-def hidden_seconds(config: PlanConfig, block: BlockTimes, tp: float) -> float:
-    """How much of the seconds `tp` of a block's tensor parallelism is hidden: in backward (TP3 in
-    parallelism/tensor.py) the sum of dx, behind the gradient of the weight. Sequence parallelism
-    sums in one ring, and gathers x in another, behind the product that is dx. ZB-H1 hides none.
-    With --tp-overlap also in forward, and again in recomputation."""
+def hidden_seconds(config: PlanConfig, block: BlockTimes, once: float) -> float:
+    """Seconds of a block's tensor parallelism that are hidden, if x goes around the ring in `once`.
+    In backward (TP3 in parallelism/tensor.py) the sum of dx, twice around, travels behind the
+    gradient of the weight. Sequence parallelism sums in one ring, and gathers x in another, behind
+    the product that is dx. ZB-H1 hides none. With --tp-overlap also in forward, and again in
+    recomputation."""
     hidden = 0.0
     if config.tp_overlap:
-        hidden += hidden_in_halves(config, block.forward, tp)
+        hidden += hidden_in_halves(block.forward, once)
         if config.recompute:
-            hidden += hidden_in_halves(config, block.recomputed, tp)
+            hidden += hidden_in_halves(block.recomputed, once)
     if config.pp_schedule == "zb-h1":       # the gradients of the weights come later
         return hidden
-    ring = tp / rings_of_block(config)
     for of_input, of_weight in block.columns:
         if config.sequence_parallel:
-            hidden += 2 * ring - exposed(ring, of_input) - exposed(ring, of_weight)
+            hidden += 2 * once - exposed(once, of_input) - exposed(once, of_weight)
         else:
-            hidden += 2 * ring - exposed(2 * ring, of_weight)
+            hidden += 2 * once - exposed(2 * once, of_weight)
     return hidden
 
 
-def hidden_in_halves(config: PlanConfig, forward: dict, tp: float) -> float:
+def hidden_in_halves(forward: dict, once: float) -> float:
     """The same of a block's forward with --tp-overlap: three of its four half sums, of a ring's
     bytes each, travel behind half of attention or of the MLP (parallelism/halves.py)."""
-    ring = tp / rings_of_block(config)
-    return 3 * (ring - exposed(ring, sum(forward.values()) / 4))
+    return 3 * (once - exposed(once, sum(forward.values()) / 4))
 
 
 def pipeline_seconds(config: PlanConfig, stages: list[StageTimes], m: int) -> float:
