@@ -61,6 +61,12 @@ def sum_of_squares(q: torch.Tensor) -> torch.Tensor:
     return q.square().sum((1, 3), keepdim=True)
 
 
+def sharing_of(q: torch.Tensor, weight: torch.Tensor) -> int:
+    """How many ranks or strips share each head of q, or of k, (B, heads, T, D). `weight` is the
+    piece of one of them. (Heads of q are not shared: 1.)"""
+    return q.shape[1] * q.shape[3] // len(weight)
+
+
 class ParallelAllHeadsNorm(TensorParallel):
     """RMSNorm over the channels of all heads, of which q (B, H / tp, T, D) has this rank's."""
     partition_dim = {"weight": 0}
@@ -71,8 +77,9 @@ class ParallelAllHeadsNorm(TensorParallel):
 
     def forward(self, q):
         q = widened(q)
-        shares, [weight] = self.of_heads(q, [self.weight])
-        squares = sum_of_squares(q) / shares
+        sharing = sharing_of(q, self.weight)
+        [weight] = self.whole_weights(sharing, [self.weight])
+        squares = sum_of_squares(q) / sharing
         if self.grid.tp > 1:
             squares = _SumBothWays.apply(squares, self.grid.groups["tp"])
         return self.normalize(q, squares, weight)
@@ -80,18 +87,16 @@ class ParallelAllHeadsNorm(TensorParallel):
     def of_strips(self, qs: tuple) -> list:
         """--exact: the q of this rank's strips (exact.AttentionInStrips)."""
         qs = [widened(q) for q in qs]
-        shares, weights = self.of_heads(qs[0], self.weight.chunk(len(qs)))
-        totals = SumInOrder.apply(self.grid, *(sum_of_squares(q) / shares for q in qs))
+        pieces = self.weight.chunk(len(qs))
+        sharing = sharing_of(qs[0], pieces[0])
+        weights = self.whole_weights(sharing, pieces)
+        totals = SumInOrder.apply(self.grid, *(sum_of_squares(q) / sharing for q in qs))
         return [self.normalize(q, total, weight)
                 for q, total, weight in zip(qs, totals, weights)]
 
-    def of_heads(self, q, weights) -> tuple:
-        """(by how many ranks or strips each head is shared, which is 1 for q; the weights of whole
-        heads)"""
-        shares = q.shape[1] * q.shape[3] // len(weights[0])
-        if shares > 1:
-            weights = JoinHeads.apply(self.grid, shares, *weights)
-        return shares, weights
+    def whole_weights(self, sharing: int, pieces: list | tuple) -> list | tuple:
+        """The weights of pieces of heads -> the weight of the whole heads, for each piece."""
+        return pieces if sharing == 1 else JoinHeads.apply(self.grid, sharing, *pieces)
 
     def normalize(self, q, squares, weight):
         """q in fp32 or wider, the squares (B, 1, T, 1) of all heads, the weight of those of q."""

@@ -275,9 +275,9 @@ def make_exact(model: GPT, model_config: GPTConfig, grid) -> None:
         for norm in ("q_norm", "k_norm"):           # all strips share it
             if hasattr(block.attn, norm):
                 setattr(narrow.attn, norm, getattr(block.attn, norm))
-        shares = max(1, grid.exact.strips // model_config.n_kv_head)
-        if shares > 1 or isinstance(getattr(block.attn, "q_norm", None), ParallelAllHeadsNorm):
-            attention = AttentionInStrips(block.attn, narrow.attn, grid, shares)
+        sharing = max(1, grid.exact.strips // model_config.n_kv_head)
+        if sharing > 1 or isinstance(getattr(block.attn, "q_norm", None), ParallelAllHeadsNorm):
+            attention = AttentionInStrips(block.attn, narrow.attn, grid, sharing)
         else:
             attention = InStrips(block.attn, narrow.attn, ("qkv", "proj"), grid)
         block.attn.forward = attention

@@ -1,8 +1,8 @@
 """--exact: attention and MLPs in strips. exact.py has the argument, and builds them (make_exact).
 
 A strip of attention has some heads, a strip of an MLP some channels. All products have one strip's
-shape, whatever tp is. Where more strips than heads of k and v are, some strips share one, and each
-computes a piece of it, as ranks do (shared_heads.py).
+shape, whatever tp is. Where there are more strips than heads of k and v, some strips share one, and
+each computes a piece of it, as ranks do (shared_heads.py).
 """
 import copy
 
@@ -123,17 +123,17 @@ class InStrips:
 
     def of_strips(self, xs, args) -> list:
         """The y of each strip of this rank, by its x."""
-        return [narrow(x, *args) for narrow, x in zip(self.strips(len(xs)), xs)]
+        return [narrow(x, *args) for narrow, x in zip(self.strips(len(xs), self.names), xs)]
 
     def cut(self, name: str, count: int) -> list[tuple]:
         return cut_in_strips(getattr(self.part, name), count)
 
-    def strips(self, count: int):
-        """Yields `narrow` once for each strip, with the weights of this strip."""
-        strips = {name: self.cut(name, count) for name in self.names}
+    def strips(self, count: int, names: tuple):
+        """Yields `narrow` once for each strip, with this strip's weights of the layers `names`."""
+        strips = {name: self.cut(name, count) for name in names}
         self.narrow.train(self.part.training)
         for number in range(count):
-            for name in self.names:
+            for name in names:
                 layer = getattr(self.narrow, name)
                 layer.weight, layer.bias = strips[name][number]
             if hasattr(self.narrow, "core_attention"):
@@ -147,13 +147,13 @@ class InStrips:
 
 class AttentionInStrips(InStrips):
     """Attention that needs the q, k and v of all strips first: its norms are over all heads, or
-    `shares` strips have one head of k and v, of which each computes a piece (shared_heads.py)."""
+    `sharing` strips have one head of k and v, of which each computes a piece (shared_heads.py)."""
 
-    def __init__(self, part: nn.Module, narrow: nn.Module, grid, shares: int):
-        names = ("qkv", "proj") if shares == 1 else ("q", "kv", "proj")
+    def __init__(self, part: nn.Module, narrow: nn.Module, grid, sharing: int):
+        names = ("qkv", "proj") if sharing == 1 else ("q", "kv", "proj")
         super().__init__(part, narrow, names, grid)
-        self.shares = shares
-        narrow.group //= shares
+        self.sharing = sharing
+        narrow.group //= sharing
 
     def cut(self, name, count):
         if name not in ("q", "kv"):
@@ -163,24 +163,25 @@ class AttentionInStrips(InStrips):
         return list(zip(self.rows(name, layer.weight, count), biases))
 
     def rows(self, name: str, x: torch.Tensor, count: int) -> list:
-        """The rows of q, or of k and v, of each strip: views of this rank's weight or bias. It has
-        some heads of k and v, and their q, or a piece of one."""
-        heads = max(1, count // self.shares)
-        here = count // heads                                   # strips of one head
+        """The rows of q, or of k and v, of each strip: views of this rank's weight or bias. This
+        rank has some heads of k and v with their q, or a piece of one head."""
+        heads = max(1, count // self.sharing)
+        on_rank = count // heads                                # strips of one head
         x = x.unflatten(0, (heads, -1))
-        of_kv = 2 * self.narrow.head_dim * here // self.shares
+        of_kv = 2 * self.narrow.head_dim * on_rank // self.sharing
         q, kv = x.split([x.shape[1] - of_kv, of_kv], 1)
-        strips_of_heads = (q if name == "q" else kv).unflatten(1, (here, -1))
+        strips_of_heads = (q if name == "q" else kv).unflatten(1, (on_rank, -1))
         return [strip for head in strips_of_heads for strip in head]
 
     def of_strips(self, xs, args):
-        if self.shares == 1:
-            qkvs = [narrow.qkv(x) for narrow, x in zip(self.strips(len(xs)), xs)]
+        count = len(xs)
+        if self.sharing == 1:
+            qkvs = [narrow.qkv(x) for narrow, x in zip(self.strips(count, ("qkv",)), xs)]
         else:
             products = [(narrow.q(x), narrow.kv(x))
-                        for narrow, x in zip(self.strips(len(xs)), xs)]
+                        for narrow, x in zip(self.strips(count, ("q", "kv")), xs)]
             qs, pieces = zip(*products)
-            heads = JoinHeads.apply(self.grid, self.shares, *pieces)
+            heads = JoinHeads.apply(self.grid, self.sharing, *pieces)
             qkvs = [torch.cat(pair, -1) for pair in zip(qs, heads)]
         qs, ks, vs = zip(*map(self.narrow.split_heads, qkvs))
         q_norm, k_norm = (getattr(self.part, name, None) for name in ("q_norm", "k_norm"))
@@ -189,7 +190,7 @@ class AttentionInStrips(InStrips):
         elif q_norm is not None:
             qs, ks = map(q_norm, qs), map(k_norm, ks)
         return [narrow.attend(q, k, v, *args)
-                for narrow, q, k, v in zip(self.strips(len(xs)), qs, ks, vs)]
+                for narrow, q, k, v in zip(self.strips(count, ("proj",)), qs, ks, vs)]
 
 
 class Affine(torch.autograd.Function):

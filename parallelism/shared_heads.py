@@ -15,7 +15,7 @@ exchange them, and each sums those of its channels.
 
 Copies of the matrix would need no exchange here. But then each rank computes all of k and v, keeps
 copies of weights, masters and moments, and sums their gradients; the norm and a checkpoint must
-count one of them. For PaLM 540B (48 heads, tp 12) a rank's qkv would be 1.4 times as large. The
+count one copy. For PaLM 540B (48 heads, tp 12) copies make a rank's qkv 1.4 times as large, and the
 exchange sends 0.7% of what tensor parallelism sends.
 
 Shapes: B sequences, T positions, D channels of a head, K heads of k and v, each for G of q.
@@ -35,41 +35,50 @@ def can_cut_heads(model_config: GPTConfig, parts: int) -> bool:
 
 
 def exchange(slices: torch.Tensor, grid) -> torch.Tensor:
-    """Slice i goes to the i-th of the consecutive ranks that share a head. Returns theirs, of the
-    same shape."""
-    sharing = len(slices)
-    if sharing == 1:
+    """Slice i goes to the i-th of the consecutive ranks that share a head. Returns one slice from
+    each of these ranks, in their order."""
+    ranks = len(slices)
+    if ranks == 1:
         return slices
-    first = grid.tp_rank // sharing * sharing
-    counts = [int(first <= rank < first + sharing) for rank in range(grid.tp)]
+    first = grid.tp_rank // ranks * ranks
+    counts = [int(first <= rank < first + ranks) for rank in range(grid.tp)]
     return all_to_all(slices, counts, counts, grid.groups["tp"]).wait()
 
 
 class JoinHeads(torch.autograd.Function):
-    """Pieces (..., n / shares) -> whole heads (..., n), of which `shares` consecutive pieces are
-    one. A rank has one piece, with --exact one for each of its strips; it gets the head of each.
-    Backward sums the gradients of all ranks and strips, in their order."""
+    """Pieces (..., n / sharing) -> whole heads (..., n), of which `sharing` consecutive pieces are
+    one. A rank has one piece, with --exact one for each of its strips. It returns, for each piece,
+    the whole head that the piece belongs to. Backward sums the gradients of all ranks and strips,
+    in their order."""
 
     @staticmethod
-    def forward(ctx, grid, shares, *pieces):
-        here = min(shares, len(pieces))         # pieces of a head on this rank
-        ctx.grid, ctx.here, ctx.ranks = grid, here, shares // here
+    def forward(ctx, grid, sharing, *pieces):
+        on_rank = min(sharing, len(pieces))             # pieces of a head on a rank
+        ranks = sharing // on_rank                      # that share a head
+        ctx.grid, ctx.on_rank, ctx.ranks = grid, on_rank, ranks
         x = torch.stack(pieces)
-        x = exchange(x.expand(ctx.ranks, *x.shape), grid)
-        x = x.unflatten(1, (-1, here)).transpose(0, 1).flatten(1, 2)        # (heads, shares, ...)
-        heads = x.movedim(1, -2).flatten(-2)                                # (heads, ..., n)
-        return tuple(heads[i // here] for i in range(len(pieces)))
+        x = exchange(x.expand(ranks, *x.shape), grid)       # (ranks, pieces, ..., n / sharing)
+        heads = []
+        for of_head in x.split(on_rank, 1):                 # (ranks, on_rank, ..., n / sharing)
+            head = torch.cat(list(of_head.flatten(0, 1)), -1)                   # (..., n)
+            heads += [head.view_as(head) for _ in range(on_rank)]
+        return tuple(heads)
 
     @staticmethod
     def backward(ctx, *dheads):
-        x = torch.stack(dheads).unflatten(0, (-1, ctx.here))        # (heads, here, ..., n)
-        x = x.unflatten(-1, (ctx.ranks, ctx.here, -1))              # n: (ranks, here, n / shares)
-        x = x.movedim((-3, 1), (0, 1))                      # (to rank, term, heads, ..., here, ...)
-        first, *others = exchange(x, ctx.grid).flatten(0, 1)        # one term of each sharer
-        total = first.to(torch.promote_types(first.dtype, torch.float32))
-        for term in others:
-            total = total + term                                    # (heads, ..., here, n / shares)
-        return None, None, *total.to(first.dtype).movedim(-2, 1).flatten(0, 1)
+        x = torch.stack(dheads)                             # (pieces, ..., n)
+        x = torch.stack(x.chunk(ctx.ranks, -1))             # (to rank, pieces, ..., n / ranks)
+        x = exchange(x, ctx.grid)                           # (from rank, pieces, ..., n / ranks)
+        dpieces = []
+        for of_head in x.split(ctx.on_rank, 1):             # (ranks, on_rank, ..., n / ranks)
+            first, *others = of_head.flatten(0, 1)
+            total = first.to(torch.promote_types(first.dtype, torch.float32))
+            for term in others:
+                total = total + term
+            of_pieces = total.to(first.dtype).chunk(ctx.on_rank, -1)    # (..., n / sharing) each
+            # The products that take them may depend on strides, too (exact_strips.StripProduct).
+            dpieces += [dpiece.contiguous() for dpiece in of_pieces]
+        return None, None, *dpieces
 
 
 class SharedHeadsQKV(QKVParallelLinear):
@@ -78,11 +87,12 @@ class SharedHeadsQKV(QKVParallelLinear):
     def __init__(self, plain, grid, model_config: GPTConfig):
         super().__init__(plain, grid)
         self.head_dim, self.groups = model_config.head_dim, model_config.n_kv_head
-        self.shares = grid.tp // self.groups
+        self.sharing = grid.tp // self.groups
         self.sections = model_config.n_head // self.groups * self.head_dim, 2 * self.head_dim
-        self.widths = tuple(ceil_div(section, self.shares) for section in self.sections)
+        self.widths = tuple(ceil_div(section, self.sharing) for section in self.sections)
 
     def forward(self, x):
         q, piece = super().forward(x).split(self.widths, -1)
-        [kv] = JoinHeads.apply(self.grid, self.shares, piece)
-        return torch.cat([q, kv[..., :2 * self.head_dim]], -1)          # (B, T, (G K / tp + 2) D)
+        [kv] = JoinHeads.apply(self.grid, self.sharing, piece)
+        kv = kv[..., :2 * self.head_dim]                # without the padding of the last piece
+        return torch.cat([q, kv], -1)                   # (B, T, (G K / tp + 2) D)
