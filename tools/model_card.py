@@ -28,7 +28,7 @@ from runtime.console import describe
 from tools.metrics import finite, last_valid_step, parse_line
 
 FLAGS_OF_A_COMMAND = {*RESTORED, "data", "init_from", "resume", "dtype", "exact"}
-NEW_TOKENS = 50                 # that the card's example draws, if the model's window has room
+NEW_TOKENS = 50                 # that the card's example draws, at most half of the positions
 
 
 class Exported(NamedTuple):
@@ -164,8 +164,8 @@ def model_card(file: Path, folder: Path, state: dict, exported: Exported) -> str
     tags = ["plainscale", exported.model_type]
     if "template" in state:
         tags.append("conversational")
-    head = "\n- ".join(["---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:",
-                        *tags]) + "\n---"
+    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:",
+            *(f"- {tag}" for tag in tags), "---"]
     sections = {
         "Model": describe_model(exported),
         "Training data": describe_data(state, record),
@@ -176,7 +176,7 @@ def model_card(file: Path, folder: Path, state: dict, exported: Exported) -> str
         "Limits": describe_limits(state, exported.cfg),
         "Provenance": describe_provenance(file, folder, state, record)}
     return "\n\n".join([
-        head, f"# A language model of {parameter_count(exported.cfg):,} parameters",
+        "\n".join(head), f"# A language model of {parameter_count(exported.cfg):,} parameters",
         "A program has written this card, from what the checkpoint and the files beside it say. "
         "It states no licence, no language and no intended use, because none is recorded: add "
         "them before you publish the model.",
@@ -198,7 +198,7 @@ def describe_model(exported: Exported) -> str:
     window = getattr(cfg, "window", 0)
     attention = f"{cfg.n_head} heads of {cfg.head_dim} channels, {cfg.n_kv_head} of keys and values"
     if 0 < window < cfg.seq_len:
-        attention += f", a window of {window:,} positions"
+        attention += f", a sliding window of {window:,} positions"
     return items({
         "Architecture": f"{code(exported.architecture)} of `transformers`",
         "Parameters": size,
@@ -297,7 +297,7 @@ def describe_results(state: dict, record: Record | None) -> str:
     row, data = record.evaluated, record.data
     facts[f"Validation loss after step {row['step']:,}"] = in_units(row, "")
     for name, source in data["sources"].items() if data is not None else []:
-        read = (f"{source['sequences']:,} of {source['all_sequences']:,} windows of "
+        read = (f"{source['sequences']:,} of {source['all_sequences']:,} windows of data, each of "
                 f"{data['seq_len']:,} tokens")
         if finite(row, f"val_loss/{name}") is not None:
             read = f"{in_units(row, '/' + name)}; {read}"
@@ -363,8 +363,8 @@ def describe_limits(state: dict, cfg: GPTConfig) -> str:
     if has_learned_positions(cfg):
         lines.append(f"- It has positions for {cfg.seq_len:,} tokens, and reads no longer text.")
     elif state["config"]:
-        lines.append(f"- It was trained on windows of {cfg.seq_len:,} tokens. On longer ones it "
-                     f"was not evaluated.")
+        lines.append(f"- It was trained on windows of data, each of {cfg.seq_len:,} tokens. On "
+                     f"longer ones it was not evaluated.")
     return "\n".join(lines)
 
 
@@ -382,7 +382,8 @@ def describe_provenance(file: Path, folder: Path, state: dict, record: Record | 
         commands.insert(0, train_command(config))
         text = ("The flags of the checkpoint as one command, without those of the layout, and the "
                 "command of this export. The command that has made the data is not recorded.")
-    return f"{items(facts)}\n\n{text}\n\n{code_block('', chr(10).join(commands))}"
+    shown = code_block("", "\n".join(commands))
+    return f"{items(facts)}\n\n{text}\n\n{shown}"
 
 
 def describe_origin(state: dict, record: Record | None) -> str:
