@@ -82,7 +82,8 @@ def count_step(device: FakeGPU, step: Callable) -> dict:
 
 
 def in_phase(device: FakeGPU, phase: str, owner, name: str) -> None:
-    """What a method of `owner` starts counts as this phase, but for methods of others in it."""
+    """Counts what `owner.name` starts as this phase. A wrapped method that it calls counts as its
+    own phase."""
     function = getattr(owner, name)
 
     def within(*args, **kwargs):
@@ -137,7 +138,7 @@ def count_plain(device: FakeGPU, compile: bool) -> dict:
         device.phase = "forward"
         x, y = torch.zeros(2, *size, dtype=torch.long, device="cuda")
         found.update(count_step(device, lambda: step(x, y)))
-        return [1.0] * count
+        return [1.0] * count        # seconds, by which train_plain divides: its result is unused
     for owner, name in ((torch.nn.utils, "clip_grad_norm_"), (torch.optim.AdamW, "step"),
                         (torch.optim.AdamW, "zero_grad")):
         in_phase(device, "optimizer", owner, name)
@@ -154,7 +155,7 @@ def count_run(name: str) -> dict:
     torch.set_float32_matmul_precision("high")          # as base/devices.py does on a GPU
     device = make_fake_gpu()
     in_phase(device, "backward", torch.Tensor, "backward")
-    flags = RUNS.get(name, name)
+    flags = RUNS.get(name, name)        # a test gives flags
     if flags is None:
         return count_plain(device, compile="compiled" in name)
     with tempfile.TemporaryDirectory() as folder:
