@@ -17,6 +17,10 @@ from functools import cached_property
 from corpus.json_tokenizers import NOTHING, TEXT, TOKEN, JsonTokenizer
 from corpus.token_streams import TextStream
 
+# Characters of all kinds: no vocabulary has each of them, and their UTF-8 has all bytes that occur.
+OF_EVERY_KIND = "".join(chr(i) for i in [*range(128), *range(128, 0x110000, 61)]
+                        if not 0xd800 <= i < 0xe000)
+
 
 class TextTokenizer(JsonTokenizer):
     """Any tokenizer.json. Raises ValueError as JsonTokenizer does, or if a text could forge a
@@ -81,8 +85,13 @@ class TextTokenizer(JsonTokenizer):
         return encoder
 
     def check_forgery(self) -> None:
-        """Raise ValueError if a text has a special token by its characters."""
+        """Raise ValueError if a text has a special token by its characters, or one of those that
+        conversations may use, such as the end of a text, as what the vocabulary lacks."""
         unknown = self.unknown()
+        if unknown in self.special_tokens_set and self.encode_single_token(
+                unknown) in self.encode_ordinary(OF_EVERY_KIND + unknown):
+            raise ValueError(f"its unknown token {unknown} would end a text or a message at what "
+                             f"the vocabulary lacks: give its model an unk_token of its own")
         for text in self.special - {unknown}:
             number = self.encode_single_token(text)
             for some in (text, hidden_name(text), f"a{hidden_name(text)}a"):

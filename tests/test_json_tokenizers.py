@@ -6,6 +6,7 @@ The package `tokenizers` encodes whole documents, and transformers opens what is
 """
 import itertools
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -158,6 +159,37 @@ def test_a_file_that_is_no_tokenizer_or_has_no_end_is_refused(refuse_data):
                           ("unknown", "it does not encode every text: Encountered an unknown"),
                           ("endless", "it has no token <|endoftext|>, <|end_of_text|>, </s>")]:
         assert message in refuse_data(f"{name}.json", "a.txt", "--tokenizer", f"{name}.json")
+
+
+@pytest.mark.parametrize("kind, end", [("words", "</s>"), ("words", "<|im_end|>"),
+                                       ("characters", "</s>"), ("pieces", "</s>")])
+def test_an_unknown_token_that_ends_a_text_is_refused(tmp_path, kind, end):
+    """Each word or character that the vocabulary lacks would end the document."""
+    vocab = {"</s>": 3} | {"a": 0, "b": 1, end: 2}
+    model = dict(words=lambda: tokenizers.models.WordLevel(vocab, unk_token=end),
+                 characters=lambda: tokenizers.models.BPE(vocab, [], unk_token=end),
+                 pieces=lambda: tokenizers.models.Unigram([("a", -1), ("b", -1), (end, -2)], 2))
+    tokenizer = tokenizers.Tokenizer(model[kind]())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([end])
+    assert tokenizer.encode("a z b").ids == [0, 2, 1]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=f"its unknown token {re.escape(end)}") as refusal:
+        read_file(tmp_path / "tokenizer.json")
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_unknown_token_that_no_text_gives_may_end_a_text(tmp_path):
+    """Of bytes, in a file whose texts do not come back: spaces are left out."""
+    path = tmp_path / "tokenizer.json"
+    made(path, "Llama 3")
+    content = json.loads(path.read_text())
+    content["model"]["unk_token"] = "<|endoftext|>"
+    words = dict(type="Sequence", pretokenizers=[dict(type="WhitespaceSplit"), dict(
+        type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)])
+    for pre_tokenizer in (content["pre_tokenizer"], words):
+        ours = get_tokenizer("json-", json.dumps(content | dict(pre_tokenizer=pre_tokenizer)))
+        assert ours.eot_token not in ours.encode_ordinary("\ue000 <|endoftext|>")
 
 
 def rewritten(path, **changes):
