@@ -4,12 +4,15 @@ is certain now.
     stream = encoding.stream(before)            # the tokens of the prompt
     text = "".join(map(stream.add, tokens)) + stream.end()
 
-A character may have several tokens. It is written when it is complete.
+A character may have several tokens. It is written when it is complete, and is not taken back: where
+SentencePiece's bytes behind it are no characters, the package writes U+FFFD for each byte of the
+run, also for those of the characters before. Here only the bytes from the first wrong one on are
+U+FFFD. They are written at the end of the run.
 """
 import codecs
 import re
 
-BYTE = re.compile(r"<0x[0-9A-F]{2}>")       # a token of SentencePiece that is one byte
+INNER_BYTE = re.compile(r"<0x[89AB][0-9A-F]>")      # of SentencePiece: not a character's first
 BROKEN = "\ufffd"       # stands for bytes that are no character
 ENOUGH = 8              # tokens of the text before that decide how the next one is written
 
@@ -41,10 +44,10 @@ class TextStream:
 
     def add(self, token: int) -> str:
         self.new.append(token)
-        if self.is_byte(token):         # one wrong byte makes the bytes next to it wrong
-            return ""
         text = self.text_of_new()
-        return "" if text.endswith(BROKEN) else self.settle(text)
+        if text.endswith(BROKEN):       # the bytes of a character that is not complete, or wrong
+            return ""
+        return self.settle(text)
 
     def end(self) -> str:
         return self.settle(self.text_of_new())
@@ -57,7 +60,7 @@ class TextStream:
     def text_of_new(self) -> str:
         """What the new tokens add to the text of those before them."""
         first = max(0, len(self.before) - ENOUGH)
-        while first > 0 and self.is_byte(self.before[first]):   # bytes are decoded together
+        while first > 0 and self.is_inner_byte(self.before[first]):
             first -= 1
         before = self.before[first:]
         head, text = self.decode(before), self.decode(before + self.new)
@@ -69,8 +72,8 @@ class TextStream:
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
-    def is_byte(self, token: int) -> bool:
-        return BYTE.fullmatch(self.tokenizer.id_to_token(token) or "") is not None
+    def is_inner_byte(self, token: int) -> bool:
+        return INNER_BYTE.fullmatch(self.tokenizer.id_to_token(token) or "") is not None
 
 
 def decode(encoding, tokens) -> str:
