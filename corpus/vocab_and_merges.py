@@ -3,8 +3,8 @@
     vocab.json      {token: number}, the tokens in the characters that stand for bytes
     merges.txt      a pair of tokens that are merged on each line, the first ones first
 
-What the files beside it say is in the tokenizer.json, too: the special tokens, other added tokens,
-and whether a token is put before or behind each text, as transformers' GPT2Tokenizer does.
+The tokenizer.json also gets what the other files say: the special tokens, other added tokens, and
+whether a token is put before or behind each text, as transformers' GPT2Tokenizer does.
 """
 import json
 from pathlib import Path
@@ -40,16 +40,17 @@ def json_of_pair(folder: Path) -> str:
 
 def named_tokens(folder: Path, ids: dict) -> dict:
     """{bos_token: a text, or an object with its content and FLAGS, ...}, where the vocabulary has
-    it. Where the tokenizer's files do not name one, config.json's number tells it."""
+    it. Where the tokenizer's files do not name one, config.json's number tells it: the first that
+    the vocabulary has, if they are several. The last resort is <|endoftext|>."""
     given = special_tokens(folder)
     numbers = read_object(folder / "config.json")
     texts = {number: token for token, number in ids.items()}
     named = {}
     for name in NAMED:
         number = numbers.get(f"{name}_id")
-        if isinstance(number, list):        # several tokens end a text
-            number = number[0]
-        token = given[name] if name in given else texts.get(number, EOT)
+        several = number if isinstance(number, list) else [number]
+        numbered = [texts[number] for number in several if number in texts]
+        token = given[name] if name in given else [*numbered, EOT][0]
         if content_of(token) in ids:
             named[name] = token
     return named

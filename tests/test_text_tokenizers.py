@@ -557,13 +557,15 @@ def test_a_pair_gives_the_tokens_that_transformers_gives(tmp_path, config, other
 
 
 def test_config_json_may_name_several_ends(tmp_path):
-    """Where no file of the tokenizer names one, the first of them is the special token."""
+    """Where no file of the tokenizer names one, the first of them that the vocabulary has is the
+    special token."""
     save_pair(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
-    for ends in (2, [2, 5]):
+    for ends, expected in ((2, [2, 703]), ([2, 5], [2, 703]), ([9999, 2, 5], [2, 703]),
+                           ([], [703]), ([9999], [703])):
         (tmp_path / "config.json").write_text(json.dumps(dict(eos_token_id=ends)))
         added = json.loads(read_file(find_file(tmp_path)))["added_tokens"]
-        assert [token["id"] for token in added if token["special"]] == [2, 703], ends
+        assert [token["id"] for token in added if token["special"]] == expected, ends
 
 
 def test_a_gpt2_with_its_pair_is_gpt2_and_an_opt_without_one_has_no_tokenizer(tmp_path):
