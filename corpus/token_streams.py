@@ -64,9 +64,8 @@ class TextStream:
             first -= 1
         before = self.before[first:]
         head, text = self.decode(before), self.decode(before + self.new)
-        while before and not text.startswith(head):             # new bytes make those before wrong
-            before.pop()
-            head, text = self.decode(before), self.decode(before + self.new)
+        if not text.startswith(head):       # new bytes make those before wrong
+            return self.decode(self.new)
         return text[len(head):]
 
     def decode(self, tokens: list[int]) -> str:

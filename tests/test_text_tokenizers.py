@@ -225,6 +225,7 @@ def test_tokens_and_text_are_those_of_transformers(folder_of, kind, count):
         others = [draw.randrange(1, ours.n_vocab) for _ in range(6)]
         others += [draw.randrange(3, 259) for _ in range(4)]        # bytes of SentencePiece's kind
         others += ours.encode_ordinary(draw.choice("\u6f22\n\U0001f600"), BEHIND_TEXT)
+        others = [token for token in others if token != 3 + ord(" ")]   # no text gives this byte
         draw.shuffle(others)
         assert streamed(others, []) == decode(ours, others)
         if kind not in ("llama2", "mistral"):
