@@ -31,7 +31,7 @@ def split_document(blocks, cut: int, place=CUT):
     rest validates. "" begins each, then come pieces of at most BLOCK characters, cut at the last
     `place`. A text without such a place, which is not prose, is cut anywhere and may take a few
     tokens more. Without a `place` each part of the document is one piece."""
-    rest = {}
+    rest = {}                   # {split: the parts of its text that are not yielded yet}
     for block in blocks:
         if isinstance(block, NotText):      # pass 1 could read it
             raise block
@@ -43,15 +43,20 @@ def split_document(blocks, cut: int, place=CUT):
                 continue
             if split not in rest:
                 yield split, ""
-            text = rest.get(split, "") + text
+                rest[split] = []
+            rest[split].append(text)
+            if place is None:
+                continue
+            text = "".join(rest[split])
             start = 0
-            while place is not None and len(text) - start > BLOCK:
+            while len(text) - start > BLOCK:
                 match = place.match(text, start, start + BLOCK)
                 end = match.end() if match else start + BLOCK
                 yield split, text[start:end]
                 start = end
-            rest[split] = text[start:]
-    yield from rest.items()
+            rest[split] = [text[start:]]
+    for split, parts in rest.items():
+        yield split, "".join(parts)
 
 
 class Encoded(NamedTuple):
