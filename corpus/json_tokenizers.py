@@ -16,7 +16,7 @@ from corpus.formats import EOT
 
 MARKS = ("<|im_start|>", "<|im_end|>")              # of ChatML
 END_OF_TEXT = (EOT, "<|end_of_text|>", "</s>")      # the first of them that the vocabulary has
-MARKED = "end_of_text"      # key of an added token: the files beside tokenizer.json name this one
+MARKED = "end_of_text"      # a key that tokenizer_config.py adds to one added token: it ends a text
 NOTHING, TOKEN, TEXT = "nothing", "a token", "text"     # what is before a text that is encoded
 
 

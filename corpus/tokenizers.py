@@ -9,8 +9,9 @@
 HASH is of what decides the tokens: the name says what the tokenizer does, not where it is or how
 its file is written. The file lies beside the shards, and in checkpoints.
 
-tiktoken_tokenizers.py has the first four kinds, json_tokenizers.py and vocab_and_merges.py the
-last. They all have
+tiktoken_tokenizers.py has the first four kinds. Of the last, json_tokenizers.py has what all share;
+byte_level_tokenizers.py those whose tokens are bytes, text_tokenizers.py the others, and
+vocab_and_merges.py reads the pair. They all have
 
     name, n_vocab
     end_of_text, eot_token      what separates documents: its text, its token
