@@ -23,8 +23,9 @@ OF_EVERY_KIND = "".join(chr(i) for i in [*range(128), *range(128, 0x110000, 61)]
 
 
 class TextTokenizer(JsonTokenizer):
-    """Any tokenizer.json. Raises ValueError as JsonTokenizer does, or if a text could forge a
-    special token."""
+    """Any tokenizer.json. Its special tokens are hidden from the encoder of texts, so that the
+    characters of a text give none of them. Raises ValueError as JsonTokenizer does, or if a text
+    could give one nevertheless."""
     cut = None
 
     def __init__(self, file: str):
@@ -56,31 +57,30 @@ class TextTokenizer(JsonTokenizer):
     def encoder(self, behind: str):
         steps = self.steps[behind]
         if steps not in self.encoders:
-            self.encoders[steps] = self.make_encoder(json.loads(steps))
+            self.encoders[steps] = self.make_encoder(steps)
         return self.encoders[steps]
 
-    def make_encoder(self, steps: dict):
-        """The package's tokenizer with these steps, whose special tokens have names that no text
-        gives: a space is in them, and the steps write spaces in another way."""
+    def make_encoder(self, steps: str):
+        """The package's tokenizer with these steps, whose special tokens have new names, which no
+        text gives. Merges are dropped so that no merge makes a special token."""
         model = dict(self.written["model"])
-        hidden = self.special & self.tokenizer.get_vocab(with_added_tokens=False).keys()
-        hidden -= {model.get("unk_token")}                      # which is found by its name
-
-        def shown(token: str) -> str:
-            return hidden_name(token) if token in hidden else token
+        in_model = self.special & self.tokenizer.get_vocab(with_added_tokens=False).keys()
+        in_model -= {model.get("unk_token")}                    # which is found by its name
+        renamed = {token: new_name(token) for token in in_model}
         if isinstance(model["vocab"], list):                    # of Unigram: [token, score]
             least = min(score for _, score in model["vocab"])
-            model["vocab"] = [[shown(token), least if token in hidden else score]
+            model["vocab"] = [[renamed.get(token, token), least if token in renamed else score]
                               for token, score in model["vocab"]]
         else:
-            model["vocab"] = {shown(token): number for token, number in model["vocab"].items()}
+            model["vocab"] = {renamed.get(token, token): number
+                              for token, number in model["vocab"].items()}
         if "merges" in model:
             model["merges"] = [merge for merge in model["merges"]
-                               if not hidden & {*merge, "".join(merge)}]
-        added = [token | dict(content=shown(token["content"]))
+                               if not renamed.keys() & {*merge, "".join(merge)}]
+        added = [token | dict(content=renamed.get(token["content"], token["content"]))
                  for token in self.written["added_tokens"]]
         encoder = type(self.tokenizer).from_str(json.dumps(
-            self.written | steps | dict(model=model, added_tokens=added)))
+            self.written | json.loads(steps) | dict(model=model, added_tokens=added)))
         encoder.encode_special_tokens = True
         return encoder
 
@@ -94,7 +94,7 @@ class TextTokenizer(JsonTokenizer):
                              f"the vocabulary lacks: give its model an unk_token of its own")
         for text in self.special - {unknown}:
             number = self.encode_single_token(text)
-            for some in (text, hidden_name(text), f"a{hidden_name(text)}a"):
+            for some in (text, new_name(text), f"a{new_name(text)}a"):
                 if number in self.encode_ordinary(some):
                     raise ValueError(f"a text with the characters of its special token {text} "
                                      f"would have this token: give it a pre_tokenizer")
@@ -114,8 +114,13 @@ class TextTokenizer(JsonTokenizer):
         special = self.special - {self.unknown()}
         is_special = [token in self.added and self.added[token].content in special
                       for token in before]
-        begins = all(is_special) or is_special[-1] and self.steps[TOKEN] != self.steps[TEXT]
-        return TextStream(self.tokenizer, () if begins else before)
+        has_text = not all(is_special)
+        begins_behind_tokens = self.steps[TOKEN] != self.steps[TEXT]
+        if has_text and is_special[-1] and begins_behind_tokens:
+            has_text = False
+        if not has_text:
+            before = ()
+        return TextStream(self.tokenizer, before)
 
     # ---- What the file does -----------------------------------------------------------------
 
@@ -136,5 +141,6 @@ class TextTokenizer(JsonTokenizer):
                 self.prefix, self.eot_token]
 
 
-def hidden_name(token: str) -> str:
+def new_name(token: str) -> str:
+    """Which no text gives: a space is in it, and the steps write spaces in another way."""
     return f" {token} "

@@ -425,8 +425,12 @@ def test_a_tokenizer_goes_with_a_model_there_and_back(folder_of, tmp_path, capsy
         if whole[-1] == ours.eot_token:
             whole = whole[:-1]
         skip = len(tokens) if tokens == [ours.eot_token] else len(ours.prefix)
+        if kind in ("llama2", "mistral"):
+            whole = with_marks(whole)
         head, text = (opener.decode(some[skip:]) for some in (tokens, whole))
-        assert sampled == prompt + text[len(head):] + "\n"
+        expected = prompt + text[len(head):] + "\n"
+        mark = opener.convert_ids_to_tokens(0)          # the model may draw it, too
+        assert sampled.replace(mark, "") == expected.replace(mark, "")
 
 
 @pytest.mark.parametrize("kind", ["llama2", "opt"])
