@@ -211,8 +211,9 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
         own = make_config(**state["model"])
         base = dataclasses.asdict(own)
         if "model" in given and type(named := make_config(**shape)) is type(own):
-            shape = dataclasses.asdict(named)       # also the fields that have their defaults
-            del shape["vocab_size"], shape["dropout"]
+            # also the fields that have their defaults; those of flags may be the file's own
+            shape |= {name: value for name, value in dataclasses.asdict(named).items()
+                      if name not in (*SHAPE, "vocab_size", "dropout")}
     refuse_flags_of_others(given, base, f"--model {config.model}" if state is None else file)
     if state is None:
         if "balance_bias" in given and "balance_loss" not in given:

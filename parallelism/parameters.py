@@ -79,10 +79,11 @@ class ParamSpec:
             start += section
 
     def cut(self, full: torch.Tensor, grid) -> torch.Tensor:
-        """Full parameter -> this rank's part, of one piece without padding a view."""
+        """Full parameter -> this rank's part: a view, which reads nothing, if it is all of the
+        parameter or one piece, without padding."""
         if self.ep > 1:
             full = full.chunk(self.ep)[grid.ep_rank]
-        if self.partition_dim is None:
+        if self.partition_dim is None or sum(self.widths) == full.shape[self.partition_dim]:
             return full
         mine = []
         for first, size, width in self.pieces(grid.tp_rank):

@@ -56,7 +56,7 @@ SMALL = dict(vocab_size=160, hidden_size=48, intermediate_size=80, num_hidden_la
              num_experts_per_tok=2)
 OF_OLMOE = dict(pad_token_id=None, eos_token_id=None)
 THEIRS = {
-    "mixtral": ("mixtral", dict(num_local_experts=5)),
+    "mixtral": ("mixtral", dict(num_local_experts=5, sliding_window=7)),
     "olmoe": ("olmoe", OF_OLMOE | dict(num_experts=7, num_experts_per_tok=3)),
     "olmoe, grouped": ("olmoe", OF_OLMOE | dict(num_experts=4, num_key_value_heads=3,
                                                 norm_topk_prob=True)),
@@ -193,7 +193,7 @@ def test_every_key_of_transformers_is_read_refused_or_known_to_change_nothing(th
 
 
 @pytest.mark.parametrize("name, changes, words", [
-    ("mixtral", dict(sliding_window=32), "its sliding_window is 32"),
+    ("mixtral", dict(sliding_window=-1), "its sliding_window is -1, not a whole number from 0"),
     ("mixtral", dict(num_experts_per_tok=6), "n_active 6 is not between 1 and n_expert 5"),
     ("mixtral", dict(num_local_experts="5"), "its num_local_experts is '5', not a whole number"),
     ("olmoe", dict(clip_qkv=8.0), "its clip_qkv is 8.0"),
