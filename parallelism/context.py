@@ -98,16 +98,16 @@ class ContextParallelAttention(CoreAttention):
         p = self.p if self.training else 0.0
         if p > 0:
             seed_dropout(q.device, dropout_seed, *self.name, self.part)
-        kv = _GatherKeysAndValues.apply(k, v, self.grid)            # (2, B, H, T, D)
+        k, v = _GatherKeysAndValues.apply(k, v, self.grid)          # 2 of (B, H, T, D)
         if self.window > 0:
-            mask = with_window(mask, self.window, kv.shape[-2], kv.device)
+            mask = with_window(mask, self.window, k.shape[2], k.device)
         outputs = []
         rank, cp = self.grid.cp_rank, self.grid.cp
         for piece, q_piece in zip([rank, 2 * cp - 1 - rank], q.chunk(2, dim=2)):
             n = q_piece.shape[2]
             end = (piece + 1) * n
             mask_of_piece = None if mask is None else mask[..., end - n:end, :end]
-            outputs.append(attend_to_prefix(q_piece, kv[0, :, :, :end], kv[1, :, :, :end], p,
+            outputs.append(attend_to_prefix(q_piece, k[:, :, :end], v[:, :, :end], p,
                                             mask_of_piece))
         return torch.cat(outputs, dim=2)
 
