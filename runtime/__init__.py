@@ -3,7 +3,8 @@ and on base/. train.py and sample.py call it. An argument `run` is a train.Run, 
 imports train.py:
 
     startup, directory                  where a run begins
-    checks, memory_limits               what is refused
+    checks, layout_checks               what is refused
+    memory_limits                       and whether there is memory
     run_state                           what a run's checkpoints hold: save, restore, go back
     checkpoint_writer, streamed_tensors the thread that writes checkpoints, tensor by tensor
     folder_writer                       the same of folders: each rank writes its part

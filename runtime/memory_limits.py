@@ -14,7 +14,7 @@ from model import GPTConfig
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid, rank_buckets, rank_parameters
 from parallelism.collectives import out_of_memory
-from runtime.checks import check_grid
+from runtime.layout_checks import check_grid
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
-from runtime import checks, console, dashboards, evaluation, memory_limits, plain_run, run_state
+from runtime import (checks, console, dashboards, evaluation, layout_checks, memory_limits, plain_run,
+                     run_state)
 from runtime.cpu_threads import choose_threads
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state, lock_output_dir,
                                start_branch)
@@ -44,7 +45,7 @@ def read_flags(job: Job) -> tuple[dict, torch.device, timedelta]:
     config = Config(**given)
     if config.plain:
         plain_run.check_flags(given, job.world)
-    checks.check_grid(job.world, config)
+    layout_checks.check_grid(job.world, config)
     return given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
 
 

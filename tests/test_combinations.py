@@ -22,7 +22,7 @@ from models.llama import FAMILIES, LlamaConfig
 from models.moe import MoEConfig
 from parallelism import kernels
 from parallelism.full_tensors import full_gradients
-from runtime import checks
+from runtime import layout_checks
 from tests.harness import (BOUNDS, CFG, COLUMNS, COVER, TWO_STEPS, assert_same_rows, column,
                            deep_enough_for, differences, dp_for, on_ranks, own_processes,
                            plain_gradient, relative, run_steps, settings, trained, whole_gradient,
@@ -50,7 +50,7 @@ def test_the_rows_have_every_two_values_that_may_be_combined():
         shares = replicas > 1 or (replicas == 1 and row["zero"] == 0)
         if shares and (row["pp"] > 1 or row["pp_schedule"] != "1f1b"):
             with suppress(ValueError):
-                checks.check_layout(deep_enough_for(row), ranks_of(row), 8,
+                layout_checks.check_layout(deep_enough_for(row), ranks_of(row), 8,
                                     settings("", micro_batch=1, **row))
                 allowed |= pairs(row)
     assert allowed == set.union(*map(pairs, COVER))

@@ -33,7 +33,7 @@ from parallelism.build import Grid, build_stage, rank_buckets
 from parallelism.collectives import all_reduce
 from parallelism.parameters import param_specs
 from parallelism.zero import FlatParameters
-from runtime import checks
+from runtime import layout_checks
 from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, Command, Memory, after_backward,
                            assert_same_rows, assert_same_state, different_bits, different_rows,
                            differences, expect_mistake, kinds, launch, losses_of_plain_program,
@@ -732,7 +732,7 @@ def test_exact_layouts_have_the_bits_of_one_process(pool, tmp_path, reference, n
     """Losses, norms, loads and the final state of two steps. And the layout is not refused."""
     _, tp, pp = layout
     cfg = replace(CFGS[name], n_layer=pp + 1)
-    checks.check_layout(cfg, math.prod(layout), 8,
+    layout_checks.check_layout(cfg, math.prod(layout), 8,
                         settings("", micro_batch=2, exact=True, tp=tp, pp=pp, **flags))
     same = dict(micro_batch=2, exact=True, dtype=flags.get("dtype", "fp32"), **TWO_STEPS)
     ours = trained(pool, layout, tmp_path, cfg, prepare=without_saves, **same | flags)
@@ -810,7 +810,7 @@ def test_a_flipped_bit_of_an_expert_is_found_named_and_undone(pool, tmp_path, fl
 def test_a_layout_that_cannot_be_is_refused_with_its_numbers(model, world, flags, words):
     cfg = (CFGS | dict(dense=LlamaConfig()))[model]
     with pytest.raises(ValueError) as refused:
-        checks.check_layout(cfg, world, 48, settings("", micro_batch=1, **flags))
+        layout_checks.check_layout(cfg, world, 48, settings("", micro_batch=1, **flags))
     assert words in str(refused.value)
 
 

@@ -37,7 +37,7 @@ from parallelism.collectives import Work
 from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS
 from parallelism.zero import FlatParameters
-from runtime import checks, evaluation, run_log
+from runtime import checks, evaluation, layout_checks, run_log
 from tests import published_runs
 from tests.harness import (CFG, COVER, FORMULA, PAGES, Alive, Memory, Rows, column, deep_enough_for,
                            gridded, no_signal, nothing, run_main, run_steps, settings, staged,
@@ -922,7 +922,7 @@ def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
     flags_of_train = command.partition("train.py")[2].split()
     given = parse_flags(flags_of_train)
     config, cfg = checks.check_config(Config(**given), SIZES[given["model"]], 50257, world, "cuda")
-    checks.check_layout(cfg, world, config.batch_size, config)
+    layout_checks.check_layout(cfg, world, config.batch_size, config)
     printed = json.loads(answer([*words, "--json"]))
     if isinstance(printed, list):
         printed = printed[0]

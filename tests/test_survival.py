@@ -46,7 +46,7 @@ from base.options import Config
 from base.processes import RunError
 from parallelism import collectives, pipeline
 from parallelism.build import Grid
-from runtime import checks, directory, run_log, run_state, signals
+from runtime import directory, layout_checks, run_log, run_state, signals
 from runtime.checkpoint_writer import copy_pieces
 from runtime.streamed_tensors import Streamed
 from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Command, Memory,
@@ -586,7 +586,7 @@ def drawn_layout(rng, config, cfg, most):
             micro_batch=rng.choice([1, 2, 4, 8]), sequence_parallel=rng.random() < 0.5,
             **schedule)
         with suppress(ValueError):
-            checks.check_layout(cfg, dp * tp * pp, 8, drawn)
+            layout_checks.check_layout(cfg, dp * tp * pp, 8, drawn)
             return dp * tp * pp, drawn
 
 

@@ -15,7 +15,7 @@ from base.errors import errors_in_one_line
 from model import GPTConfig
 from parallelism.build import Grid
 from parallelism.schedules import SCHEDULES, make_schedule
-from runtime.checks import check_layout
+from runtime.layout_checks import check_layout
 from tools.matplotlib_svg import GRAY, picture
 
 TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B", "zb-h1": "ZB-H1"}

@@ -15,7 +15,8 @@ from base.other_names import ADVICE
 from data import TokenDataset
 from model import ceil_div
 from models import SIZES
-from runtime.checks import check_heads, default_lr
+from runtime.checks import default_lr
+from runtime.layout_checks import check_heads
 from tools.ladder import answer, budget, picture
 from tools.ladder.rungs import (DOUBLINGS, MULTIPLE, Rung, default_widths, make_rung,
                                 start_of_branch)

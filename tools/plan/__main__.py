@@ -10,7 +10,8 @@ from base.errors import errors_in_one_line
 from base.other_names import PLAN_ADVICE
 from base.processes import print_rank0
 from models import make_config
-from runtime.checks import check_config, check_heads
+from runtime.checks import check_config
+from runtime.layout_checks import check_heads
 from tools.plan.estimate import make_plan
 from tools.plan.flags import OWN_FLAGS, RUN_FLAGS, PlanConfig
 from tools.plan.gpus import GPUS

@@ -7,7 +7,7 @@ from itertools import product
 
 from base.flops import flops_per_token, parameter_count
 from model import SIZES, GPTConfig
-from runtime.checks import check_layout
+from runtime.layout_checks import check_layout
 from tools.plan.estimate import DAY, make_plan, plan_of_stages, usable_memory
 from tools.plan.flags import LAYOUT, PlanConfig
 from tools.plan.memory import gpu_bytes, memory_bytes
