@@ -119,7 +119,7 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
         x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
         # Each (w, C), and aligned: w is a multiple of 16, C of the number of strips.
         weights = weight.chunk(exact.strips // grid.tp)
-        biases = dbs = [None] * len(weights)
+        biases, dbs = [None] * len(weights), [None] * len(weights)
         if bias is not None:
             db = torch.zeros_like(bias, dtype=torch.float64)
             biases, dbs = bias.chunk(len(weights)), db.chunk(len(weights))  # each (w,)

@@ -135,31 +135,7 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     tp, pp, cp, chunks = config.tp, config.pp, config.cp, config.pp_chunks
     micro_batch, seq_len = config.micro_batch, model_config.seq_len
     dp = world // (tp * pp * cp)
-    problems = []
-    heads, groups = model_config.n_head, model_config.n_kv_head
-    channels = groups * model_config.head_dim
-    if not can_cut_heads(model_config, tp):
-        problem, which = f"n_head {heads} is not divisible by tp {tp}", "divides it"
-        if heads % tp == 0:
-            problem = f"tp {tp} neither divides n_kv_head {groups} nor is a multiple of it"
-            which = "fits it"
-        fitting = [n for n in range(1, heads + 1)
-                   if can_cut_heads(model_config, n) and world % (n * pp * cp) == 0]
-        possible = [str(n) for n in fitting if batch % (world // (n * pp * cp)) == 0]
-        near = []
-        if heads == groups:
-            near = nearest_heads(model_config.n_embd, heads, tp)
-        if possible:
-            near.insert(0, f"a --tp that {which} and the {world} processes: "
-                           f"{', '.join(possible)}")
-        problems.append(f"{problem}: give {'; or '.join(near) or 'another number of processes'}")
-    elif channels % tp and (config.exact or getattr(model_config, "norm_all_heads", False)):
-        reason = "--exact" if config.exact else "a norm over all heads"
-        problems.append(f"{reason} requires that tp {tp} divides the {channels} channels of all "
-                        f"heads of keys: give a --tp or a --head-dim that fits")
-    elif model_config.hidden % tp:
-        problems.append(f"the MLP's {model_config.hidden} hidden channels are not divisible by tp "
-                        f"{tp}: give a --tp or a --hidden that fits")
+    problems = problems_of_tp(model_config, world, batch, config)
     problems += problems_of_experts(model_config, config, dp * cp)
     if cp > 1 and seq_len % (2 * cp):
         problems.append(f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, "
@@ -193,6 +169,37 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
             which = f"--batch-ramp {config.batch_ramp}: {which}"
         problems.append(f"{which} is not divisible by {factors}: {advice}")
     refuse(problems)
+
+
+def problems_of_tp(model_config: GPTConfig, world: int, batch: int, config) -> list[str]:
+    """What tensor parallelism cannot cut: heads, their channels, or those of the MLP."""
+    tp, pp, cp = config.tp, config.pp, config.cp
+    problems = []
+    heads, groups = model_config.n_head, model_config.n_kv_head
+    channels = groups * model_config.head_dim
+    if not can_cut_heads(model_config, tp):
+        problem, which = f"n_head {heads} is not divisible by tp {tp}", "divides it"
+        if heads % tp == 0:
+            problem = f"tp {tp} neither divides n_kv_head {groups} nor is a multiple of it"
+            which = "fits it"
+        fitting = [n for n in range(1, heads + 1)
+                   if can_cut_heads(model_config, n) and world % (n * pp * cp) == 0]
+        possible = [str(n) for n in fitting if batch % (world // (n * pp * cp)) == 0]
+        near = []
+        if heads == groups:
+            near = nearest_heads(model_config.n_embd, heads, tp)
+        if possible:
+            near.insert(0, f"a --tp that {which} and the {world} processes: "
+                           f"{', '.join(possible)}")
+        problems.append(f"{problem}: give {'; or '.join(near) or 'another number of processes'}")
+    elif channels % tp and (config.exact or getattr(model_config, "norm_all_heads", False)):
+        reason = "--exact" if config.exact else "a norm over all heads"
+        problems.append(f"{reason} requires that tp {tp} divides the {channels} channels of all "
+                        f"heads of keys: give a --tp or a --head-dim that fits")
+    elif model_config.hidden % tp:
+        problems.append(f"the MLP's {model_config.hidden} hidden channels are not divisible by tp "
+                        f"{tp}: give a --tp or a --hidden that fits")
+    return problems
 
 
 def problems_of_experts(model_config: GPTConfig, config, replicas: int) -> list[str]:

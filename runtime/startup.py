@@ -19,8 +19,8 @@ from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
-from runtime import (checks, console, dashboards, evaluation, layout_checks, memory_limits, plain_run,
-                     run_state)
+from runtime import (checks, console, dashboards, evaluation, layout_checks, memory_limits,
+                     plain_run, run_state)
 from runtime.cpu_threads import choose_threads
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state, lock_output_dir,
                                start_branch)

@@ -118,9 +118,12 @@ def find_names(state: dict, record: Record | None) -> dict[str, str]:
     names = {}
     if len(folders) == len(weights):
         names = {key: folder.absolute().name for key, folder in zip(weights, folders)}
-    for start in record.starts if record is not None else []:
-        for name, source in start["data"]["sources"].items() if start.get("data") else []:
-            names[source["fingerprint"]] = name
+    if record is None:
+        return names
+    for start in record.starts:
+        if start.get("data"):
+            for name, source in start["data"]["sources"].items():
+                names[source["fingerprint"]] = name
     return names
 
 
