@@ -36,7 +36,7 @@ from parallelism.kernels import use_kernels
 from parallelism.parameters import ParamSpec, param_specs
 from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
 from parallelism.shared_heads import SharedHeadsQKV
-from parallelism.tensor import TP_PLAN, TensorParallel, softmax_over_ranks
+from parallelism.tensor import TP_PLAN, TensorParallel
 from parallelism.zero import FlatParameters, gather_before_use
 
 # ---------------------------------------------------------------------------------------------
@@ -264,10 +264,9 @@ def compile_model(model: GPT) -> None:
     if model.head is not None:
         head = model.head
         compile_method(head, "normalize")
-        if head.grid.tp > 1:            # two parts, before and after the all-reduces
-            eager = torch.compiler.disable(softmax_over_ranks)
-            head.tile_loss = partial(head.tile_loss, over_ranks=eager)
-        head.tile_loss = torch.compile(head.tile_loss, fullgraph=head.grid.tp == 1, dynamic=False)
+        head.tile_sums = torch.compile(head.tile_sums, fullgraph=True, dynamic=False)
+        head.tile_loss = torch.compile(head.tile_loss, fullgraph=True, dynamic=False)
+        head.is_compiled = True
     for block in model.blocks.values():
         compile_method(block, "forward")
         if isinstance(block.mlp, Mixture):

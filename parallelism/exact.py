@@ -52,7 +52,7 @@ from parallelism.kernels import use_kernels
 from parallelism.sequence import all_positions, by_ranks, sum_over_ranks
 from parallelism.shared_heads import can_cut_heads
 from parallelism.tensor import (VocabParallelCrossEntropy, VocabParallelEmbedding,
-                                VocabParallelHead, matmul, tile_size)
+                                VocabParallelHead, local_columns, matmul, tile_size)
 from parallelism.zero import FlatParameters, adamw_update
 
 MOST_STRIPS = 8         # tp must divide it
@@ -165,12 +165,6 @@ def wide_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits[:, max(tokens, 0):] = torch.finfo(logits.dtype).min
     return logits
-
-
-def local_columns(columns: torch.Tensor, logits: torch.Tensor) -> tuple:
-    """(the columns (n, 1) that a strip has, 0 for the others; whether it has them)."""
-    is_local = (columns >= 0) & (columns < logits.shape[1])
-    return columns.where(is_local, 0), is_local
 
 
 def exact_losses(logits: list, targets: list, grid) -> tuple:

@@ -14,8 +14,7 @@ It computes the same as the plain forms in parallel.py, which already have TP2. 
 
 Shapes: B sequences, T positions, C channels, H heads, V vocabulary.
 """
-from functools import partial
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -236,62 +235,94 @@ def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
             rows += matmul(columns.t(), x)
 
 
-def softmax_over_ranks(largest: torch.Tensor, total: torch.Tensor, z: torch.Tensor,
-                       is_local: torch.Tensor, group) -> tuple:
-    """Combine the ranks' statistics, each (n, 1): the largest logit, the sum of
-    exp(logit - largest), and the target's logit z where `is_local`. Returns the largest logit of
-    all ranks, and the sum and z relative to it."""
-    overall = all_reduce(largest.clone(), group, dist.ReduceOp.MAX).wait()
-    local = torch.stack([total * (largest - overall).exp(), (z - overall).where(is_local, 0)])
-    return overall, *all_reduce(local, group).wait()
+class TileSums(NamedTuple):
+    """What a rank knows of the loss of n positions, each (n, 1)."""
+    largest: torch.Tensor       # of its logits
+    total: torch.Tensor         # sum of exp(logit - largest)
+    is_local: torch.Tensor      # whether it has the target's logit
+    columns: torch.Tensor       # where that is; 0 if another rank has it
+    z: torch.Tensor             # the logit there
 
 
-def tile_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor,
-              loss_factor: torch.Tensor | None, vocab_size: int, grid,
-              over_ranks: Callable = softmax_over_ranks) -> tuple:
-    """The summed cross-entropy of n positions in nats, the same on all ranks. If `loss_factor` is
-    given, the gradient of loss * loss_factor overwrites the logits, except one column of each row:
-    the target's, or column 0 where another rank has the target. Returns (loss, the numbers of these
-    columns (n, 1), the gradients there (n, 1)); the last two are None without `loss_factor`.
-
+def tile_sums(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor,
+              first: int) -> TileSums:
+    """
     logits      (n, V / tp): this rank's columns
-    p           memory to compute in, like logits, but fp32 or fp64; it may be `logits`; None: new
-    targets     (n,) tokens of the whole vocabulary; IGNORE_INDEX adds nothing
+    p           takes exp(logits - largest), for `tile_loss`: memory like logits, but fp32 or fp64;
+                it may be `logits`. None: nothing is kept
+    targets     (n,) tokens of the whole vocabulary; IGNORE_INDEX adds nothing to the loss
+    first       the token of column 0"""
+    columns, is_local = local_columns((targets - first).unsqueeze(1), logits)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    largest = logits.amax(1, keepdim=True).to(wide)
+    z = logits.gather(1, columns).to(wide)
+    total = shifted_exp(logits, largest, p).sum(1, keepdim=True)
+    return TileSums(largest, total, is_local, columns, z)
+
+
+def local_columns(columns: torch.Tensor, logits: torch.Tensor) -> tuple:
+    """(the columns (n, 1) that `logits` has, 0 for the others; whether it has them)."""
+    is_local = (columns >= 0) & (columns < logits.shape[1])
+    return columns.where(is_local, 0), is_local
+
+
+def shifted_exp(logits: torch.Tensor, largest: torch.Tensor,
+                out: torch.Tensor | None) -> torch.Tensor:
+    """exp(logits - largest) in the type of `largest`: it cannot overflow."""
+    if out is not None and out.device.type == "cpu":    # with two types it would convert in memory
+        return out.copy_(logits).sub_(largest).exp_()
+    return torch.sub(logits, largest, out=out).exp_()
+
+
+def softmax_over_ranks(sums: TileSums, group) -> tuple:
+    """Combine what all ranks know. Returns the largest logit of all ranks, and relative to it the
+    sum of exponentials and the target's logit, each (n, 1)."""
+    if group is None:
+        return sums.largest, sums.total, sums.z - sums.largest
+    largest = all_reduce(sums.largest.clone(), group, dist.ReduceOp.MAX).wait()
+    total = sums.total * (sums.largest - largest).exp()
+    target = (sums.z - largest).where(sums.is_local, 0)
+    return largest, *all_reduce(torch.stack([total, target]), group).wait()
+
+
+def tile_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor, sums: TileSums,
+              of_all_ranks: tuple, loss_factor: torch.Tensor | None) -> tuple:
+    """The summed cross-entropy of n positions in nats, the same on all ranks. The first four
+    arguments are those and the result of `tile_sums`, `of_all_ranks` is `softmax_over_ranks`'s.
 
         loss = log sum_v exp(z_v) - z_target        gradient = softmax(z), less 1 at the target
 
-    The largest logit is subtracted so that exp cannot overflow; it cancels. The caller scatters the
-    columns in: done here, a compiled kernel would have to write all of p to memory first."""
-    n, width = logits.shape
-    first = grid.tp_rank * width                            # this rank's first token
-    is_local = ((targets >= first) & (targets < first + width)).unsqueeze(1)
+    If `loss_factor` is given, the gradient of loss * loss_factor overwrites the logits, except in
+    `sums.columns`. Returns (loss, the gradients there (n, 1) or None). The caller scatters them in:
+    done here, a compiled kernel would have to write all of p to memory first."""
+    largest, total, target = of_all_ranks
     counted = (targets != IGNORE_INDEX).unsqueeze(1)
-    columns = (targets - first).unsqueeze(1).where(is_local, 0)
-    # The columns from here on are padding. (-inf would give NaN where a rank has no other.)
-    logits[:, max(vocab_size - first, 0):] = torch.finfo(logits.dtype).min
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    z = logits.gather(1, columns).to(wide)                              # (n, 1), as all below
-    largest = logits.amax(1, keepdim=True).to(wide)
-    out = logits if p is None else p
-    p = logits - largest if p is None else p.copy_(logits).sub_(largest)
-    total = p.exp_().sum(1, keepdim=True)
-    overall, total, target = over_ranks(largest, total, z, is_local, grid.groups["tp"])
     loss = (total.log() - target).where(counted, 0).sum()
     if loss_factor is None:
-        return loss, None, None
+        return loss, None
+    weight = counted * loss_factor                      # of each position in the loss
+    factor = (sums.largest - largest).exp() * weight / total
+    if p is None:
+        p = shifted_exp(logits, sums.largest, None)
+    if p.device.type == "cpu":
+        logits.copy_(p.mul_(factor))
+    else:
+        torch.mul(p, factor, out=logits)
+    return loss, ((sums.z - largest).exp() / total - sums.is_local.to(p.dtype)) * weight
 
-    weight = counted * loss_factor                       # of each position in the loss
-    logits.copy_(torch.mul(p, (largest - overall).exp() * weight / total, out=out))
-    return loss, columns, ((z - overall).exp() / total - is_local.to(wide)) * weight
+
+# Upper limit on the logits of a tile. That of the CPU is measured: its cache holds them. Compiled,
+# a tile of twice the size needs less memory in 16 bits, because p in fp32 is not kept: then the
+# fp32 gradient of the token matrix is read and written half as often.
+MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28, "gpu, compiled": 2 ** 29}
 
 
-# Upper limit on the logits of a tile. (That of the CPU is measured: its cache holds them.)
-MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}
-
-
-def tile_size(positions: int, vocab: int, device_type: str) -> int:
+def tile_size(positions: int, vocab: int, device_type: str, compiled: bool = False) -> int:
     """Number of positions whose logits, of `vocab` tokens each, exist at once."""
-    most = max(1, MAX_LOGITS["cpu" if device_type == "cpu" else "gpu"] // vocab)
+    limit = MAX_LOGITS["cpu"]
+    if device_type != "cpu":
+        limit = MAX_LOGITS["gpu, compiled" if compiled else "gpu"]
+    most = max(1, limit // vocab)
     return ceil_div(positions, ceil_div(positions, most))       # of about equal size
 
 
@@ -303,7 +334,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     (V / tp,)."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, targets, grid, loss_factor, tile_loss):
+    def forward(ctx, x, weight, bias, targets, grid, loss_factor, head):
         x = gather_positions(x, grid).wait()
         shape = x.shape
         x, targets = x.flatten(0, 1), by_ranks(targets, grid).flatten()     # (N, C), (N,)
@@ -317,22 +348,26 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             dw = weight.main_grad() if in_main_grad else torch.zeros_like(weight, dtype=wide)
             db = None if bias is None else torch.zeros_like(bias, dtype=wide)
         loss = 0.0
-        size = tile_size(len(x), len(weight), x.device.type)
+        size = tile_size(len(x), len(weight), x.device.type, head.is_compiled)
         memory = x.new_empty(size, len(weight))                             # of all tiles
-        p = None
-        if wide == x.dtype or x.device.type == "cpu":   # (a CPU converts in memory, which is slow)
-            p = memory.to(wide)                                             # in fp32 the same
+        p = None        # Compiled, p is computed twice: that is faster than to write it to memory.
+        if not head.is_compiled:
+            p = memory if wide == x.dtype else torch.empty_like(memory, dtype=wide)
+        first = grid.tp_rank * len(weight)                      # this rank's first token
         for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
             logits = matmul(x_i, weight.t(), out=memory[:len(x_i)])         # (n, V / tp)
             if bias is not None:
                 logits += bias
+            # The columns from here on are padding. (-inf would give NaN where a rank has no other.)
+            logits[:, max(head.vocab_size - first, 0):] = torch.finfo(logits.dtype).min
             p_i = None if p is None else p[:len(x_i)]
-            if p is memory:
-                p_i = logits            # the same object: a compiler handles two views worse
-            loss_i, columns, at_columns = tile_loss(logits, p_i, targets_i, loss_factor)
+            sums = head.tile_sums(logits, p_i, targets_i, first)
+            of_all_ranks = softmax_over_ranks(sums, grid.groups["tp"])
+            loss_i, at_columns = head.tile_loss(logits, p_i, targets_i, sums, of_all_ranks,
+                                                loss_factor)
             loss += loss_i
             if loss_factor is not None:
-                dz = logits.scatter_(1, columns, at_columns.to(logits.dtype))
+                dz = logits.scatter_(1, sums.columns, at_columns.to(logits.dtype))
                 matmul(dz, weight, out=dx_i)
                 add_product(dw, dz, x_i)
                 if bias is not None:
@@ -371,7 +406,8 @@ class VocabParallelHead(TensorParallel):
         super().__init__(head, grid)
         self.norm = head.norm
         self.vocab_size = head.vocab_size
-        self.tile_loss = partial(tile_loss, vocab_size=head.vocab_size, grid=grid)
+        self.tile_sums, self.tile_loss = tile_sums, tile_loss
+        self.is_compiled = False        # whether these two are
         self.set_loss_factor(1.0)
 
     def set_loss_factor(self, loss_factor: float) -> None:
@@ -390,7 +426,7 @@ class VocabParallelHead(TensorParallel):
 
     def loss(self, x, targets, loss_factor):
         return VocabParallelCrossEntropy.apply(x, self.weight, self.bias, targets, self.grid,
-                                               loss_factor, self.tile_loss)
+                                               loss_factor, self)
 
 
 TP_PLAN = {         # which module of model.py becomes what (build_stage)

@@ -471,10 +471,11 @@ def graphs_and_hooks(rank, world, folder):
 
 @pytest.mark.claim("In one process all compiled blocks share one graph, without a break.")
 def test_one_process_has_a_graph_for_all_blocks_and_no_hook_but_the_sum_of_gradients(tmp_path):
-    """Three blocks share one graph; positions, last norm and loss have one each. None breaks."""
+    """Three blocks share one graph. Positions and last norm have one each, the loss has two. None
+    breaks."""
     with own_processes() as fresh:
         graphs, breaks, of_modules, of_parameters = fresh.run(1, graphs_and_hooks, tmp_path)[0]
-    assert graphs == 4 and breaks == {} and of_modules == []
+    assert graphs == 5 and breaks == {} and of_modules == []
     assert of_parameters == {("grad_ready",)}
 
 

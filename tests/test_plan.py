@@ -715,6 +715,8 @@ def test_logits_are_a_tile_in_the_models_type_and_in_16_bits_another_in_fp32(mon
                                   (Grid(dp=1, pp=2, tp=1), "fp32", 0)]:     # not the last stage
         config = plan_config(micro_batch=1, dtype=dtype, tp=grid.tp, pp=grid.pp)
         assert logits_bytes(Stage(cfg, config, grid), on_gpu=False) == expected
+    config = plan_config(micro_batch=1, dtype="bf16", compile=True)
+    assert logits_bytes(Stage(cfg, config, Grid(1, 1, 1)), on_gpu=False) == 2 * 2 ** 16
 
 
 @pytest.mark.slow

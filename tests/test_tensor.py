@@ -18,7 +18,8 @@ from model import IGNORE_INDEX, GPTConfig
 from parallelism.build import Grid, build_stage
 from parallelism.parameters import param_specs
 from parallelism.tensor import (MAX_LOGITS, ColumnParallelLinear, VocabParallelEmbedding,
-                                add_product, tile_loss, tile_size)
+                                add_product, softmax_over_ranks, tile_loss, tile_size,
+                                tile_sums)
 from tests.harness import (CFG, Alive, Passes, assert_close, gridded, in_turn, on_ranks, random_gpt,
                            random_tensor, relative, stage_of, staged, tiles_of, tokens_of, traffic)
 
@@ -70,33 +71,37 @@ def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypat
     assert many - few < 8 * (4 * 384 * 16)
 
 
-@pytest.mark.parametrize("dtype, given", [
-    (torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])    # False: on a GPU
-def test_the_loss_of_a_tile_passes_over_its_logits_few_times(dtype, given):
+@pytest.mark.parametrize("dtype, keeps_p", [
+    (torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])    # False: compiled
+def test_the_loss_of_a_tile_passes_over_its_logits_few_times(dtype, keeps_p):
     """Loss and gradient of 7 positions are those of F.cross_entropy in fp64, to the type's eps.
     Two operations reduce the logits; at most five more read or write all of them, of which two copy
-    a tensor to itself in fp32, which does nothing."""
+    a tensor to itself in fp32, which does nothing. Without p two more make its numbers again."""
     logits, width = random_tensor(7, 384, seed=1).to(dtype), 300
+    logits[:, width:] = torch.finfo(dtype).min
     targets = torch.tensor([0, 1, 299, IGNORE_INDEX, 128, 5, 5])
     exact = logits[:, :width].double().requires_grad_()
     expected_loss = F.cross_entropy(exact, targets, reduction="sum", ignore_index=IGNORE_INDEX)
     (expected_loss / 4).backward()
-    p = None
-    if given:
-        p = logits.to(torch.float32)                    # in fp32 the logits themselves
+    p, most = None, 9
+    if keeps_p:
+        p, most = logits.to(torch.float32), 7           # in fp32 the logits themselves
     with Passes(7, 384) as passes:
-        loss, columns, at_columns = tile_loss(logits, p, targets, torch.tensor(0.25), width,
-                                              Grid(1, 1, 1))
-    logits.scatter_(1, columns, at_columns.to(dtype))
-    assert {"amax", "sum"} < set(passes.names) and len(passes.names) <= 7
+        sums = tile_sums(logits, p, targets, 0)
+        loss, at_columns = tile_loss(logits, p, targets, sums, softmax_over_ranks(sums, None),
+                                     torch.tensor(0.25))
+    logits.scatter_(1, sums.columns, at_columns.to(dtype))
+    assert {"amax", "sum"} < set(passes.names) and len(passes.names) <= most
     assert relative(loss, expected_loss.detach()) < 1e-6
     assert relative(logits, F.pad(exact.grad, (0, 84))) < torch.finfo(dtype).eps
 
 
 def test_logits_are_computed_in_equal_tiles_of_at_most_MAX_LOGITS():
     """A GPU's 2^28 logits hold 5336 positions of GPT-2: four microbatches of 4096 positions are
-    four tiles."""
+    four tiles. Compiled they are two."""
     assert tile_size(4 * 4096, 50304, "cuda") == 4096
+    assert tile_size(4 * 4096, 50304, "cuda", compiled=True) == 8192
+    assert tile_size(4 * 4096, 50304, "cpu", compiled=True) == tile_size(4 * 4096, 50304, "cpu")
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])

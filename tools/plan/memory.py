@@ -78,15 +78,16 @@ def bucket_bytes(stage: Stage) -> int:
 
 def logits_bytes(stage: Stage, on_gpu: bool = True) -> int:
     """The logits that VocabParallelCrossEntropy holds at once, on the last stage: a tile in the
-    type of the activations, and in 16 bits a second one in fp32."""
+    type of the activations, and in 16 bits a second one in fp32, but not with --compile."""
     if not stage.grid.is_last:
         return 0
-    size = stage.config.size
-    if size == 2:
+    config = stage.config
+    size = config.size
+    if size == 2 and not config.compile:
         size += 4
     vocab = stage.cfg.padded_vocab // stage.grid.tp
     device_type = "gpu" if on_gpu else "cpu"
-    return tile_size(stage.positions, vocab, device_type) * vocab * size
+    return tile_size(stage.positions, vocab, device_type, config.compile) * vocab * size
 
 
 def kept_by_mlp(stage: Stage) -> int:
