@@ -30,9 +30,9 @@ the same, and a row of LayerNorm however many rows there are. Random layouts tes
     gradients of parameters       microbatches, replicas, both ends of a         ExactParameters
                                   pipeline; the squares for the norm
 
-Dropout draws a mask for each strip; AdamW's slices end at multiples of 32 (zero.adamw_update). It
-costs float64 gradients, copies of the weights, one strip at a time, and on a CPU all threads but
-one. (Here B computes all gradients and W none, so ZB-H1 gains nothing.)
+Dropout draws a mask for each strip; AdamW's slices end at multiples of 32
+(zero.slices_to_update). It costs float64 gradients, copies of the weights, one strip at a time, and
+on a CPU all threads but one. (Here B computes all gradients and W none, so ZB-H1 gains nothing.)
 """
 import math
 from functools import partial
@@ -53,7 +53,7 @@ from parallelism.sequence import all_positions, by_ranks, sum_over_ranks
 from parallelism.shared_heads import can_cut_heads
 from parallelism.tensor import (VocabParallelCrossEntropy, VocabParallelEmbedding,
                                 VocabParallelHead, local_columns, matmul, tile_size)
-from parallelism.zero import FlatParameters, adamw_update
+from parallelism.zero import FlatParameters, adamw_update, slices_to_update
 
 MOST_STRIPS = 8         # tp must divide it
 
@@ -237,7 +237,8 @@ class ExactParameters(FlatParameters):
 
     def update_shards(self, grads, *arguments):
         for bucket, grad in zip(self.buckets, grads):           # one at a time: a copy less
-            adamw_update([bucket], [grad.to(bucket.shard["master"].dtype)], *arguments)
+            grad = grad.to(bucket.shard["master"].dtype)
+            adamw_update(slices_to_update([bucket], [grad]), *arguments)
 
 
 # ---- A rank ---------------------------------------------------------------------------------

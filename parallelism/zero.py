@@ -29,7 +29,7 @@ sends gradients in fp32, parameters in 16 bits), times (r - 1) / r:
 """
 import math
 from functools import partial
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -70,6 +70,7 @@ class FlatParameters:
         self.in_flight = []             # [(bucket, Work)] of gradients
         self.grads_are_summed = False
         self.grad_factor = 1.0
+        self.slices = None              # what AdamW updates
         for bucket in self.buckets:
             self._allocate(bucket, dtype, master_dtype, device, host)
             self._attach(bucket)
@@ -340,7 +341,8 @@ class FlatParameters:
         for i, bucket in enumerate(self.buckets):
             grad, arrived = copies[i]
             arrived.synchronize()       # queued after the parameters that left from the same row
-            adamw_update([bucket], [grad], updates, lr, beta1, beta2, weight_decay)
+            slices = slices_to_update([bucket], [grad])
+            adamw_update(slices, updates, lr, beta1, beta2, weight_decay)
             data = bucket.shard["data"]
             rounded = grad.view(data.dtype)[:len(data)].copy_(bucket.shard["master"])
             data.copy_(rounded, non_blocking=True)
@@ -349,7 +351,9 @@ class FlatParameters:
                 copies.append(copy_to_host_async(grads[i + 2], rows[i + 2]))
 
     def update_shards(self, grads: list[torch.Tensor], *arguments) -> None:
-        adamw_update(self.buckets, grads, *arguments)
+        if self.slices is None:                 # the same in each step
+            self.slices = slices_to_update(self.buckets, grads)
+        adamw_update(self.slices, *arguments)
 
     def unshard(self, buckets: list[Bucket], prefetch: list[Bucket] = ()) -> None:
         """Make the buckets' parameters whole: gather them, or wait for the all-gather that
@@ -374,29 +378,46 @@ class FlatParameters:
             bucket.data.untyped_storage().resize_(0)
 
 
-def adamw_update(buckets: list[Bucket], grads: list[torch.Tensor], updates: int, lr: float,
-                 beta1: float, beta2: float, weight_decay: float) -> None:
-    """torch's fused AdamW on the parameters in this rank's shards, whose gradients are `grads`. A
-    router's bias takes a step of a fixed size instead."""
+class Slices(NamedTuple):
+    """The parameters in a rank's shards, each a slice of a bucket's tensors."""
+    decaying: list[list]        # tensors of the masters, gradients, first and second moments
+    others: list[list]          # the same of parameters without weight decay
+    router_biases: list[tuple]  # (master, gradient, size of a step)
+
+
+def slices_to_update(buckets: list[Bucket], grads: list[torch.Tensor]) -> Slices:
+    """The slices of these buckets, whose gradients are `grads`. (They end at a multiple of 32, in
+    the padding: the same instructions for each number, wherever a shard or a tensor-parallel part
+    ends.)"""
+    slices = Slices([[], [], [], []], [[], [], [], []], [])
     for bucket, grad in zip(buckets, grads):
+        shard = bucket.shard
         for spec, shard_slice, _ in bucket.shard_ranges:
             if spec.sign_step > 0:
-                step = spec.sign_step * grad[shard_slice].sign()
-                bucket.shard["master"][shard_slice] -= step
-    for decays, decay in ((True, weight_decay), (False, 0.0)):
-        # (Slices end at a multiple of 32, in the padding: the same instructions for each number,
-        # wherever a shard or a tensor-parallel part ends.)
-        parts = [(bucket.shard | dict(grad=grad),
-                  slice(shard_slice.start, ceil_div(shard_slice.stop, 32) * 32))
-                 for bucket, grad in zip(buckets, grads)
-                 for spec, shard_slice, _ in bucket.shard_ranges
-                 if spec.decays == decays and spec.sign_step == 0]
-        tensors = [[shard[name][shard_slice] for shard, shard_slice in parts]
-                   for name in ("master", "grad", "exp_avg", "exp_avg_sq")]
+                master = shard["master"][shard_slice]
+                slices.router_biases.append((master, grad[shard_slice], spec.sign_step))
+                continue
+            end = ceil_div(shard_slice.stop, 32) * 32
+            lists = slices.decaying if spec.decays else slices.others
+            for tensors, whole in zip(lists, (shard["master"], grad, shard["exp_avg"],
+                                              shard["exp_avg_sq"])):
+                tensors.append(whole[shard_slice.start:end])
+    return slices
+
+
+def adamw_update(slices: Slices, updates: int, lr: float, beta1: float, beta2: float,
+                 weight_decay: float) -> None:
+    """torch's fused AdamW. A router's bias takes a step of a fixed size instead."""
+    for bias, grad, step in slices.router_biases:
+        bias -= step * grad.sign()
+    for lists, decay in ((slices.decaying, weight_decay), (slices.others, 0.0)):
+        masters, grads, *moments = lists
+        if not masters:
+            continue
         # adamw adds 1 to each count. (The empty list is amsgrad's.)
-        counts = torch.full((len(parts),), updates - 1.0, device=grads[0].device).unbind()
-        adamw(*tensors, [], list(counts), fused=True, amsgrad=False, maximize=False, lr=lr,
-              beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
+        counts = torch.full((len(masters),), updates - 1.0, device=grads[0].device).unbind()
+        adamw(masters, grads, *moments, [], list(counts), fused=True, amsgrad=False,
+              maximize=False, lr=lr, beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
 
 def gather_before_use(model: GPT, flat: FlatParameters) -> None:
