@@ -146,7 +146,7 @@ def file_order(model_config: GPTConfig, grid: Grid, num_shards: int) -> list[Sca
     order = {}
     for stage in range(grid.pp):
         ranks = grid.ranks[stage].flatten(0, 1)                         # (replica, tp rank)
-        place = at_rank(grid, int(ranks[0, 0]))
+        place = grid.at_rank(int(ranks[0, 0]))
         specs = param_specs(build_stage(model_config, place), model_config, place)
         for bucket in make_buckets(specs, grid.replicas):
             order |= {spec.name: Scattered(spec, []) for spec in bucket.specs
@@ -155,16 +155,11 @@ def file_order(model_config: GPTConfig, grid: Grid, num_shards: int) -> list[Sca
             shard = replica if num_shards > 1 else 0
             buckets = make_buckets(specs, grid.replicas, num_shards, shard)
             for rank in ranks[replica].tolist():
-                place = at_rank(grid, rank)
+                place = grid.at_rank(rank)
                 for _, spec, _, param_slice in owned_slices(buckets, place, num_shards):
                     piece = Piece(rank, spec.part_of(place), param_slice)
                     order[spec.name].pieces.append(piece)
     return list(order.values())
-
-
-def at_rank(grid: Grid, rank: int) -> Grid:
-    """The place of another rank in the same layout."""
-    return Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks, cp=grid.cp, ep=grid.ep)
 
 
 def join_pieces(parameter: Scattered, dtype: torch.dtype, inbox) -> torch.Tensor:

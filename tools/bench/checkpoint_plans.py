@@ -25,7 +25,7 @@ import torch
 
 from base.checkpoint_folder import Entry, FolderTensors, make_table, read_table, write_table
 from base.chunks import chunks
-from checkpoint import STATE, at_rank, owned_slices
+from checkpoint import STATE, owned_slices
 from model import SIZES, GPTConfig
 from models.llama import LlamaConfig
 from parallelism.buckets import Bucket, make_buckets
@@ -87,12 +87,12 @@ def ranks_of(layout: Layout) -> Iterator[tuple]:
     grid = layout.grid
     for stage in range(grid.pp):
         ranks = grid.ranks[stage].flatten(0, 1)                         # (replica, tp rank)
-        place = at_rank(grid, int(ranks[0, 0]))
+        place = grid.at_rank(int(ranks[0, 0]))
         specs = param_specs(build_stage(layout.cfg, place), layout.cfg, place)
         for replica in range(layout.num_shards):
             buckets = make_buckets(specs, grid.replicas, layout.num_shards, replica)
             for rank in ranks[replica].tolist():
-                yield buckets, at_rank(grid, rank)
+                yield buckets, grid.at_rank(rank)
 
 
 def longest_hold(action: Callable) -> tuple:
