@@ -162,16 +162,6 @@ def file_order(model_config: GPTConfig, grid: Grid, num_shards: int) -> list[Sca
     return list(order.values())
 
 
-def join_pieces(parameter: Scattered, dtype: torch.dtype, inbox) -> torch.Tensor:
-    """The full tensor. Its pieces come from `inbox`, which is a checkpoint_writer.Inbox."""
-    spec = parameter.spec
-    parts = torch.empty(spec.num_parts, spec.numel, dtype=dtype)
-    for piece in parameter.pieces:
-        inbox.receive(piece.rank, parts[piece.part, piece.numbers])
-    inbox.wait()
-    return spec.join(parts.view(-1, *spec.local_shape).unbind())
-
-
 @torch.no_grad()
 def restore(state: dict, flat: FlatParameters) -> None:
     """Load this rank's slices of a checkpoint's full tensors into the flat buffers. Takes the

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import checkpoint
 from base.checkpoint_files import what_is_left
 from base.processes import RunError, warn
-from checkpoint import STATE, Scattered, file_order, join_pieces, owned_slices
+from checkpoint import STATE, Scattered, file_order, owned_slices
 from model import GPTConfig
 from parallelism.build import Grid
 from parallelism.collectives import PeerError, comm_errors, on_hosts, to_host
@@ -132,29 +132,27 @@ class Inbox:
         self.copies = copies
         self.grid = grid
         self.tag = tag
-        self.receives = []              # [(operation, Work)] under way
 
     def read(self) -> torch.Tensor:
         """The next full tensor."""
-        return join_pieces(self.expected.popleft(), self.dtype, self)
+        spec, pieces = self.expected.popleft()
+        parts = torch.empty(spec.num_parts, spec.numel, dtype=self.dtype)
+        receives = []                   # [(operation, Work)] under way
+        for rank, part, numbers in pieces:
+            space = parts[part, numbers]
+            if rank == 0:
+                space.copy_(self.copies.popleft())
+                continue
+            operation = f"save, receive from rank {rank}{on_hosts([rank], self.grid.hosts)}"
+            with comm_errors(operation):
+                receive = dist.irecv(space, rank, self.grid.groups["save"], self.tag)
+            receives.append((operation, receive))
+        for operation, receive in receives:
+            with comm_errors(operation):
+                receive.wait()
+        return spec.join(parts.view(-1, *spec.local_shape).unbind())
 
     def discard_rest(self) -> None:
         """Receive what nobody writes: each rank waits until rank 0 has taken all its pieces."""
         while self.expected:
             self.read()
-
-    def receive(self, rank: int, space: torch.Tensor) -> None:
-        """Fill `space` with the next piece of a rank. Until `wait` returns it may be incomplete."""
-        if rank == 0:
-            space.copy_(self.copies.popleft())
-            return
-        operation = f"save, receive from rank {rank}{on_hosts([rank], self.grid.hosts)}"
-        with comm_errors(operation):
-            receive = dist.irecv(space, rank, self.grid.groups["save"], self.tag)
-        self.receives.append((operation, receive))
-
-    def wait(self) -> None:
-        for operation, receive in self.receives:
-            with comm_errors(operation):
-                receive.wait()
-        self.receives = []
