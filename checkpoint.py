@@ -32,7 +32,7 @@ of which every rank writes a part. Two files help: runtime/checkpoint_writer.py 
 rank 0 and writes in a thread, and base/checkpoint_files.py knows disks.
 """
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -162,22 +162,22 @@ def file_order(model_config: GPTConfig, grid: Grid, num_shards: int) -> list[Sca
     return list(order.values())
 
 
-@torch.no_grad()
 def restore(state: dict, flat: FlatParameters) -> None:
     """Load this rank's slices of a checkpoint's full tensors into the flat buffers. Takes the
-    tensors out of `state`. They are memory of the mapped file, of which it reads the slices alone.
-    """
+    tensors out of `state`."""
     for key, flat_name in STATE.items():
-        full = state.pop(key)
-        if isinstance(full, FolderTensors):
-            fill_shards(full, flat, flat_name)
-            continue
-        for bucket in flat.buckets:
-            for spec, shard_slice, param_slice in bucket.shard_ranges:
-                part = spec.cut(full[spec.name], flat.grid)
-                bucket.shard[flat_name][shard_slice].copy_(part.flatten()[param_slice])
+        load_shards(state.pop(key), flat, flat_name)
     flat.sync_params()
     flat.wait_params()
+
+
+def load_shards(tensors: Mapping, flat: FlatParameters, kind: str) -> None:
+    """Load shard[kind] of each bucket from full tensors, of which it reads this rank's slices
+    alone. Every rank calls it. A file's position table may be longer than the model's."""
+    if isinstance(tensors, FolderTensors):
+        fill_shards(tensors, flat, kind)
+    else:
+        flat.load(kind, lambda name, shape: tensors[name][:shape[0]])
 
 
 # ---------------------------------------------------------------------------------------------
