@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import checkpoint
 import train
-from base import checkpoint_files, checkpoint_folder, processes, retries
+from base import checkpoint_files, checkpoint_folder, pieces, processes, retries
 from base.checkpoint_files import list_checkpoints, step_file
 from base.flops import parameter_count
 from base.processes import RunError
@@ -605,7 +605,7 @@ def test_a_save_of_a_folder_adds_a_ranks_own_shards_and_one_chunk(rank, world=4,
     with gridded(rank, world, config.tp, config.pp) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
         checkpoint_folder.make_table([[]], torch.float32)       # it imports DCP
-        own = 4 * sum(where.stop - where.start for _, _, _, where in checkpoint.owned_slices(
+        own = 4 * sum(where.stop - where.start for _, _, _, where in pieces.owned_slices(
             run.flat.buckets, grid, run.flat.num_shards)) * len(checkpoint.STATE)
         gc.collect()
         libc = ctypes.CDLL("libc.so.6")

@@ -25,7 +25,8 @@ import torch
 
 from base.checkpoint_folder import Entry, FolderTensors, make_table, read_table, write_table
 from base.chunks import chunks
-from checkpoint import STATE, owned_slices
+from base.pieces import owned_slices
+from checkpoint import STATE
 from model import SIZES, GPTConfig
 from models.llama import LlamaConfig
 from parallelism.buckets import Bucket, make_buckets
