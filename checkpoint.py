@@ -38,8 +38,8 @@ from pathlib import Path
 
 import torch
 
-from base.checkpoint_files import (flush_folder, link_file, read_state, reading, remove_old,
-                                   step_file, verify, write_file)
+from base.atomic_writes import flush_folder, link_file, write_file
+from base.checkpoint_files import read_state, reading, remove_old, step_file, verify
 from base.checkpoint_folder import FolderTensors, fill_shards, shapes_of
 from base.retries import retry_transient
 from model import GPT, OF_VOCABULARY, GPTConfig

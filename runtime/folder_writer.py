@@ -20,8 +20,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from base.checkpoint_files import (LATEST, flush_folder, remove_old, rename_folder, step_file,
-                                   what_is_left)
+from base.atomic_writes import flush_folder, rename_folder
+from base.checkpoint_files import LATEST, remove_old, step_file, what_is_left
 from base.checkpoint_folder import make_table, part_file, write_part, write_table
 from base.chunks import chunks
 from base.pieces import owned_slices

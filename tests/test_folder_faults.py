@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import checkpoint
 import train
-from base import checkpoint_files, checkpoint_folder, pieces, processes, retries
+from base import atomic_writes, checkpoint_files, checkpoint_folder, pieces, processes, retries
 from base.checkpoint_files import list_checkpoints, step_file
 from base.flops import parameter_count
 from base.processes import RunError
@@ -401,7 +401,7 @@ def test_a_file_system_without_links_has_folders_but_no_latest(tmp_path, capsys)
         assert names_in(tmp_path) == ["step_00000001", "step_00000002"]
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "step_00000002 is whole, but no link" in said
-        with mock.patch.object(checkpoint_files.shutil, "rmtree", side_effect=OSError("stale")):
+        with mock.patch.object(atomic_writes.shutil, "rmtree", side_effect=OSError("stale")):
             assert save(2) is None
         assert "could not be removed: stale" in capsys.readouterr().err
         assert step_of(tmp_path / "latest") == 2

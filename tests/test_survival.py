@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_map_only
 import checkpoint
 import data
 import train
-from base import checkpoint_files, processes, retries
+from base import atomic_writes, checkpoint_files, processes, retries
 from base.flops import parameter_count
 from base.options import Config
 from base.processes import RunError
@@ -395,7 +395,7 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, li
     for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(60)),
                   *(size - rng.randrange(20_000) for _ in range(40))]:      # the zip's directory
         with mock.patch.object(checkpoint, "write_file", write_on_a_full_disk), \
-                mock.patch.object(checkpoint_files, "write_file", write_on_a_full_disk), \
+                mock.patch.object(atomic_writes, "write_file", write_on_a_full_disk), \
                 pytest.raises(OSError, match=f"{full} could not be.*File too large"):
             checkpoint.save(streamed(small_state(2)), tmp_path, keep=2)
         assert names_in(tmp_path) == files, place

@@ -14,7 +14,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from base.checkpoint_files import facts_file, flush_folder, reading, verify, write_file, writing
+from base.atomic_writes import flush_folder, write_file, writing
+from base.checkpoint_files import facts_file, reading, verify
 from base.checkpoint_folder import TABLE, FolderTensors, read_table, shapes_of, write_whole
 from base.commandline import Parser, add_flags, parse_given
 from base.errors import errors_in_one_line

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from base.checkpoint_files import reading, verify, write_file
+from base.atomic_writes import write_file
+from base.checkpoint_files import reading, verify
 from base.commandline import Parser
 from base.errors import WriteFailed, errors_in_one_line, named
 from base.flops import parameter_count
