@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 from base.atomic_writes import remove
-from base.checkpoint_folder import FACTS, TABLE, add_tensors, verify_folder
+from base.checkpoint_folder import FACTS, add_tensors, verify_folder
+from base.dcp_table import TABLE
 from base.processes import warn
 from base.retries import first_cause, retry_transient
 from parallelism.collectives import first_line

@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from base.atomic_writes import flush_folder, rename_folder
 from base.checkpoint_files import LATEST, remove_old, step_file, what_is_left
-from base.checkpoint_folder import make_table, part_file, write_part, write_table
+from base.checkpoint_folder import write_part, write_table
 from base.chunks import chunks
+from base.dcp_table import make_table, part_file
 from base.pieces import owned_slices
 from base.processes import warn
 from base.retries import first_cause

@@ -33,7 +33,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import checkpoint
 import train
-from base import atomic_writes, checkpoint_files, checkpoint_folder, pieces, processes, retries
+from base import (atomic_writes, checkpoint_files, checkpoint_folder, dcp_table, pieces, processes,
+                  retries)
 from base.checkpoint_files import list_checkpoints, step_file
 from base.flops import parameter_count
 from base.processes import RunError
@@ -604,7 +605,7 @@ def test_a_save_of_a_folder_adds_a_ranks_own_shards_and_one_chunk(rank, world=4,
     config = settings(tmp_path, tp=tp, pp=pp, micro_batch=1, zero=zero, checkpoint_format="folder")
     with gridded(rank, world, config.tp, config.pp) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
-        checkpoint_folder.make_table([[]], torch.float32)       # it imports DCP
+        dcp_table.make_table([[]], torch.float32)       # it imports DCP
         own = 4 * sum(where.stop - where.start for _, _, _, where in pieces.owned_slices(
             run.flat.buckets, grid, run.flat.num_shards)) * len(checkpoint.STATE)
         gc.collect()
@@ -618,7 +619,7 @@ def test_a_save_of_a_folder_adds_a_ranks_own_shards_and_one_chunk(rank, world=4,
             time.sleep(0.001)
         assert run.writer.wait() is None
         folder = step_file(tmp_path, 1, "folder")
-        table = checkpoint_folder.read_table(folder)
+        table = dcp_table.read_table(folder)
         part = f"__{rank}_0.distcp"
         mine = [(index, where) for index, where in table.storage_data.items()
                 if where.relative_path == part]

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from base.atomic_writes import flush_folder, write_file, writing
 from base.checkpoint_files import facts_file, reading, verify
-from base.checkpoint_folder import TABLE, FolderTensors, read_table, shapes_of, write_whole
+from base.checkpoint_folder import FolderTensors, shapes_of, write_whole
 from base.commandline import Parser, add_flags, parse_given
+from base.dcp_table import TABLE, read_table
 from base.errors import errors_in_one_line
 from base.options import SHAPE, Config, merge_config
 from checkpoint import FORMAT, KEYS, OPTIONAL, STATE, load, parameter_shapes

@@ -23,8 +23,9 @@ from typing import NamedTuple
 
 import torch
 
-from base.checkpoint_folder import Entry, FolderTensors, make_table, read_table, write_table
+from base.checkpoint_folder import FolderTensors, write_table
 from base.chunks import chunks
+from base.dcp_table import Entry, make_table, read_table
 from base.pieces import owned_slices
 from checkpoint import STATE
 from model import SIZES, GPTConfig
