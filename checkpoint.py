@@ -40,7 +40,7 @@ import torch
 
 from base.atomic_writes import flush_folder, link_file, write_file
 from base.checkpoint_files import read_state, reading, remove_old, step_file, verify
-from base.checkpoint_folder import FolderTensors, fill_shards, shapes_of
+from base.checkpoint_folder import FolderTensors, add_tensors, fill_shards, shapes_of
 from base.retries import retry_transient
 from model import GPT, OF_VOCABULARY, GPTConfig
 from models import make_config
@@ -155,7 +155,9 @@ def load(path: Path) -> dict:
     tensors and plain types. Raises ValueError if another version of this code wrote it.
     """
     with reading(path, "is refused"):
-        state = read_state(path, STATE)
+        state = read_state(path)
+        if path.is_dir():
+            state = add_tensors(state, path, STATE)
         if not isinstance(state, dict) or "format" not in state:
             raise ValueError("it is not a checkpoint of this project")
     if state["format"] != FORMAT:               # not damaged: it must not be passed over

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from base.atomic_writes import remove
-from base.checkpoint_folder import FACTS, add_tensors, verify_folder
+from base.checkpoint_folder import FACTS, verify_folder
 from base.dcp_table import TABLE
 from base.processes import warn
 from base.retries import first_cause, retry_transient
@@ -175,12 +175,10 @@ def what_is_left(out: Path) -> str:
     return f"{out} has no checkpoint yet"
 
 
-def read_state(path: Path, kinds=()) -> dict:
-    """What a checkpoint holds. A folder gives only the tensors of these `kinds`. Errors are those
-    of torch.load."""
+def read_state(path: Path) -> dict:
+    """What a file holds, or the facts of a folder. Errors are those of torch.load."""
     with name_for_torch(facts_file(path)) as name:
-        state = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
-    return add_tensors(state, path, kinds) if path.is_dir() else state
+        return torch.load(name, map_location="cpu", mmap=True, weights_only=True)
 
 
 def read_order(path: Path) -> tuple[int, int] | None:

@@ -176,8 +176,6 @@ def read_chunks(folder: Path, table, plan, targets: Targets) -> None:
 def add_tensors(facts: dict, folder: Path, kinds) -> dict:
     """The state in a folder: its facts, and {name: tensor} for each kind, as a file has them."""
     facts = {key: value for key, value in facts.items() if key != "crcs"}
-    if not kinds:
-        return facts
     table = read_table(folder)
     return facts | {kind: FolderTensors(folder, table, f"{kind}.") for kind in kinds}
 
