@@ -70,14 +70,21 @@ def reading(path: Path, problem: str):
     except (PermissionError, MemoryError):
         raise
     except Exception as error:
-        cause = first_cause(error)
-        # EINVAL or no number: damaged bytes led to an invalid request, such as a seek before 0.
-        if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
+        if (cause := disk_error(error)) is not None:
             raise cause
         reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError):
             reason = "it holds more than tensors and plain types"
         raise CorruptCheckpoint(f"{path} {problem}: {reason}") from error
+
+
+def disk_error(error: Exception) -> OSError | None:
+    """The error of the file system behind an error, or None if the bytes are damaged. These may
+    have led to an invalid request, such as a seek before 0: EINVAL, or no number."""
+    cause = first_cause(error)
+    if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
+        return cause
+    return None
 
 
 def advice(path: Path) -> str:
@@ -187,11 +194,10 @@ def read_order(path: Path) -> tuple[int, int] | None:
         state = read_state(path)
         return state["monitor"].get("rollbacks", 0), state["step"]
     except Exception as error:
-        cause = first_cause(error)
-        if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL, errno.EACCES,
-                                                              errno.ENOENT):
-            raise cause                             # not damage: list_checkpoints tries again
-        return None                                 # `verify` tells of it
+        cause = disk_error(error)
+        if cause is None or cause.errno in (errno.EACCES, errno.ENOENT):
+            return None                             # `verify` tells of it
+        raise cause                                 # not damage: list_checkpoints tries again
 
 
 def remove_old(path: Path, keep: int, named: Container[str]) -> None:
