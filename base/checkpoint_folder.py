@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from base.chunks import chunks
-from base.dcp_table import TABLE, Entry, make_table, part_file, read_table
+from base.dcp_table import TABLE, Entry, part_file, read_table
 from base.processes import all_ranks
 from base.retries import first_cause, retry_transient
 
@@ -78,16 +78,6 @@ def write_table(folder: Path, table: bytes, facts: dict, crcs: list[int]) -> Non
         torch.save(facts | dict(crcs=of_files | {TABLE: zlib.crc32(table)}), file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def write_whole(state: dict, kinds, folder: Path) -> None:
-    """Write a state whose tensors are whole, as one process: a folder with one part."""
-    entries, crc = write_part(folder / part_file(0), (
-        (f"{kind}.{name}", tensor.shape, (0,) * tensor.dim(), tensor)
-        for kind in kinds for name, tensor in state[kind].items()))
-    dtype = next(iter(state[kinds[0]].values())).dtype
-    facts = {key: value for key, value in state.items() if key not in kinds}
-    write_table(folder, make_table([entries], dtype), facts, [crc])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from base.atomic_writes import flush_folder, write_file, writing
 from base.checkpoint_files import facts_file, reading, verify
-from base.checkpoint_folder import FolderTensors, shapes_of, write_whole
+from base.checkpoint_folder import FolderTensors, shapes_of, write_part, write_table
 from base.commandline import Parser, add_flags, parse_given
-from base.dcp_table import TABLE, read_table
+from base.dcp_table import TABLE, make_table, part_file, read_table
 from base.errors import errors_in_one_line
 from base.options import SHAPE, Config, merge_config
 from checkpoint import FORMAT, KEYS, OPTIONAL, STATE, load, parameter_shapes
@@ -101,10 +101,20 @@ def write(state: dict, target: Path) -> None:
         raise ValueError(f"{aside} exists, as a killed process may leave it: remove it")
     with writing(aside, target):
         aside.mkdir()
-        write_whole(state, tuple(STATE), aside)
+        write_one_part(state, aside)
         flush_folder(aside)
         os.rename(aside, target)
         flush_folder(target.absolute().parent)
+
+
+def write_one_part(state: dict, folder: Path) -> None:
+    """Write a state into a folder as a run of one rank does: one part has all tensors."""
+    entries, crc = write_part(folder / part_file(0), (
+        (f"{kind}.{name}", tensor.shape, (0,) * tensor.dim(), tensor)
+        for kind in STATE for name, tensor in state[kind].items()))
+    dtype = next(iter(state["parameters"].values())).dtype
+    facts = {key: value for key, value in state.items() if key not in STATE}
+    write_table(folder, make_table([entries], dtype), facts, [crc])
 
 
 @errors_in_one_line("tools.checkpoint")
