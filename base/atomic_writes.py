@@ -16,19 +16,22 @@ from base.retries import first_cause
 from parallelism.collectives import PeerError, out_of_memory
 
 
-def write_file(content: dict | Path, aside: Path, path: Path) -> None:
-    """Write a state, or copy a file, to the file `aside`. Once it is whole and on the disk, rename
-    it to `path`. Errors are those of `writing`."""
+def write_file(state: dict, aside: Path, path: Path) -> None:
+    """Write a state to the file `aside`. Once it is whole and on the disk, rename it to `path`.
+    Errors are those of `writing`."""
     with writing(aside, path):
-        with open(aside, "wb") as file:
-            if isinstance(content, Path):
-                with open(content, "rb") as source:
-                    shutil.copyfileobj(source, file)
-            else:
-                torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
+        with flushed_file(aside) as file:
+            torch.save(state, file)
         os.replace(aside, path)
+
+
+@contextmanager
+def flushed_file(path: Path):
+    """A new file, which is on the disk when the block ends."""
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager
@@ -52,15 +55,16 @@ def writing(aside: Path, path: Path):
 
 def link_file(path: Path, name: Path) -> None:
     """Give the file `path` a second name, which another file may have had. At each moment the name
-    belongs to a whole file."""
+    belongs to a whole file. Errors are those of `writing`."""
     aside = name.with_name(name.name + ".tmp")
     aside.unlink(missing_ok=True)               # a killed save may have left it
-    with suppress(OSError):
-        os.link(path, aside)
-    if aside.exists():
+    with writing(aside, name):
+        with suppress(OSError):
+            os.link(path, aside)
+        if not aside.exists():                  # the file system has no hard links
+            with open(path, "rb") as file, flushed_file(aside) as copy:
+                shutil.copyfileobj(file, copy)
         os.replace(aside, name)
-    else:                                       # the file system has no hard links
-        write_file(path, aside, name)
 
 
 def rename_folder(aside: Path, path: Path, name: Path) -> None:

@@ -70,7 +70,8 @@ def reading(path: Path, problem: str):
     except (PermissionError, MemoryError):
         raise
     except Exception as error:
-        if (cause := disk_error(error)) is not None:
+        cause = disk_error(error)
+        if cause is not None:
             raise cause
         reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError):

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 
+from base.atomic_writes import flushed_file
 from base.chunks import chunks
 from base.dcp_table import TABLE, Entry, part_file, read_table
 from base.processes import all_ranks
@@ -70,14 +71,10 @@ def write_part(path: Path, named_chunks) -> tuple[list[Entry], int]:
 def write_table(folder: Path, table: bytes, facts: dict, crcs: list[int]) -> None:
     """Write `.metadata` and facts.pt, and flush them to the disk. `crcs`: of the ranks' files."""
     of_files = {part_file(rank): crc for rank, crc in enumerate(crcs)}
-    with open(folder / TABLE, "wb") as file:
+    with flushed_file(folder / TABLE) as file:
         file.write(table)
-        file.flush()
-        os.fsync(file.fileno())
-    with open(folder / FACTS, "wb") as file:
+    with flushed_file(folder / FACTS) as file:
         torch.save(facts | dict(crcs=of_files | {TABLE: zlib.crc32(table)}), file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 # ---------------------------------------------------------------------------------------------

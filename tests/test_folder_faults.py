@@ -381,7 +381,7 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_folder(tmp_path, 
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         size = len(before[file])
         for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(count - 3))]:
-            with mock.patch.object(checkpoint_folder, "open", open_on_a_full_disk, create=True), \
+            with mock.patch.object(atomic_writes, "open", open_on_a_full_disk, create=True), \
                     mock.patch.object(checkpoint_folder.io, "FileIO", Full):
                 reason = save(2)
             assert re.fullmatch(rf"{tmp_path}/step_00000002 could not be written: "
