@@ -40,7 +40,7 @@ import torch
 
 from base.atomic_writes import flush_folder, link_file, write_file
 from base.checkpoint_files import read_state, reading, remove_old, step_file, verify
-from base.checkpoint_folder import FolderTensors, add_tensors, fill_shards, shapes_of
+from base.checkpoint_folder import FolderTensors, add_tensors, shapes_of
 from base.retries import retry_transient
 from model import GPT, OF_VOCABULARY, GPTConfig
 from models import make_config
@@ -118,10 +118,10 @@ def restore(state: dict, flat: FlatParameters) -> None:
 
 
 def load_shards(tensors: Mapping, flat: FlatParameters, kind: str) -> None:
-    """Load shard[kind] of each bucket from full tensors, of which it reads this rank's slices
-    alone. Every rank calls it. A file's position table may be longer than the model's."""
+    """Fill this rank's shard[kind] of each bucket from full tensors, of which it reads no others.
+    Every rank calls it. A file's position table may be longer than the model's."""
     if isinstance(tensors, FolderTensors):
-        fill_shards(tensors, flat, kind)
+        tensors.load_shards(flat, kind)
     else:
         flat.load(kind, lambda name, shape: tensors[name][:shape[0]])
 

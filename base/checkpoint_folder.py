@@ -146,6 +146,17 @@ class FolderTensors(Mapping):
             items += found
         return items
 
+    def load_shards(self, flat, kind: str) -> None:
+        """Fill this rank's shard[kind] of each bucket of a FlatParameters. Every rank calls it. If
+        one cannot read, all raise a RunError."""
+        wanted = []
+        for bucket in flat.buckets:
+            for spec, shard_slice, param_slice in bucket.shard_ranges:
+                numbers = bucket.shard[kind][shard_slice].zero_()       # padding is in no folder
+                wanted += [(spec.name, offsets, chunk)
+                           for offsets, chunk in chunks(spec, flat.grid, numbers, param_slice)]
+        all_ranks(lambda: self.read(wanted), status=1)
+
 
 @retry_transient
 def read_chunks(folder: Path, table, plan, targets: Targets) -> None:
@@ -172,18 +183,6 @@ def shapes_of(tensors: Mapping) -> dict[str, tuple]:
     if isinstance(tensors, FolderTensors):
         tensors = tensors.like
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def fill_shards(tensors: FolderTensors, flat, kind: str) -> None:
-    """Load shard[kind] of each bucket of a zero.FlatParameters. Every rank calls it. If one cannot
-    read, all raise a RunError."""
-    wanted = []
-    for bucket in flat.buckets:
-        for spec, shard_slice, param_slice in bucket.shard_ranges:
-            numbers = bucket.shard[kind][shard_slice].zero_()       # padding is in no folder
-            wanted += [(spec.name, offsets, chunk)
-                       for offsets, chunk in chunks(spec, flat.grid, numbers, param_slice)]
-    all_ranks(lambda: tensors.read(wanted), status=1)
 
 
 def verify_folder(folder: Path, rank: int, world: int) -> None:
