@@ -28,9 +28,9 @@ A file of weights alone has no moments and is for `train.py --init-from`.
 
 First come `plain_save` and `plain_load` for a model in one process, then `restore` in any layout,
 then `save` and `load` of a run. base/checkpoint_folder.py has a format for larger models: a folder,
-of which every rank writes a part. Three files help: base/pieces.py knows which rank has which
+of which every rank writes a part. Other files help: base/pieces.py knows which rank has which
 numbers, runtime/checkpoint_writer.py moves them to rank 0 and writes in a thread, and
-base/checkpoint_files.py knows disks.
+base/atomic_writes.py and base/checkpoint_files.py know disks.
 """
 import os
 from collections.abc import Container, Iterator, Mapping
