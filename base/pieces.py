@@ -43,23 +43,29 @@ def owned_slices(buckets: list[Bucket], grid: Grid, num_shards: int) -> Iterator
                 yield bucket, spec, shard_slice, param_slice
 
 
-def file_order(model_config: GPTConfig, grid: Grid, num_shards: int) -> list[Scattered]:
-    """All parameters of the model, in the order of the file. This is a function of the model and
-    the layout: rank 0 need not ask the other ranks what they hold."""
-    order = {}
+def owners(model_config: GPTConfig, grid: Grid, num_shards: int) -> Iterator[tuple]:
+    """Yields the place and the buckets of each rank that owns numbers, stage by stage."""
     for stage in range(grid.pp):
         ranks = grid.ranks[stage].flatten(0, 1)                         # (replica, tp rank)
         place = grid.at_rank(int(ranks[0, 0]))
         specs = param_specs(build_stage(model_config, place), model_config, place)
-        for bucket in make_buckets(specs, grid.replicas):
-            order |= {spec.name: Scattered(spec, []) for spec in bucket.specs
-                      if not spec.is_tied_copy}
-        for replica in range(max(num_shards, grid.ep)):         # those that own something
+        for replica in range(max(num_shards, grid.ep)):
             shard = replica if num_shards > 1 else 0
             buckets = make_buckets(specs, grid.replicas, num_shards, shard)
             for rank in ranks[replica].tolist():
-                place = grid.at_rank(rank)
-                for _, spec, _, param_slice in owned_slices(buckets, place, num_shards):
-                    piece = Piece(rank, spec.part_of(place), param_slice)
-                    order[spec.name].pieces.append(piece)
+                yield grid.at_rank(rank), buckets
+
+
+def file_order(model_config: GPTConfig, grid: Grid, num_shards: int) -> list[Scattered]:
+    """All parameters of the model, in the order of the file. This is a function of the model and
+    the layout: rank 0 need not ask the other ranks what they hold."""
+    order = {}
+    for place, buckets in owners(model_config, grid, num_shards):
+        for bucket in buckets:
+            for spec in bucket.specs:
+                if spec.name not in order and not spec.is_tied_copy:
+                    order[spec.name] = Scattered(spec, [])
+        for _, spec, _, param_slice in owned_slices(buckets, place, num_shards):
+            piece = Piece(place.rank, spec.part_of(place), param_slice)
+            order[spec.name].pieces.append(piece)
     return list(order.values())
