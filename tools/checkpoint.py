@@ -14,6 +14,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from base.atomic_writes import flush_folder, write_file, writing
 from base.checkpoint_files import facts_file, reading, verify
 from base.checkpoint_folder import FolderTensors, shapes_of, write_part, write_table
@@ -23,6 +25,7 @@ from base.errors import errors_in_one_line
 from base.options import SHAPE, Config, merge_config
 from checkpoint import FORMAT, KEYS, OPTIONAL, STATE, load, parameter_shapes
 from data import TokenDataset
+from model import GPTConfig
 from models import make_config
 from runtime.directory import new_run
 from runtime.streamed_tensors import Streamed
@@ -70,11 +73,15 @@ def weights_of_another_program(folder: Path, given: dict) -> dict:
                 raise ValueError(f"{name} should have shape {size}, not {found[name]}: give the "
                                  f"flags of its model, such as --n-embd")
         parameters = {name: tensors[name] for name in expected}
-    state = {key: {} for key in KEYS} | dict(
+    return state_of_weights(cfg, parameters) | {
+        key: meta[key] for key in ("tokenizer", *OPTIONAL) if key in meta}
+
+
+def state_of_weights(cfg: GPTConfig, parameters: dict[str, torch.Tensor]) -> dict:
+    """A state of weights alone, whose tokenizer is not told yet."""
+    return {key: {} for key in KEYS} | dict(
         format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
-        run=new_run("import"), model=asdict(cfg))
-    state |= {key: meta[key] for key in ("tokenizer", *OPTIONAL) if key in meta}
-    return state | dict(parameters=parameters)
+        run=new_run("import"), model=asdict(cfg), parameters=parameters)
 
 
 def read(source: Path, given: dict) -> dict:
