@@ -119,6 +119,12 @@ def name_for_torch(path: Path):
             yield f"/proc/self/fd/{file.fileno()}"
 
 
+def read_state(path: Path) -> dict:
+    """What a file holds, or the facts of a folder. Errors are those of torch.load."""
+    with name_for_torch(facts_file(path)) as name:
+        return torch.load(name, map_location="cpu", mmap=True, weights_only=True)
+
+
 @retry_transient
 def verify(path: Path, rank: int = 0, world: int = 1) -> None:
     """Read a checkpoint once and compare its bytes with their CRCs: those of the zip, and of a
@@ -181,12 +187,6 @@ def what_is_left(out: Path) -> str:
     if has_some:
         return "earlier checkpoints are untouched"
     return f"{out} has no checkpoint yet"
-
-
-def read_state(path: Path) -> dict:
-    """What a file holds, or the facts of a folder. Errors are those of torch.load."""
-    with name_for_torch(facts_file(path)) as name:
-        return torch.load(name, map_location="cpu", mmap=True, weights_only=True)
 
 
 def read_order(path: Path) -> tuple[int, int] | None:
