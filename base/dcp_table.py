@@ -1,5 +1,5 @@
-"""`.metadata`, the table of torch.distributed.checkpoint (DCP). It says where each chunk of a tensor
-is in a checkpoint that is a folder. checkpoint_folder.py says what else is in the folder.
+"""`.metadata`, the table of torch.distributed.checkpoint (DCP). It says where each chunk of a
+tensor is in a checkpoint that is a folder. checkpoint_folder.py says what else the folder has.
 
 The table is a pickle, and a pickle may run any code: `read_table` knows only the classes of the
 table. Functions import DCP where they need it: importing it takes more than a second.

@@ -35,8 +35,9 @@ class Scattered(NamedTuple):
 
 
 def owned_slices(buckets: list[Bucket], grid: Grid, num_shards: int) -> Iterator[tuple]:
-    """Which numbers a checkpoint takes from the rank of `grid`: (bucket, spec, slice of the bucket's
-    shard, slice of the flattened part). They are the same of a parameter and of its moments."""
+    """Which numbers a checkpoint takes from the rank of `grid`: (bucket, spec, slice of the
+    bucket's shard, slice of the flattened part). They are the same of a parameter and of its
+    moments."""
     for bucket in buckets:
         for spec, shard_slice, param_slice in bucket.shard_ranges:
             if is_owner(spec, grid, num_shards):
