@@ -26,28 +26,25 @@ Reading it runs no code from it.
 
 A file of weights alone has no moments and is for `train.py --init-from`.
 
-First come `plain_save` and `plain_load` for a model in one process, then the pieces of any layout,
+First come `plain_save` and `plain_load` for a model in one process, then `restore` in any layout,
 then `save` and `load` of a run. base/checkpoint_folder.py has a format for larger models: a folder,
-of which every rank writes a part. Two files help: runtime/checkpoint_writer.py moves the pieces to
-rank 0 and writes in a thread, and base/checkpoint_files.py knows disks.
+of which every rank writes a part. Other files help: base/pieces.py knows which rank has which
+numbers, runtime/checkpoint_writer.py moves them to rank 0 and writes in a thread, and
+base/atomic_writes.py and base/checkpoint_files.py know disks.
 """
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from base.checkpoint_files import (flush_folder, link_file, read_state, reading, remove_old,
-                                   step_file, verify, write_file)
-from base.checkpoint_folder import FolderTensors, fill_shards, shapes_of
+from base.atomic_writes import flush_folder, link_file, write_file
+from base.checkpoint_files import read_state, reading, remove_old, step_file, verify
+from base.checkpoint_folder import FolderTensors, add_tensors, shapes_of
 from base.retries import retry_transient
 from model import GPT, OF_VOCABULARY, GPTConfig
 from models import make_config
-from parallelism.buckets import Bucket, is_owner, make_buckets
-from parallelism.build import Grid, build_stage
 from parallelism.kernels import use_kernels
-from parallelism.parameters import ParamSpec, param_specs
 from parallelism.zero import FlatParameters
 
 FORMAT = 7
@@ -107,92 +104,26 @@ def plain_load(model: GPT, optimizer: torch.optim.AdamW, path: Path) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------
-# In any layout: a parameter is cut twice
+# In any layout: each rank reads its slices of the full tensors
 # ---------------------------------------------------------------------------------------------
-#
-#     full tensor                    in the file, under its global name
-#     part 0        | part 1         tensor parallelism: one part for each tp rank; of experts, also
-#                                    for each ep rank (ParamSpec.cut)
-#     piece | piece | piece | piece  ZeRO: a part is flattened, then cut where the shards of its
-#                                    bucket end
 
 
-class Piece(NamedTuple):
-    """What the file takes from one rank of one tensor: part.flatten()[numbers]."""
-    rank: int
-    part: int
-    numbers: slice
-
-
-class Scattered(NamedTuple):
-    """A full tensor as the ranks hold it."""
-    spec: ParamSpec
-    pieces: list[Piece]
-
-
-def owned_slices(buckets: list[Bucket], grid: Grid, num_shards: int) -> Iterator[tuple]:
-    """Which numbers the file takes from the rank of `grid`: (bucket, spec, slice of the bucket's
-    shard, slice of the flattened part). They are the same numbers of each tensor of STATE, and each
-    number of the model has one owner."""
-    for bucket in buckets:
-        for spec, shard_slice, param_slice in bucket.shard_ranges:
-            if is_owner(spec, grid, num_shards):
-                yield bucket, spec, shard_slice, param_slice
-
-
-def file_order(model_config: GPTConfig, grid: Grid, num_shards: int) -> list[Scattered]:
-    """All parameters of the model, in the order of the file. This is a function of the model and
-    the layout: rank 0 need not ask the other ranks what they hold."""
-    order = {}
-    for stage in range(grid.pp):
-        ranks = grid.ranks[stage].flatten(0, 1)                         # (replica, tp rank)
-        place = at_rank(grid, int(ranks[0, 0]))
-        specs = param_specs(build_stage(model_config, place), model_config, place)
-        for bucket in make_buckets(specs, grid.replicas):
-            order |= {spec.name: Scattered(spec, []) for spec in bucket.specs
-                      if not spec.is_tied_copy}
-        for replica in range(max(num_shards, grid.ep)):         # those that own something
-            shard = replica if num_shards > 1 else 0
-            buckets = make_buckets(specs, grid.replicas, num_shards, shard)
-            for rank in ranks[replica].tolist():
-                place = at_rank(grid, rank)
-                for _, spec, _, param_slice in owned_slices(buckets, place, num_shards):
-                    piece = Piece(rank, spec.part_of(place), param_slice)
-                    order[spec.name].pieces.append(piece)
-    return list(order.values())
-
-
-def at_rank(grid: Grid, rank: int) -> Grid:
-    """The place of another rank in the same layout."""
-    return Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks, cp=grid.cp, ep=grid.ep)
-
-
-def join_pieces(parameter: Scattered, dtype: torch.dtype, inbox) -> torch.Tensor:
-    """The full tensor. Its pieces come from `inbox`, which is a checkpoint_writer.Inbox."""
-    spec = parameter.spec
-    parts = torch.empty(spec.num_parts, spec.numel, dtype=dtype)
-    for piece in parameter.pieces:
-        inbox.receive(piece.rank, parts[piece.part, piece.numbers])
-    inbox.wait()
-    return spec.join(parts.view(-1, *spec.local_shape).unbind())
-
-
-@torch.no_grad()
 def restore(state: dict, flat: FlatParameters) -> None:
     """Load this rank's slices of a checkpoint's full tensors into the flat buffers. Takes the
-    tensors out of `state`. They are memory of the mapped file, of which it reads the slices alone.
-    """
+    tensors out of `state`."""
     for key, flat_name in STATE.items():
-        full = state.pop(key)
-        if isinstance(full, FolderTensors):
-            fill_shards(full, flat, flat_name)
-            continue
-        for bucket in flat.buckets:
-            for spec, shard_slice, param_slice in bucket.shard_ranges:
-                part = spec.cut(full[spec.name], flat.grid)
-                bucket.shard[flat_name][shard_slice].copy_(part.flatten()[param_slice])
+        load_shards(state.pop(key), flat, flat_name)
     flat.sync_params()
     flat.wait_params()
+
+
+def load_shards(tensors: Mapping, flat: FlatParameters, kind: str) -> None:
+    """Fill this rank's shard[kind] of each bucket from full tensors, of which it reads no others.
+    Every rank calls it. A file's position table may be longer than the model's."""
+    if isinstance(tensors, FolderTensors):
+        tensors.load_shards(flat, kind)
+    else:
+        flat.load(kind, lambda name, shape: tensors[name][:shape[0]])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -224,7 +155,9 @@ def load(path: Path) -> dict:
     tensors and plain types. Raises ValueError if another version of this code wrote it.
     """
     with reading(path, "is refused"):
-        state = read_state(path, STATE)
+        state = read_state(path)
+        if path.is_dir():
+            state = add_tensors(state, path, STATE)
         if not isinstance(state, dict) or "format" not in state:
             raise ValueError("it is not a checkpoint of this project")
     if state["format"] != FORMAT:               # not damaged: it must not be passed over

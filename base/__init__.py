@@ -6,8 +6,10 @@ Every room above calls it. It calls model.py, the models' tables, amp.py and par
     suggest_model, other_names          what a wrong --model may mean; flags of other trainers
     batch_ramp                          the sizes of batches that grow
     processes, devices                  ranks, and what they compute on
-    checkpoint_files                    the files of checkpoints: find, read, write, remove
-    checkpoint_folder, chunks           a checkpoint as a folder, of which each rank writes a part
+    checkpoint_files                    the files of checkpoints: find, read, remove
+    atomic_writes                       a name belongs to a whole file or folder at each moment
+    pieces, chunks                      which rank gives a checkpoint which numbers
+    checkpoint_folder, dcp_table        a checkpoint as a folder, of which each rank writes a part
     retries                             reading again where a file system fails for a while
     flops                               what a model computes
 

@@ -1,7 +1,6 @@
 """The files of checkpoints: which a directory has, which is the newest, which are removed, and how
-a file is written to and read from a disk that may fail. checkpoint.py says what a file holds, and
-calls this file. So does whoever looks for a checkpoint. A checkpoint may also be a folder
-(checkpoint_folder.py).
+one is read from a disk that may fail. checkpoint.py says what a file holds, and calls this file. So
+does whoever looks for a checkpoint. A checkpoint may also be a folder (checkpoint_folder.py).
 
 Reading fails in three ways, which differ in what to do:
 
@@ -14,7 +13,6 @@ import math
 import os
 import pickle
 import re
-import shutil
 import stat
 import zipfile
 from collections.abc import Container
@@ -23,13 +21,14 @@ from pathlib import Path
 
 import torch
 
-from base.checkpoint_folder import FACTS, TABLE, add_tensors, verify_folder
-from base.errors import WriteFailed, is_failure
+from base.atomic_writes import remove
+from base.checkpoint_folder import FACTS, verify_folder
+from base.dcp_table import TABLE
 from base.processes import warn
 from base.retries import first_cause, retry_transient
-from parallelism.collectives import PeerError, first_line, out_of_memory
+from parallelism.collectives import first_line
 
-# A folder has no suffix. One with ".old" is about to be replaced (`rename_folder`).
+# A folder has no suffix. One with ".old" is about to be replaced (atomic_writes.rename_folder).
 STEP_FILE = re.compile(r"step_(\d{8})(\.pt|\.old)?")
 LATEST = {"file": "latest.pt", "folder": "latest"}      # names of the newest, by format
 # What is not yet whole, or no longer. It is there after a kill.
@@ -48,104 +47,6 @@ def step_file(out: Path, step: int, form: str = "file") -> Path:
 def facts_file(path: Path) -> Path:
     """The file that has a checkpoint's entries other than tensors."""
     return path / FACTS if path.is_dir() else path
-
-
-# ---------------------------------------------------------------------------------------------
-# Writing a file
-# ---------------------------------------------------------------------------------------------
-
-
-def write_file(content: dict | Path, aside: Path, path: Path) -> None:
-    """Write a state, or copy a file, to the file `aside`. Once it is whole and on the disk, rename
-    it to `path`. Errors are those of `writing`."""
-    with writing(aside, path):
-        with open(aside, "wb") as file:
-            if isinstance(content, Path):
-                with open(content, "rb") as source:
-                    shutil.copyfileobj(source, file)
-            else:
-                torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-
-
-@contextmanager
-def writing(aside: Path, path: Path):
-    """The block writes a checkpoint as `aside` and renames it to `path`. If it cannot, remove what
-    it has written. Raises OSError, or PeerError if a rank that sends its pieces is gone, and the
-    allocator's own error if memory is too small."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        if aside.is_dir():
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            aside.unlink(missing_ok=True)
-        cause = first_cause(error)
-        if isinstance(cause, PeerError) or out_of_memory(cause):
-            raise cause
-        status = 1 if is_failure(cause) else 2
-        raise WriteFailed(f"{path} could not be written: {cause}", status) from error
-
-
-def link_file(path: Path, name: Path) -> None:
-    """Give the file `path` a second name, which another file may have had. At each moment the name
-    belongs to a whole file."""
-    aside = name.with_name(name.name + ".tmp")
-    aside.unlink(missing_ok=True)               # a killed save may have left it
-    with suppress(OSError):
-        os.link(path, aside)
-    if aside.exists():
-        os.replace(aside, name)
-    else:                                       # the file system has no hard links
-        write_file(path, aside, name)
-
-
-def rename_folder(aside: Path, path: Path, name: Path) -> None:
-    """Give a folder that is whole its name, and the link `name` to it. A folder that had the name
-    is called .old first, and `list_checkpoints` lists it: at each moment one of the two is there.
-    (`remove_old` removes it.)"""
-    old = path.with_name(path.name + ".old")
-    if path.exists():
-        remove(old)
-        os.rename(path, old)
-    os.rename(aside, path)
-    link = name.with_name(name.name + ".tmp")
-    link.unlink(missing_ok=True)
-    try:
-        if name.is_dir() and not name.is_symlink():     # a copy may have made a folder of the link
-            remove(name)
-        os.symlink(path.name, link)
-        os.replace(link, name)
-    except OSError as error:            # a run needs no link: the folder has its name
-        with suppress(OSError):
-            name.unlink(missing_ok=True)                # of an older folder
-        warn(f"{path} is whole, but no link {name} can be made to it: {error.strerror}")
-    flush_folder(path.parent)
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint, if it is there. A folder loses its name first: half of it is none."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    aside = path.with_name("removed.tmp")
-    if path != aside:
-        remove(aside)                           # a killed process has left it
-        os.rename(path, aside)
-        flush_folder(path.parent)
-    shutil.rmtree(aside)
-
-
-def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk: they too must survive a power failure."""
-    if hasattr(os, "O_DIRECTORY"):              # Windows cannot open a folder to flush it
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -169,14 +70,22 @@ def reading(path: Path, problem: str):
     except (PermissionError, MemoryError):
         raise
     except Exception as error:
-        cause = first_cause(error)
-        # EINVAL or no number: damaged bytes led to an invalid request, such as a seek before 0.
-        if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
+        cause = disk_error(error)
+        if cause is not None:
             raise cause
         reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError):
             reason = "it holds more than tensors and plain types"
         raise CorruptCheckpoint(f"{path} {problem}: {reason}") from error
+
+
+def disk_error(error: Exception) -> OSError | None:
+    """The error of the file system behind an error, or None if the bytes are damaged. These may
+    have led to an invalid request, such as a seek before 0: EINVAL, or no number."""
+    cause = first_cause(error)
+    if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
+        return cause
+    return None
 
 
 def advice(path: Path) -> str:
@@ -208,6 +117,12 @@ def name_for_torch(path: Path):
     except UnicodeEncodeError:
         with open(path, "rb") as file:
             yield f"/proc/self/fd/{file.fileno()}"
+
+
+def read_state(path: Path) -> dict:
+    """What a file holds, or the facts of a folder. Errors are those of torch.load."""
+    with name_for_torch(facts_file(path)) as name:
+        return torch.load(name, map_location="cpu", mmap=True, weights_only=True)
 
 
 @retry_transient
@@ -274,25 +189,16 @@ def what_is_left(out: Path) -> str:
     return f"{out} has no checkpoint yet"
 
 
-def read_state(path: Path, kinds=()) -> dict:
-    """What a checkpoint holds. A folder gives only the tensors of these `kinds`. Errors are those
-    of torch.load."""
-    with name_for_torch(facts_file(path)) as name:
-        state = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
-    return add_tensors(state, path, kinds) if path.is_dir() else state
-
-
 def read_order(path: Path) -> tuple[int, int] | None:
     """(rollbacks of the run so far, step) of a checkpoint, or None if it cannot be read."""
     try:
         state = read_state(path)
         return state["monitor"].get("rollbacks", 0), state["step"]
     except Exception as error:
-        cause = first_cause(error)
-        if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL, errno.EACCES,
-                                                              errno.ENOENT):
-            raise cause                             # not damage: list_checkpoints tries again
-        return None                                 # `verify` tells of it
+        cause = disk_error(error)
+        if cause is None or cause.errno in (errno.EACCES, errno.ENOENT):
+            return None                             # `verify` tells of it
+        raise cause                                 # not damage: list_checkpoints tries again
 
 
 def remove_old(path: Path, keep: int, named: Container[str]) -> None:

@@ -2,7 +2,7 @@
 runtime/folder_writer.py call it.
 
 A chunk is a box of a full tensor (a rectangle, if it is a matrix), at the global `offsets`. A rank
-holds a range of the flattened part of a parameter (checkpoint.owned_slices), which is no box. So it
+holds a range of the flattened part of a parameter (pieces.owned_slices), which is no box. So it
 is cut into few: the end of a row, whole rows, the beginning of a row.
 """
 import math

@@ -59,6 +59,11 @@ class Grid(parallel.Grid):
         self.hosts = ["this machine"] * self.world
         self.exact = None
 
+    def at_rank(self, rank: int) -> "Grid":
+        """The place of another rank in the same layout, without groups."""
+        return Grid(self.dp, self.pp, self.tp, rank, cp=self.cp, ep=self.ep, chunks=self.chunks,
+                    sequence_parallel=self.sequence_parallel)
+
     def all_groups(self, kind: str) -> list[list[int]]:
         """The ranks of each group of a kind (tp, replicas, same_experts, embedding), also of those
         without this rank."""
@@ -186,7 +191,7 @@ def stage_specs(model_config: GPTConfig, tp: int, ep: int, is_first: bool,
     pp = 1 + (not is_first) + (not is_last)         # a stage before it, and one behind it
     grid = Grid(ep, pp, tp, ep=ep)
     if not is_first:
-        grid = Grid(ep, pp, tp, int(grid.ranks[1, 0, 0, 0]), ep=ep)
+        grid = grid.at_rank(int(grid.ranks[1, 0, 0, 0]))
     model_config = replace(model_config, n_layer=pp)
     return param_specs(build_stage(model_config, grid), model_config, grid)
 

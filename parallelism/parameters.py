@@ -3,8 +3,8 @@
     full parameter      under its global name, as in a checkpoint
     this rank's part    ParamSpec.cut, by tensor parallelism (TP1) and, of experts, --ep
 
-zero.py moves the parts into flat buffers. checkpoint.py and full_tensors.py join those of all
-ranks.
+zero.py moves the parts into flat buffers. checkpoint_writer.py and full_tensors.py join those of
+all ranks.
 """
 import math
 from collections.abc import Iterator
@@ -121,7 +121,7 @@ TIED = {"head.weight": "embed.token.weight"}    # one matrix: its name in the he
 
 def param_specs(model: GPT, model_config: GPTConfig, grid) -> list[ParamSpec]:
     """The parameters of a stage (build.build_stage). They depend on the stage alone, so any rank
-    can compute the layout of another one (`checkpoint.file_order`)."""
+    can compute the layout of another one (`pieces.file_order`)."""
     specs = {}
     tied = TIED if model_config.tied else {}
     for module_name, module in model.named_modules():

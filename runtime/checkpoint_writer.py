@@ -1,5 +1,6 @@
 """Checkpoints are written while training goes on. train.Run builds a `Writer`, run_state.save calls
-it. checkpoint.py says what a file holds, and which pieces of a tensor come from which rank.
+it. checkpoint.py says what a file holds, and base/pieces.py which pieces of a tensor come from
+which rank.
 
 Training waits only while each rank copies its own pieces to host memory. Then a thread of each rank
 sends them to rank 0, and a thread there joins them and writes the file, while the next steps run.
@@ -25,8 +26,9 @@ import torch.distributed as dist
 
 import checkpoint
 from base.checkpoint_files import what_is_left
+from base.pieces import Scattered, file_order, owned_slices
 from base.processes import RunError, warn
-from checkpoint import STATE, Scattered, file_order, join_pieces, owned_slices
+from checkpoint import STATE
 from model import GPTConfig
 from parallelism.build import Grid
 from parallelism.collectives import PeerError, comm_errors, on_hosts, to_host
@@ -132,29 +134,27 @@ class Inbox:
         self.copies = copies
         self.grid = grid
         self.tag = tag
-        self.receives = []              # [(operation, Work)] under way
 
     def read(self) -> torch.Tensor:
         """The next full tensor."""
-        return join_pieces(self.expected.popleft(), self.dtype, self)
+        spec, pieces = self.expected.popleft()
+        parts = torch.empty(spec.num_parts, spec.numel, dtype=self.dtype)
+        receives = []                   # [(operation, Work)] under way
+        for rank, part, numbers in pieces:
+            space = parts[part, numbers]
+            if rank == 0:
+                space.copy_(self.copies.popleft())
+                continue
+            operation = f"save, receive from rank {rank}{on_hosts([rank], self.grid.hosts)}"
+            with comm_errors(operation):
+                receive = dist.irecv(space, rank, self.grid.groups["save"], self.tag)
+            receives.append((operation, receive))
+        for operation, receive in receives:
+            with comm_errors(operation):
+                receive.wait()
+        return spec.join(parts.view(-1, *spec.local_shape).unbind())
 
     def discard_rest(self) -> None:
         """Receive what nobody writes: each rank waits until rank 0 has taken all its pieces."""
         while self.expected:
             self.read()
-
-    def receive(self, rank: int, space: torch.Tensor) -> None:
-        """Fill `space` with the next piece of a rank. Until `wait` returns it may be incomplete."""
-        if rank == 0:
-            space.copy_(self.copies.popleft())
-            return
-        operation = f"save, receive from rank {rank}{on_hosts([rank], self.grid.hosts)}"
-        with comm_errors(operation):
-            receive = dist.irecv(space, rank, self.grid.groups["save"], self.tag)
-        self.receives.append((operation, receive))
-
-    def wait(self) -> None:
-        for operation, receive in self.receives:
-            with comm_errors(operation):
-                receive.wait()
-        self.receives = []

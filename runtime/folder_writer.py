@@ -20,13 +20,15 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from base.checkpoint_files import (LATEST, flush_folder, remove_old, rename_folder, step_file,
-                                   what_is_left)
-from base.checkpoint_folder import make_table, part_file, write_part, write_table
+from base.atomic_writes import flush_folder, rename_folder
+from base.checkpoint_files import LATEST, remove_old, step_file, what_is_left
+from base.checkpoint_folder import write_part, write_table
 from base.chunks import chunks
+from base.dcp_table import make_table, part_file
+from base.pieces import owned_slices
 from base.processes import warn
 from base.retries import first_cause
-from checkpoint import STATE, owned_slices
+from checkpoint import STATE
 from parallelism.buckets import Bucket
 from parallelism.build import Grid
 from parallelism.collectives import PeerError, comm_errors, first_line, on_hosts, out_of_memory

@@ -56,7 +56,7 @@ def check_memory(model_config: GPTConfig, grid: Grid, config, dtypes: tuple, dev
     limits = []                         # (bytes by kind, bytes available, what to add)
     on_machine = Counter()
     for rank in range(local_world):
-        place = Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks, cp=grid.cp, ep=grid.ep)
+        place = grid.at_rank(rank)
         buckets = rank_buckets(model_config, place, config.zero)
         _, longest = rank_parameters(buckets)
         on_device, on_host = state_bytes(buckets, dtypes, config.zero,

@@ -12,10 +12,8 @@ from typing import Callable, NamedTuple
 import checkpoint
 from amp import LossScaler, make_scaler
 from base.checkpoint_files import step_file
-from base.checkpoint_folder import FolderTensors, fill_shards
 from base.options import Config
 from base.processes import all_ranks, on_rank0
-from parallelism.zero import FlatParameters
 from runtime.console import note_slow_disk
 from runtime.directory import latest_valid, load_state
 from runtime.divergence import DivergenceMonitor
@@ -58,16 +56,7 @@ def initial_weights(config: Config) -> Callable | None:
     if config.init_from is None:
         return None
     weights = all_ranks(lambda: load_state(config.init_from))["parameters"]
-
-    def part_of(spec, grid):            # the file's position table may be longer
-        return spec.cut(weights[spec.name][:spec.shape[0]], grid)
-
-    def load_weights(flat: FlatParameters) -> None:
-        if isinstance(weights, FolderTensors):
-            fill_shards(weights, flat, "master")
-        else:
-            flat.load_parts("master", lambda spec: part_of(spec, flat.grid))
-    return load_weights
+    return lambda flat: checkpoint.load_shards(weights, flat, "master")
 
 
 def go_back(run, find: Callable) -> None:

@@ -70,7 +70,7 @@ import data
 import parallel
 import sample
 import train
-from base import processes
+from base import pieces, processes
 from base.options import Config
 from corpus import compressed, downloads, encode, formats, inputs, program
 from corpus.mixtures import Mixture, Source
@@ -392,7 +392,7 @@ def gather_full_state(flat, cfg, grid, names):
     copies = checkpoint_writer.copy_pieces(flat, names, 60)
     if grid.rank > 0:
         return checkpoint_writer.send_pieces(copies, grid, 0)
-    order = checkpoint.file_order(cfg, grid, flat.num_shards)
+    order = pieces.file_order(cfg, grid, flat.num_shards)
     inbox = checkpoint_writer.Inbox(order, copies[0].dtype, copies, grid, 0)
     return {name: {spec.name: inbox.read() for spec, _ in order} for name in names}
 

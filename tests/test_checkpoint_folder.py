@@ -24,10 +24,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import checkpoint
-from base import checkpoint_files, checkpoint_folder
+from base import checkpoint_files, checkpoint_folder, dcp_table
 from base.checkpoint_files import CorruptCheckpoint, step_file
-from base.checkpoint_folder import Entry, read_table
 from base.chunks import chunks
+from base.dcp_table import Entry, read_table
 from models.llama import FAMILIES, LlamaConfig
 from models.moe import MoEConfig
 from parallelism.parameters import ParamSpec
@@ -92,20 +92,20 @@ def test_the_table_of_many_ranks_is_short_and_lets_other_threads_run(monkeypatch
     pickled, the interpreter's lock is free after each piece."""
     pieces = []
 
-    class Watched(checkpoint_folder.Table):
+    class Watched(dcp_table.Table):
         def write(self, piece):
             pieces.append(len(piece))
             super().write(piece)
-    monkeypatch.setattr(checkpoint_folder, "Table", Watched)
+    monkeypatch.setattr(dcp_table, "Table", Watched)
     names = [f"{kind}.blocks.{layer}.attn.qkv.weight" for kind in checkpoint.STATE
              for layer in range(50)]
     parts = [pickle.loads(pickle.dumps([
         Entry(name, (9000, 512), (9 * rank, 0), (9, 512), 20_000 * number, 20_000)
         for number, name in enumerate(names)])) for rank in range(200)]
-    table = checkpoint_folder.make_table(parts, torch.float32)
+    table = dcp_table.make_table(parts, torch.float32)
     assert len(table) < 90 * 200 * len(names) and max(pieces) < 1e5 < sum(pieces) == len(table)
     (tmp_path / ".metadata").write_bytes(table)
-    read = checkpoint_folder.read_table(tmp_path)
+    read = dcp_table.read_table(tmp_path)
     for rank in (0, 199):
         first, *others = (read.state_dict_metadata[name].chunks[rank] for name in names)
         assert first.offsets == (9 * rank, 0) and first.sizes == (9, 512)
@@ -232,9 +232,9 @@ def test_a_table_that_lacks_a_chunk_is_refused(tmp_path):
     """No number of a tensor stays as it was in memory."""
     full = torch.arange(8.0).view(4, 2)
     halves = [("parameters.x", full.shape, (row, 0), full[row:row + 2]) for row in (0, 2)]
-    entries, _ = checkpoint_folder.write_part(tmp_path / checkpoint_folder.part_file(0), halves)
+    entries, _ = checkpoint_folder.write_part(tmp_path / dcp_table.part_file(0), halves)
     for count in (2, 1):
-        table = checkpoint_folder.make_table([entries[:count]], torch.float32)
+        table = dcp_table.make_table([entries[:count]], torch.float32)
         (tmp_path / ".metadata").write_bytes(table)
         tensors = checkpoint_folder.FolderTensors(tmp_path, read_table(tmp_path), "parameters.")
         if count == 2:

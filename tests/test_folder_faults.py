@@ -33,7 +33,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import checkpoint
 import train
-from base import checkpoint_files, checkpoint_folder, processes, retries
+from base import (atomic_writes, checkpoint_files, checkpoint_folder, dcp_table, pieces, processes,
+                  retries)
 from base.checkpoint_files import list_checkpoints, step_file
 from base.flops import parameter_count
 from base.processes import RunError
@@ -380,7 +381,7 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_folder(tmp_path, 
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         size = len(before[file])
         for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(count - 3))]:
-            with mock.patch.object(checkpoint_folder, "open", open_on_a_full_disk, create=True), \
+            with mock.patch.object(atomic_writes, "open", open_on_a_full_disk, create=True), \
                     mock.patch.object(checkpoint_folder.io, "FileIO", Full):
                 reason = save(2)
             assert re.fullmatch(rf"{tmp_path}/step_00000002 could not be written: "
@@ -401,7 +402,7 @@ def test_a_file_system_without_links_has_folders_but_no_latest(tmp_path, capsys)
         assert names_in(tmp_path) == ["step_00000001", "step_00000002"]
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "step_00000002 is whole, but no link" in said
-        with mock.patch.object(checkpoint_files.shutil, "rmtree", side_effect=OSError("stale")):
+        with mock.patch.object(atomic_writes.shutil, "rmtree", side_effect=OSError("stale")):
             assert save(2) is None
         assert "could not be removed: stale" in capsys.readouterr().err
         assert step_of(tmp_path / "latest") == 2
@@ -604,8 +605,8 @@ def test_a_save_of_a_folder_adds_a_ranks_own_shards_and_one_chunk(rank, world=4,
     config = settings(tmp_path, tp=tp, pp=pp, micro_batch=1, zero=zero, checkpoint_format="folder")
     with gridded(rank, world, config.tp, config.pp) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
-        checkpoint_folder.make_table([[]], torch.float32)       # it imports DCP
-        own = 4 * sum(where.stop - where.start for _, _, _, where in checkpoint.owned_slices(
+        dcp_table.make_table([[]], torch.float32)       # it imports DCP
+        own = 4 * sum(where.stop - where.start for _, _, _, where in pieces.owned_slices(
             run.flat.buckets, grid, run.flat.num_shards)) * len(checkpoint.STATE)
         gc.collect()
         libc = ctypes.CDLL("libc.so.6")
@@ -618,7 +619,7 @@ def test_a_save_of_a_folder_adds_a_ranks_own_shards_and_one_chunk(rank, world=4,
             time.sleep(0.001)
         assert run.writer.wait() is None
         folder = step_file(tmp_path, 1, "folder")
-        table = checkpoint_folder.read_table(folder)
+        table = dcp_table.read_table(folder)
         part = f"__{rank}_0.distcp"
         mine = [(index, where) for index, where in table.storage_data.items()
                 if where.relative_path == part]

@@ -27,6 +27,7 @@ import time
 import zipfile
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -387,15 +388,15 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, li
     files = ["latest.pt", "step_00000001.pt"]
     if not links:
         files.append("step_00000002.pt")
-    write = checkpoint.write_file
 
-    def write_on_a_full_disk(state, aside, path):
-        with no_file_above(place) if path.name == full else nullcontext():
-            write(state, aside, path)
+    def on_a_full_disk(write, *args):           # the last is the file
+        with no_file_above(place) if args[-1].name == full else nullcontext():
+            write(*args)
+    write_file = partial(on_a_full_disk, checkpoint.write_file)
+    link_file = partial(on_a_full_disk, checkpoint.link_file)
     for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(60)),
                   *(size - rng.randrange(20_000) for _ in range(40))]:      # the zip's directory
-        with mock.patch.object(checkpoint, "write_file", write_on_a_full_disk), \
-                mock.patch.object(checkpoint_files, "write_file", write_on_a_full_disk), \
+        with mock.patch.multiple(checkpoint, write_file=write_file, link_file=link_file), \
                 pytest.raises(OSError, match=f"{full} could not be.*File too large"):
             checkpoint.save(streamed(small_state(2)), tmp_path, keep=2)
         assert names_in(tmp_path) == files, place

@@ -14,13 +14,18 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from base.checkpoint_files import facts_file, flush_folder, reading, verify, write_file, writing
-from base.checkpoint_folder import TABLE, FolderTensors, read_table, shapes_of, write_whole
+import torch
+
+from base.atomic_writes import flush_folder, write_file, writing
+from base.checkpoint_files import facts_file, reading, verify
+from base.checkpoint_folder import FolderTensors, shapes_of, write_part, write_table
 from base.commandline import Parser, add_flags, parse_given
+from base.dcp_table import TABLE, make_table, part_file, read_table
 from base.errors import errors_in_one_line
 from base.options import SHAPE, Config, merge_config
 from checkpoint import FORMAT, KEYS, OPTIONAL, STATE, load, parameter_shapes
 from data import TokenDataset
+from model import GPTConfig
 from models import make_config
 from runtime.directory import new_run
 from runtime.streamed_tensors import Streamed
@@ -68,11 +73,15 @@ def weights_of_another_program(folder: Path, given: dict) -> dict:
                 raise ValueError(f"{name} should have shape {size}, not {found[name]}: give the "
                                  f"flags of its model, such as --n-embd")
         parameters = {name: tensors[name] for name in expected}
-    state = {key: {} for key in KEYS} | dict(
+    return state_of_weights(cfg, parameters) | {
+        key: meta[key] for key in ("tokenizer", *OPTIONAL) if key in meta}
+
+
+def state_of_weights(cfg: GPTConfig, parameters: dict[str, torch.Tensor]) -> dict:
+    """A state of weights alone, whose tokenizer is not told yet."""
+    return {key: {} for key in KEYS} | dict(
         format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
-        run=new_run("import"), model=asdict(cfg))
-    state |= {key: meta[key] for key in ("tokenizer", *OPTIONAL) if key in meta}
-    return state | dict(parameters=parameters)
+        run=new_run("import"), model=asdict(cfg), parameters=parameters)
 
 
 def read(source: Path, given: dict) -> dict:
@@ -99,10 +108,20 @@ def write(state: dict, target: Path) -> None:
         raise ValueError(f"{aside} exists, as a killed process may leave it: remove it")
     with writing(aside, target):
         aside.mkdir()
-        write_whole(state, tuple(STATE), aside)
+        write_one_part(state, aside)
         flush_folder(aside)
         os.rename(aside, target)
         flush_folder(target.absolute().parent)
+
+
+def write_one_part(state: dict, folder: Path) -> None:
+    """Write a state into a folder as a run of one rank does: one part has all tensors."""
+    entries, crc = write_part(folder / part_file(0), (
+        (f"{kind}.{name}", tensor.shape, (0,) * tensor.dim(), tensor)
+        for kind in STATE for name, tensor in state[kind].items()))
+    dtype = next(iter(state["parameters"].values())).dtype
+    facts = {key: value for key, value in state.items() if key not in STATE}
+    write_table(folder, make_table([entries], dtype), facts, [crc])
 
 
 @errors_in_one_line("tools.checkpoint")

@@ -17,16 +17,16 @@ import shlex
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from base.checkpoint_files import reading, verify, write_file
+from base.atomic_writes import write_file
+from base.checkpoint_files import reading, verify
 from base.commandline import Parser
 from base.errors import WriteFailed, errors_in_one_line, named
 from base.flops import parameter_count
-from checkpoint import FORMAT, KEYS, load, parameter_shapes
+from checkpoint import load, parameter_shapes
 from corpus.bpe import find_merges
 from corpus.byte_level_tokenizers import characters_of_bytes
 from corpus.formats import EOT
@@ -36,7 +36,7 @@ from corpus.tokenizers import file_name, get_tokenizer, is_of_file, name_of, rea
 from corpus.vocab_and_merges import PAIR, has_pair
 from model import GPTConfig
 from models import make_config
-from runtime.directory import new_run
+from tools.checkpoint import state_of_weights
 from tools.hub import IS_ADAPTER, check_source, fetch, note, tensor_readers, weight_files
 from tools.huggingface_families import BUFFERS, Family
 from tools.huggingface_formats import (config_json, family_of, kind_of, model_config, their_names,
@@ -91,9 +91,7 @@ def import_model(source: str, file: Path) -> None:
     tell_keys(config, folder)
     parameters = read_parameters(folder, family_of(kind_of(config), cfg), cfg)
     tokenizer, path = find_tokenizer(folder, config)
-    state = {key: {} for key in KEYS} | dict(
-        format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
-        run=new_run("import"), model=asdict(cfg), tokenizer=tokenizer, parameters=parameters)
+    state = state_of_weights(cfg, parameters) | dict(tokenizer=tokenizer)
     if path is not None:
         state["tokenizer_file"] = read_file(path)
     if path is not None or tokenizer in ("gpt2", "bytes"):

@@ -15,7 +15,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
@@ -23,14 +23,15 @@ from typing import NamedTuple
 
 import torch
 
-from base.checkpoint_folder import Entry, FolderTensors, make_table, read_table, write_table
+from base.checkpoint_folder import FolderTensors, write_table
 from base.chunks import chunks
-from checkpoint import STATE, at_rank, owned_slices
+from base.dcp_table import Entry, make_table, read_table
+from base.pieces import owned_slices, owners
+from checkpoint import STATE
 from model import SIZES, GPTConfig
 from models.llama import LlamaConfig
-from parallelism.buckets import Bucket, make_buckets
-from parallelism.build import Grid, build_stage
-from parallelism.parameters import param_specs
+from parallelism.buckets import Bucket
+from parallelism.build import Grid
 from runtime.folder_writer import chunks_of
 from tools.bench.peak_memory import resident
 from tools.markdown_tables import table
@@ -82,19 +83,6 @@ def entries_of(buckets: list[Bucket], grid: Grid, num_shards: int) -> list[Entry
     return entries
 
 
-def ranks_of(layout: Layout) -> Iterator[tuple]:
-    """Yields the buckets and the place of each rank that writes, stage by stage."""
-    grid = layout.grid
-    for stage in range(grid.pp):
-        ranks = grid.ranks[stage].flatten(0, 1)                         # (replica, tp rank)
-        place = at_rank(grid, int(ranks[0, 0]))
-        specs = param_specs(build_stage(layout.cfg, place), layout.cfg, place)
-        for replica in range(layout.num_shards):
-            buckets = make_buckets(specs, grid.replicas, layout.num_shards, replica)
-            for rank in ranks[replica].tolist():
-                yield buckets, at_rank(grid, rank)
-
-
 def longest_hold(action: Callable) -> tuple:
     """(the result of action(), for how many seconds of this process at most another thread could
     not run, which is ready every millisecond)"""
@@ -124,7 +112,7 @@ def peak() -> int:
 def save(layout: Layout, folder: Path) -> dict:
     """The first save, in a fresh process: {what: value}."""
     parts, seconds, longest = [[] for _ in range(layout.grid.world)], [], 0
-    for buckets, grid in ranks_of(layout):
+    for grid, buckets in owners(layout.cfg, layout.grid, layout.num_shards):
         start = time.process_time()
         entries = entries_of(buckets, grid, layout.num_shards)
         seconds.append(time.process_time() - start)
@@ -157,7 +145,7 @@ def save(layout: Layout, folder: Path) -> dict:
 def load(layout: Layout, folder: Path) -> dict:
     """What a rank of the same layout reads before it reads numbers, in a fresh process."""
     make_table([[]], torch.float32)                 # imports what it needs
-    buckets, grid = next(ranks_of(layout))
+    grid, buckets = next(owners(layout.cfg, layout.grid, layout.num_shards))
     start = time.process_time()
     metadata = read_table(folder)
     read = time.process_time() - start
