@@ -17,9 +17,8 @@ for speed, but buckets overlap communication with backward. Read it, run it, cha
     6. Expert parallelism       the experts are divided        --mixture --ep
     7. All together             one step, and the program
 
-parallelism/ has the versions that train.py runs. They are faster and need less memory. tensor.py,
-pipeline.py, zero.py, context.py and experts.py there begin with a table of what they add to the
-plain form.
+parallelism/ has the versions that train.py runs. They are faster and need less memory. Most begin
+with a table of what they add to the plain form.
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V vocabulary.
 """
@@ -59,15 +58,11 @@ from model import GPT, GPTConfig, ceil_div
 
 
 GROUPS = ("tp", "cp", "replicas", "ep", "same_experts", "pp", "world", "embedding")
-# Grid.members says which ranks they have.
 
 
 class Grid:
     """The layout, this rank's place in it, and its process groups (None for a group of one). With
     `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers.
-
-    `ranks` has the shape (pp, dp, cp, tp), from what sends least to what sends most: a machine has
-    consecutive ranks, and the boundary of two stages is the cheapest cut between machines.
 
     A replica is a full copy of the model, on pp x tp ranks. There are dp x cp replicas: dp cuts the
     rows of the batch, and cp cuts their positions. With cp 2 each replica of the drawing becomes
