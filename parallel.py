@@ -126,10 +126,12 @@ def make_groups(grid: Grid) -> None:
 
 
 def all_reduce(x: torch.Tensor, group) -> torch.Tensor:
-    """Sum x over the ranks of a group, in place."""
-    if group is not None:
-        dist.all_reduce(x, group=group)
-    return x
+    """The sum of x over the ranks of a group."""
+    if group is None:
+        return x
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def reduce_scatter(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
@@ -152,31 +154,21 @@ def all_gather(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
     return torch.cat(slices, dim)
 
 
-# The backward of an all-gather is a reduce-scatter. Every rank uses this rank's slice for work of
-# its own, so the gradient of the slice is the sum of the gradients of all ranks. The backward of a
-# reduce-scatter is an all-gather.
+class Conjugate(torch.autograd.Function):
+    """A collective in forward. In backward its conjugate computes the gradient of x.
 
-
-class AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
+    The conjugate of an all-gather is a reduce-scatter. Every rank uses this rank's slice for work
+    of its own, so the gradient of the slice is the sum of the gradients of all ranks. The conjugate
+    of a reduce-scatter is an all-gather."""
 
     @staticmethod
-    def backward(ctx, dy):
-        return reduce_scatter(dy, ctx.group, ctx.dim), None, None
-
-
-class ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
-        return reduce_scatter(x, group, dim)
+    def forward(ctx, x, collective, conjugate, group):
+        ctx.conjugate, ctx.group = conjugate, group
+        return collective(x, group)
 
     @staticmethod
     def backward(ctx, dy):
-        return all_gather(dy, ctx.group, ctx.dim), None, None
+        return ctx.conjugate(dy, ctx.group), None, None, None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -201,31 +193,6 @@ class ReduceScatter(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------
 
 
-class CopyToRanks(torch.autograd.Function):
-    """f: every rank of the group uses x."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x
-
-    @staticmethod
-    def backward(ctx, dy):
-        return all_reduce(dy.clone(), ctx.group), None
-
-
-class ReduceFromRanks(torch.autograd.Function):
-    """g: the sum of the group's x."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        return all_reduce(x.clone(), group)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None
-
-
 # Sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f (bias,
 # residual addition, LayerNorm) all tp ranks do the same work on the same activations. Instead, let
 # each hold some positions there. For two ranks and positions 0 to 3:
@@ -243,18 +210,26 @@ class ReduceFromRanks(torch.autograd.Function):
 # In train.py: parallelism/sequence.py.
 
 
+gather_positions = partial(all_gather, dim=1)           # (B, T / tp, C) -> (B, T, C)
+scatter_positions = partial(reduce_scatter, dim=1)      # (B, T, C) -> (B, T / tp, C)
+
+
+def identity(x: torch.Tensor, group) -> torch.Tensor:
+    return x
+
+
 def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The input of a matrix cut by columns, at all positions. Backward sums the gradient."""
+    """The input of a matrix that is cut by columns, at all positions."""
     if grid.sequence_parallel:
-        return AllGather.apply(x, grid.groups["tp"], 1)             # (B, T / tp, C) -> (B, T, C)
-    return CopyToRanks.apply(x, grid.groups["tp"])
+        return Conjugate.apply(x, gather_positions, scatter_positions, grid.groups["tp"])
+    return Conjugate.apply(x, identity, all_reduce, grid.groups["tp"])
 
 
 def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """The output of a matrix that is cut by rows: the sum of what the ranks computed."""
     if grid.sequence_parallel:
-        return ReduceScatter.apply(x, grid.groups["tp"], 1)         # (B, T, C) -> (B, T / tp, C)
-    return ReduceFromRanks.apply(x, grid.groups["tp"])
+        return Conjugate.apply(x, scatter_positions, gather_positions, grid.groups["tp"])
+    return Conjugate.apply(x, all_reduce, identity, grid.groups["tp"])
 
 
 def cut(parameter: nn.Parameter, dim: int, grid: Grid, stacked: int = 1) -> nn.Parameter:
@@ -359,10 +334,11 @@ class PlainVocabHead(nn.Module):
         m = z.detach().amax(-1)                                         # (B, T), as all below
         if group is not None:
             dist.all_reduce(m, dist.ReduceOp.MAX, group)
-        total = ReduceFromRanks.apply((z - m.unsqueeze(-1)).exp().sum(-1), group)
+        own_total = (z - m.unsqueeze(-1)).exp().sum(-1)
+        total = Conjugate.apply(own_total, all_reduce, identity, group)
         columns, is_local = find_local(targets, self.weight, self.grid)
         z_here = z.gather(-1, columns.unsqueeze(-1)).squeeze(-1)
-        z_target = ReduceFromRanks.apply(z_here.where(is_local, 0), group)
+        z_target = Conjugate.apply(z_here.where(is_local, 0), all_reduce, identity, group)
         return (m + total.log() - z_target).sum()
 
 
@@ -630,7 +606,8 @@ class PlainGathered(nn.Module):
     def gather_and_run(self, *inputs):
         parameters = {}
         for shard, (name, empty) in zip(self.shards, self.module.named_parameters()):
-            flat = AllGather.apply(shard, self.group, 0)    # backward adds to shard.grad
+            # Backward adds this replica's part of the summed gradient to shard.grad.
+            flat = Conjugate.apply(shard, all_gather, reduce_scatter, self.group)
             parameters[name] = flat[:empty.numel()].view(empty.shape)
         return torch.func.functional_call(self.module, parameters, inputs)
 
@@ -685,7 +662,8 @@ def own_positions(x: torch.Tensor, rank: int, cp: int, dim: int = -1) -> torch.T
 
 def gather_in_order(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """x (B, H, T / cp, D) at this rank's positions -> x (B, H, T, D) at all positions, in order."""
-    pieces = AllGather.apply(x, grid.groups["cp"], 2).chunk(2 * grid.cp, dim=2)
+    gather, scatter = partial(all_gather, dim=2), partial(reduce_scatter, dim=2)
+    pieces = Conjugate.apply(x, gather, scatter, grid.groups["cp"]).chunk(2 * grid.cp, dim=2)
     early, late = pieces[0::2], pieces[1::2]        # each rank's first and second piece
     return torch.cat([*early, *reversed(late)], dim=2)
 
@@ -832,11 +810,11 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
         # The tied matrix has two copies, the embedding on the first stage and the head on the last:
         # sum their gradients. Where one stage has both, autograd has added them.
         if name in ("embed.token.weight", "head.weight"):
-            all_reduce(parameter.grad, grid.groups["embedding"])
+            parameter.grad = all_reduce(parameter.grad, grid.groups["embedding"])
         # With sequence parallelism, a parameter that is whole on every tp rank has a gradient from
         # this rank's positions alone.
         if grid.sequence_parallel and not hasattr(parameter, "is_cut"):
-            all_reduce(parameter.grad, grid.groups["tp"])
+            parameter.grad = all_reduce(parameter.grad, grid.groups["tp"])
 
     # Sum the loss and the norm. All ranks of a tp group have the same loss: count it once.
     if grid.tp_rank > 0:
