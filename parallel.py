@@ -759,15 +759,6 @@ def plain_expert_parallel(model: GPT, grid: Grid) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def load_microbatches(tokens: torch.Tensor, grid: Grid) -> list:
-    """tokens (B, T + 1), the whole batch -> this rank's rows and positions, in at most four
-    microbatches: [(inputs, targets)]."""
-    rows = tokens.chunk(grid.dp)[grid.dp_rank]
-    inputs = own_positions(rows[:, :-1], grid.cp_rank, grid.cp)         # (B / dp, T / cp)
-    targets = own_positions(rows[:, 1:], grid.cp_rank, grid.cp)
-    return list(zip(inputs.chunk(4), targets.chunk(4)))
-
-
 def plain_norm_squared(owned: dict, grid: Grid, zero: int) -> torch.Tensor:
     """This rank's share of the squared gradient norm: summed over all ranks, the shares count each
     parameter of the whole model once."""
@@ -791,9 +782,14 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
     """One step on the batch `tokens` (B, T + 1), which is the same on all ranks. Returns the mean
     loss over its tokens, in nats, before the update. `owned` is {name: what `optimizer` updates},
     the parameters, or with ZeRO their shards. `buckets` are those of ZeRO 0."""
+    # This rank's rows and positions of the batch, in at most four microbatches.
+    rows = tokens.chunk(grid.dp)[grid.dp_rank]                          # (B / dp, T + 1)
+    inputs = own_positions(rows[:, :-1], grid.cp_rank, grid.cp)         # (B / dp, T / cp)
+    targets = own_positions(rows[:, 1:], grid.cp_rank, grid.cp)
+    batch = list(zip(inputs.chunk(4), targets.chunk(4)))
+
     # Forward and backward. The gradients of the microbatches add up.
     tokens_in_batch = tokens[:, 1:].numel()
-    batch = load_microbatches(tokens, grid)
     order = schedule(grid.stage, grid.pp, len(batch))
     model.zero_grad()
     optimizer.zero_grad()
