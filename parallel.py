@@ -829,19 +829,16 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
     return loss_sum / tokens_in_batch
 
 
-def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain_gpipe,
-                  config: GPTConfig | None = None) -> None:
-    """Train `nano`, or the mixture of experts of a `config`, on this rank's part of a
-    data.TokenDataset with train.py's defaults: its batch size, seed, optimizer, and learning rate,
-    which rises for 50 steps. The decay of train.py, which starts after step 50, is left out."""
+def train_plainly(dataset, config: GPTConfig, steps: int, grid: Grid, zero: int = 0,
+                  schedule=plain_gpipe) -> None:
+    """Train a GPT, or a mixture of experts, on this rank's part of a data.TokenDataset with
+    train.py's defaults: its batch size, seed, optimizer, and learning rate, which rises for 50
+    steps. The decay of train.py, which starts after step 50, is left out."""
     batch_size, seed, peak_lr, warmup_steps = 16, 1337, 4e-3, 50
-    is_mixture = config is not None
-    if not is_mixture:
-        config = GPTConfig(vocab_size=dataset.meta["vocab_size"])
     model = config.build().initialize(seed)     # the whole model
 
     # This rank's part: of the matrices, of the positions, of the layers, then what it owns.
-    if not is_mixture:
+    if not hasattr(config, "n_expert"):         # a mixture has replicas alone
         plain_tensor_parallel(model, grid)
     if grid.ep > 1:
         plain_expert_parallel(model, grid)
@@ -947,10 +944,10 @@ def main() -> None:
     grid = Grid(dp, args.pp, args.tp, rank, cp=args.cp, ep=args.ep,
                 sequence_parallel=args.sequence_parallel)
     make_groups(grid)
-    config = None
+    config = GPTConfig(vocab_size=dataset.meta["vocab_size"])
     if args.mixture:
         config = MoEConfig(vocab_size=dataset.meta["vocab_size"], **SIZES["moe-nano"])
-    train_plainly(dataset, args.steps, grid, args.zero, SCHEDULES[args.pp_schedule], config)
+    train_plainly(dataset, config, args.steps, grid, args.zero, SCHEDULES[args.pp_schedule])
     if world > 1:
         dist.destroy_process_group()
 
