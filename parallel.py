@@ -872,20 +872,14 @@ def train_plainly(dataset, config: GPTConfig, steps: int, grid: Grid, zero: int 
             print(f"step {step} loss {loss:.6f}", flush=True)
 
 
-def fail(rank: int, message) -> None:
-    """End the program with one line, which rank 0 prints."""
-    if rank > 0:
-        time.sleep(5)       # torchrun ends all ranks when one exits: rank 0 prints first
-    else:
-        print(f"parallel.py: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
+def read_flags(world: int) -> argparse.Namespace:
+    """The flags. Raises ValueError if `world` processes cannot run with them."""
+    def refuse(message):
+        raise ValueError(message)
 
-
-def read_flags(rank: int, world: int) -> argparse.Namespace:
-    """The flags. Ends the program if `world` processes cannot run with them."""
     parser = argparse.ArgumentParser(
         "parallel.py", description="3D parallelism in plain forms, on CPUs.")
-    parser.error = partial(fail, rank)
+    parser.error = refuse
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each matrix")
     parser.add_argument("--sequence-parallel", action="store_true",
                         help="cut positions over the tp ranks between these matrices")
@@ -906,24 +900,24 @@ def read_flags(rank: int, world: int) -> argparse.Namespace:
     layout = f"--tp {tp} --pp {pp} --cp {cp}"
     config = GPTConfig()
     if world > 1 and "MASTER_ADDR" not in os.environ:
-        fail(rank, f"WORLD_SIZE is {world}, but the other variables of torchrun are not set: start "
+        refuse(f"WORLD_SIZE is {world}, but the other variables of torchrun are not set: start "
              f"by torchrun --nproc_per_node={world} parallel.py, or unset it")
     if min(tp, pp, cp) < 1:
-        fail(rank, f"{layout}: give at least 1 of each")
+        refuse(f"{layout}: give at least 1 of each")
     size = tp * pp * cp             # ranks that share each row of the batch
     if world % size or 16 % (world // size):
-        fail(rank, f"{layout} need {size} processes, or times a dp that divides the batch of 16, "
+        refuse(f"{layout} need {size} processes, or times a dp that divides the batch of 16, "
              f"not {world}: start them by torchrun --nproc_per_node={size} parallel.py {layout}")
     if config.n_head % tp or pp > config.n_layer or config.seq_len % (2 * cp * tp):
-        fail(rank, f"{layout}: tp must divide the model's {config.n_head} heads, pp be at most its "
+        refuse(f"{layout}: tp must divide the model's {config.n_head} heads, pp be at most its "
              f"{config.n_layer} layers, and 2 x cp x tp divide its {config.seq_len} positions")
     if args.mixture and (size > 1 or args.zero > 0):
-        fail(rank, f"--mixture with {layout} --zero {args.zero}: its plain form has replicas and "
+        refuse(f"--mixture with {layout} --zero {args.zero}: its plain form has replicas and "
              f"--ep alone; train.py has all of them")
     if args.ep > 1 and not args.mixture:
-        fail(rank, f"--ep {args.ep} divides the experts of --mixture: give it, too")
+        refuse(f"--ep {args.ep} divides the experts of --mixture: give it, too")
     if args.ep < 1 or world % args.ep or 8 % args.ep:
-        fail(rank, f"--ep {args.ep} must divide the 8 experts of --mixture, and the {world} "
+        refuse(f"--ep {args.ep} must divide the 8 experts of --mixture, and the {world} "
              f"processes")
     return args
 
@@ -933,11 +927,15 @@ def main() -> None:
     from models.moe import SIZES, MoEConfig
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    args = read_flags(rank, world)
     try:
+        args = read_flags(world)
         dataset = TokenDataset("data/python", "train", GPTConfig().seq_len)
-    except (ValueError, OSError) as error:
-        fail(rank, error)
+    except (ValueError, OSError) as error:      # a mistake: one line, not a traceback of each rank
+        if rank > 0:
+            time.sleep(5)       # torchrun ends all ranks when one exits: rank 0 prints first
+        else:
+            print(f"parallel.py: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
     if world > 1:
         dist.init_process_group("gloo")
     dp = world // (args.tp * args.pp * args.cp)
