@@ -41,7 +41,7 @@ from checkpoint import plain_load, plain_save
 from data import Batch, Batches, TokenDataset, open_shards, plain_batch, plain_windows
 from model import GPT, GPTConfig
 from parallelism.build import Grid, build_rank, make_groups
-from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
+from parallelism.collectives import PeerError
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
 from runtime import console, directory, evaluation, expert_loads, plain_run, run_state, startup
@@ -52,6 +52,7 @@ from runtime.memory_limits import advice_on_memory
 from runtime.monitors import Monitors
 from runtime.run_log import announce_evaluation
 from runtime.signals import StopSignal
+from runtime.sums import scalar, sum_across_ranks
 
 
 # ---- The plain program ----------------------------------------------------------------------
@@ -379,7 +380,7 @@ class Run:
             if hasattr(module, "set_token_factor"):
                 module.set_token_factor(self.scaler.scale / tokens_in_batch)
         if grid.pp == 1:
-            loss_sum = self.scalar(0.0)
+            loss_sum = scalar(0.0, self.device)
             for m, (inputs, targets, dropout_seed, positions) in enumerate(microbatches):
                 # Hooks start the all-reduce of each bucket of gradients in backward: only in that
                 # of the last microbatch, or with ZeRO 2 and 3 in every one.
@@ -404,7 +405,7 @@ class Run:
                    targets_in_batch: int) -> StepStats:
         """Compute the step's statistics with one all-reduce."""
         grid, scaler = self.grid, self.scaler
-        local = dict(loss=self.scalar(0.0), activation_norm=self.scalar(0.0))
+        local = dict(loss=scalar(0.0, self.device), activation_norm=scalar(0.0, self.device))
         # All tp ranks have the same loss: count it once. Their last activations are the same too,
         # unless sequence parallelism splits the positions.
         if grid.is_last and grid.tp_rank == 0:
@@ -413,7 +414,7 @@ class Run:
             local["activation_norm"] = self.model.head.norms.to(loss_sum.dtype)
         local |= self.flat.grad_norm_squares()          # of this rank's part of the model
         local |= expert_loads.measure(self)             # if it is a mixture of experts
-        total = self.sum_across_ranks(local)
+        total = sum_across_ranks(self, local)
         norm, skipped = self.flat.grad_norm(total)      # of the whole model
         if not math.isfinite(total["loss"]):
             skipped = NOT_FINITE
@@ -436,25 +437,6 @@ class Run:
                                  config.weight_decay)
         self.scaler.update(stats.skipped == NOT_FINITE)
         self.finished_step = self.step
-
-    def sum_across_ranks(self, local: dict) -> dict:
-        """Sum each tensor of `local` over all ranks -> {name: a number, or a list of the rows of a
-        matrix}. Waits for the other ranks, at most --timeout. One more number is summed on the way:
-        how many ranks have received a signal. So all ranks learn of it in the same step."""
-        has_signal = self.stop is not None and self.stop.since is not None
-        tensors = [*local.values(), self.scalar(float(has_signal))]
-        numbers = torch.cat([x.flatten() for x in tensors])
-        sums = all_reduce(numbers, self.grid.groups["world"]).wait()
-        timeout = self.config.timeout if self.grid.world > 1 else math.inf
-        parts = to_host(sums, timeout).split([x.numel() for x in tensors])
-        *totals, signals = [part.view_as(x).tolist() for part, x in zip(parts, tensors)]
-        if signals > 0:
-            self.stop.receive()
-        return dict(zip(local, totals))
-
-    def scalar(self, value: float) -> torch.Tensor:
-        """A tensor of shape () on the device, in the dtype used for sums."""
-        return torch.full((), value, dtype=sum_dtype(self.device), device=self.device)
 
 
 # ---- Start ----------------------------------------------------------------------------------
