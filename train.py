@@ -23,7 +23,6 @@ if __name__ == "__main__":      # Ctrl-C during the slow import of torch exits a
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Iterator
 
@@ -40,7 +39,7 @@ from base.processes import Job, RunError
 from checkpoint import plain_load, plain_save
 from data import Batch, Batches, TokenDataset, open_shards, plain_batch, plain_windows
 from model import GPT, GPTConfig
-from parallelism.build import Grid, build_rank, make_groups
+from parallelism.build import Grid, build_rank
 from parallelism.collectives import PeerError
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
@@ -48,7 +47,6 @@ from runtime import console, directory, evaluation, expert_loads, plain_run, run
 from runtime.checkpoint_writer import Writer
 from runtime.folder_writer import FolderWriter
 from runtime.loader import Loader
-from runtime.memory_limits import advice_on_memory
 from runtime.monitors import Monitors
 from runtime.run_log import announce_evaluation
 from runtime.signals import StopSignal
@@ -447,12 +445,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     config, model_config, begin = startup.prepare(given, job, device, stack)
     state = startup.load_start(begin)               # a checkpoint, None for a new run
     train_data, val_data = startup.open_data(config, model_config, state, job)
-    dp = job.world // (config.pp * config.cp * config.tp)
-    grid = Grid(dp, config.pp, config.tp, job.rank, cp=config.cp, ep=config.ep,
-                chunks=config.pp_chunks, sequence_parallel=config.sequence_parallel)
-    stack.enter_context(advice_on_memory(config, grid))
-    make_groups(grid, device, timedelta(seconds=config.timeout))
-    stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
+    grid = startup.join_ranks(config, job, device, stack)
     run = Run(config, model_config, grid, device, train_data, val_data, state, begin.run)
     stack.callback(run.writer.close)
     try:
