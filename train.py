@@ -44,8 +44,6 @@ from parallelism.collectives import PeerError
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
 from runtime import console, directory, evaluation, expert_loads, plain_run, run_state, startup
-from runtime.checkpoint_writer import Writer
-from runtime.folder_writer import FolderWriter
 from runtime.loader import Loader
 from runtime.monitors import Monitors
 from runtime.run_log import announce_evaluation
@@ -278,9 +276,7 @@ class Run:
         # buffers, whose hooks sum the gradients (dp, ZeRO).
         self.model, self.flat = build_rank(model_config, grid, config, (dtype, master_dtype),
                                            device)
-        writer = FolderWriter if config.checkpoint_format == "folder" else Writer
-        self.writer = writer(Path(config.out), config.keep, model_config, self.flat,
-                             config.timeout)
+        self.writer = run_state.make_writer(self)
         # An empty tensor, of the shape and dtype that one stage sends to the next.
         self.activation_like = like_activations(config, model_config, grid, dtype, device)
         self.restore(state)
@@ -325,7 +321,10 @@ class Run:
                 self.evaluate_and_save(row)
             self.step = self.finished_step + 1
         with self.stop.held():
-            self.finish()
+            self.flat.wait_params()         # other ranks may still be receiving this rank's shard
+            run_state.wait_for_last_save(self)
+            self.stop.close()               # a signal comes too late from here on, on every rank
+            console.report_end(self)
 
     def evaluate_and_save(self, row: dict) -> None:
         """Evaluate every --eval-every steps and save every --save-every steps, and both after the
@@ -343,12 +342,6 @@ class Run:
             elif saving:
                 self.monitors.fail_if_diverged(row)
                 run_state.save(self)
-
-    def finish(self) -> None:
-        self.flat.wait_params()             # other ranks may still be receiving this rank's shard
-        run_state.wait_for_last_save(self)
-        self.stop.close()                   # a signal comes too late from here on, on every rank
-        console.report_end(self)
 
     # ---- One step ---------------------------------------------------------------------------
 
