@@ -35,7 +35,7 @@ import checkpoint
 from amp import NOT_FINITE, PRECISIONS, clip_factor
 from base import processes
 from base.options import Config
-from base.processes import Job, RunError
+from base.processes import Job
 from checkpoint import plain_load, plain_save
 from data import Batch, Batches, TokenDataset, open_shards, plain_batch, plain_windows
 from model import GPT, GPTConfig
@@ -43,9 +43,10 @@ from parallelism.build import Grid, build_rank
 from parallelism.collectives import PeerError
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import console, directory, evaluation, expert_loads, plain_run, run_state, startup
+from runtime import console, directory, evaluation, expert_loads, run_state, startup
 from runtime.loader import Loader
 from runtime.monitors import Monitors
+from runtime.plain_run import PlainRun
 from runtime.run_log import announce_evaluation
 from runtime.signals import StopSignal
 from runtime.sums import scalar, sum_across_ranks
@@ -143,46 +144,36 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
     is this process, and `stack` closes what is open when the process ends."""
     # Refuse mistakes, lock --out, and find the checkpoint to begin from: begin.path, or None.
     config, model_config, begin = startup.prepare(given, job, device, stack)
-    plain_run.check_file(begin)
     dtype, _ = PRECISIONS[config.dtype]         # fp32 or fp64
     model = model_config.build().initialize(config.seed).to(device, dtype)
     optimizer = plain_adamw(config, model)
     loaded = None
     if begin.path is not None:
         loaded = plain_load(model, optimizer, begin.path)
-    train_data, val_data = startup.open_data(config, model_config, loaded, job)     # checks them
-    # `facts` are what a checkpoint holds besides tensors: the step, the flags, the data ...
-    facts = plain_run.facts_at_start(loaded, config, model_config, begin, train_data)
-    done = facts["step"]
-    if done >= config.steps:
-        print(f"{begin.path} is step {done} of {config.steps}: nothing left to do; raise --steps "
-              f"to continue, or begin a new run in another --out")
+    datasets = startup.open_data(config, model_config, loaded, job)     # checks the data
+    # The rest of a run: metrics.jsonl and the console, the end at Ctrl-C, and `facts`, which a
+    # checkpoint holds besides tensors: the step, the flags, the data ...
+    run = PlainRun(config, model_config, begin, loaded, *datasets)
+    if run.step >= config.steps:
+        run.print_finished()
         return
 
     train_shards = open_shards(config.data, "train")
     val_shards = open_shards(config.data, "val")
-    # The log writes metrics.jsonl and the console.
-    log = plain_run.Log(config, model_config, facts, begin, val_data)
-    stop = plain_run.StopAfterStep()        # at Ctrl-C
-    step = done
-    training = plain_train(config, model, optimizer, train_shards, first_step=done + 1)
-    for loss, norm in log.timed(training):      # one step each, and the log measures its time
-        step += 1
-        if not math.isfinite(norm):
-            raise RunError(f"step {step} has loss {loss} and gradient norm {norm}: lower --lr")
+    run.start()
+    training = plain_train(config, model, optimizer, train_shards, first_step=run.step + 1)
+    for step, loss, norm in run.steps(training):
         row = dict(step=step, loss=loss, lr=learning_rate(config, step), grad_norm=norm)
         if config.is_due(step, config.eval_every):
             row["val_loss"] = plain_evaluate(config, model, val_shards)
-        log.write(row)
-        stopping = stop.received and step < config.steps
+        run.log(row)
+        stopping = run.is_stopping()            # at Ctrl-C
         if config.is_due(step, config.save_every) or stopping:
-            plain_run.update_facts(facts, config, model_config, step)
-            with plain_run.clean_up_failed_save(config):        # after a full disk, say
+            with run.saving() as facts:
                 plain_save(model, optimizer, facts, Path(config.out))
-            plain_run.remove_old_files(facts, config)
         if stopping:
-            stop.end(log, step)
-    log.end()
+            run.end_by_signal()
+    run.end()
 
 
 # ---- The same on many ranks -----------------------------------------------------------------
