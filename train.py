@@ -15,11 +15,6 @@ checkpoint holds besides tensors, and the monitors, which take a diverged run ba
 checkpoint. To change the loss, edit model.Head for --plain and tensor.VocabParallelHead for Run.
 docs/extend.md says where other changes go.
 """
-import signal
-
-if __name__ == "__main__":      # Ctrl-C during the slow import of torch exits at once
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -194,9 +189,7 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
 #     ep    the experts of a mixture  tokens to their experts, and the results back   experts.py
 #
 # Ranks at the same place in different replicas, such as 0 and 2, train the same parameters. With
-# --zero 0 each updates all of them. With --zero 1 each keeps AdamW's state of one shard, updates
-# this shard and sends it to the others. With --zero 2 it also keeps the gradients of this shard
-# alone, and with --zero 3 the parameters.
+# --zero 0 each updates all of them, otherwise one shard (parallel.py, section 4).
 #
 #     the plain program       Run, on each rank
 #

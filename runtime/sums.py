@@ -1,5 +1,5 @@
-"""Sums over all ranks, which also tell every rank of a signal in the same step. train.Run.step_stats
-and evaluation.py call `sum_across_ranks` with their numbers, and signals.py without.
+"""Sums over all ranks, which also tell every rank of a signal in the same step. train.py and
+evaluation.py call `sum_across_ranks` with their numbers, signals.py with none.
 """
 import math
 
