@@ -159,7 +159,7 @@ class Conjugate(torch.autograd.Function):
 
     The conjugate of an all-gather is a reduce-scatter. Every rank uses this rank's slice for work
     of its own, so the gradient of the slice is the sum of the gradients of all ranks. The conjugate
-    of a reduce-scatter is an all-gather."""
+    of a reduce-scatter is an all-gather. Sections 2 and 6 have more pairs."""
 
     @staticmethod
     def forward(ctx, x, collective, conjugate, group):
@@ -707,21 +707,12 @@ def plain_context_parallel(model: GPT, grid: Grid) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-class Exchange(torch.autograd.Function):
+def exchange(x: torch.Tensor, group, sent: list, received: list) -> torch.Tensor:
     """The first sent[0] rows of x go to rank 0 of the group, the next sent[1] to rank 1, and so on.
-    The result has received[0] rows from rank 0, then received[1] from rank 1. Backward sends the
-    gradients of the rows back."""
-
-    @staticmethod
-    def forward(ctx, x, sent, received, group):
-        ctx.arguments = received, sent, group
-        result = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(result, x.contiguous(), received, sent, group)
-        return result
-
-    @staticmethod
-    def backward(ctx, dy):
-        return Exchange.apply(dy, *ctx.arguments), None, None, None
+    The result has received[0] rows from rank 0, then received[1] from rank 1."""
+    result = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(result, x.contiguous(), received, sent, group)
+    return result
 
 
 def plain_experts(experts: nn.Module, grid: Grid, x: torch.Tensor, counts: torch.Tensor):
@@ -731,15 +722,17 @@ def plain_experts(experts: nn.Module, grid: Grid, x: torch.Tensor, counts: torch
     group = grid.groups["ep"]
     counts = counts.view(grid.ep, -1)                   # (ep, E / ep): for each rank's experts
     ones = [1] * grid.ep
-    theirs = Exchange.apply(counts, ones, ones, group)  # (ep, E / ep): of each rank, for mine
+    theirs = exchange(counts, group, ones, ones)        # (ep, E / ep): of each rank, for mine
     sent, received = counts.sum(1).tolist(), theirs.sum(1).tolist()
-    x = Exchange.apply(x, sent, received, group)
+    to_experts = partial(exchange, sent=sent, received=received)
+    back = partial(exchange, sent=received, received=sent)      # the gradients go back, too
+    x = Conjugate.apply(x, to_experts, back, group)
     # The rows that arrive are sorted by rank, then by expert. Sort them by expert alone. With ep 2,
     # two experts on this rank and `theirs` [[2, 1], [1, 2]], `expert` is 0 0 1 and 0 1 1.
     expert = torch.arange(theirs.shape[1]).repeat(grid.ep).repeat_interleave(theirs.flatten())
     order = expert.argsort(stable=True)
     y = experts.mlp(x[order], theirs.sum(0))
-    return Exchange.apply(y[order.argsort()], received, sent, group)
+    return Conjugate.apply(y[order.argsort()], back, to_experts, group)
 
 
 def plain_expert_parallel(model: GPT, grid: Grid) -> None:

@@ -65,7 +65,7 @@ TECHNIQUES = [              # (technique, paper, its simple forms, the test that
     ("Context parallelism", "[Llama 3, 3.3.2](https://arxiv.org/abs/2407.21783)",
      ["PlainContextAttention"], "test_plain_context_attention_equals_plain_attention"),
     ("Expert parallelism", "[GShard](https://arxiv.org/abs/2006.16668)",
-     ["Exchange", "plain_experts"], "test_plain_experts_have_the_gradients_of_all"),
+     ["exchange", "plain_experts"], "test_plain_experts_have_the_gradients_of_all"),
     ("3D parallelism", "[Narayanan et al.](https://arxiv.org/abs/2104.04473)", ["plain_3d_step"],
      "test_plain_program_has_the_losses_of_train_py"),
     ("Loss scaling", "[Micikevicius et al.](https://arxiv.org/abs/1710.03740)",
