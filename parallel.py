@@ -841,7 +841,7 @@ def train_plainly(dataset, config: GPTConfig, steps: int, grid: Grid, zero: int 
     matrices = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
     owned = dict(model.named_parameters())
     buckets = []
-    if zero == 0 and grid.replicas > 1:
+    if zero == 0:
         buckets = plain_buckets(model, grid)
     if zero > 0:
         owned = plain_shards(model, grid)
