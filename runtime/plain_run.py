@@ -122,7 +122,8 @@ class PlainRun:
 
     step        the last finished step
     facts       what its checkpoints hold besides tensors: the step, the flags, the data ...
-    metrics     directory.Metrics: metrics.jsonl. Set by `start`, as is `stop`
+    seconds     the time that this step took
+    metrics     directory.Metrics: metrics.jsonl. `start` sets it, and `stop`
     stop        StopAfterStep
     """
 
@@ -163,7 +164,7 @@ class PlainRun:
         RunError if the norm is not finite."""
         start = time.perf_counter()
         for loss, norm in training:
-            self.seconds = time.perf_counter() - start          # of this step
+            self.seconds = time.perf_counter() - start
             self.step += 1
             if not math.isfinite(norm):
                 raise RunError(f"step {self.step} has loss {loss} and gradient norm {norm}: lower "
