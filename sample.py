@@ -10,8 +10,12 @@
 `plain_generate` is this loop. `generate` adds a cache, several samples at once, and two filters.
 runtime/sample_and_chat.py has what stands around it: prompts, conversations, and printing.
 """
+import signal
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":      # Ctrl-C at any time, also while torch is imported
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # First: without torch it ends the program in one line.
 from base.sample_flags import parse_flags

@@ -15,6 +15,11 @@ checkpoint holds besides tensors, and the monitors, which take a diverged run ba
 checkpoint. To change the loss, edit model.Head for --plain and tensor.VocabParallelHead for Run.
 docs/extend.md says where other changes go.
 """
+import signal
+
+if __name__ == "__main__":      # Ctrl-C during the slow import of torch exits at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field

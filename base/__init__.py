@@ -12,17 +12,13 @@ Every room above calls it. It calls model.py, the models' tables, amp.py and par
     flops                               what a model computes
 
 Programs import something from here before numpy and torch, so that a Python without the packages
-that they need, such as the system's, ends in one line. Ctrl-C ends train.py and sample.py at once,
-also while torch is imported.
+that they need, such as the system's, ends in one line.
 """
 import importlib.util
-import signal
 import sys
 from pathlib import Path
 
 program = Path(sys.argv[0]).name
-if program in ("train.py", "sample.py"):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 needed = ["numpy"]
 if program != "data.py":
     needed.append("torch")

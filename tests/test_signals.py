@@ -129,7 +129,7 @@ def start_and_wait_for(ranks, folder, statements, *flags):
     """`ranks` of train.py after these statements, once they have called `there()`."""
     (folder / "wrapper.py").write_text(f"""
 import os, pathlib, signal, time
-signal.signal(signal.SIGINT, signal.SIG_DFL)        # as base/ in train.py
+signal.signal(signal.SIGINT, signal.SIG_DFL)        # as train.py's first lines
 import checkpoint, train
 from runtime import evaluation, flipped_bits
 def there():
