@@ -17,9 +17,8 @@ for speed, but buckets overlap communication with backward. Read it, run it, cha
     6. Expert parallelism       the experts are divided        --mixture --ep
     7. All together             one step, and the program
 
-parallelism/ has the versions that train.py runs. They are faster and need less memory. tensor.py,
-pipeline.py, zero.py, context.py and experts.py there begin with a table of what they add to the
-plain form.
+parallelism/ has the versions that train.py runs. They are faster and need less memory. Most begin
+with a table of what they add to the plain form.
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V vocabulary.
 """
@@ -59,15 +58,11 @@ from model import GPT, GPTConfig, ceil_div
 
 
 GROUPS = ("tp", "cp", "replicas", "ep", "same_experts", "pp", "world", "embedding")
-# Grid.members says which ranks they have.
 
 
 class Grid:
     """The layout, this rank's place in it, and its process groups (None for a group of one). With
     `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers.
-
-    `ranks` has the shape (pp, dp, cp, tp), from what sends least to what sends most: a machine has
-    consecutive ranks, and the boundary of two stages is the cheapest cut between machines.
 
     A replica is a full copy of the model, on pp x tp ranks. There are dp x cp replicas: dp cuts the
     rows of the batch, and cp cuts their positions. With cp 2 each replica of the drawing becomes
@@ -131,10 +126,12 @@ def make_groups(grid: Grid) -> None:
 
 
 def all_reduce(x: torch.Tensor, group) -> torch.Tensor:
-    """Sum x over the ranks of a group, in place."""
-    if group is not None:
-        dist.all_reduce(x, group=group)
-    return x
+    """The sum of x over the ranks of a group."""
+    if group is None:
+        return x
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def reduce_scatter(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
@@ -157,31 +154,21 @@ def all_gather(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
     return torch.cat(slices, dim)
 
 
-# The backward of an all-gather is a reduce-scatter. Every rank uses this rank's slice for work of
-# its own, so the gradient of the slice is the sum of the gradients of all ranks. The backward of a
-# reduce-scatter is an all-gather.
+class Conjugate(torch.autograd.Function):
+    """A collective in forward. In backward its conjugate computes the gradient of x.
 
-
-class AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
+    The conjugate of an all-gather is a reduce-scatter. Every rank uses this rank's slice for work
+    of its own, so the gradient of the slice is the sum of the gradients of all ranks. The conjugate
+    of a reduce-scatter is an all-gather. Sections 2 and 6 have more pairs."""
 
     @staticmethod
-    def backward(ctx, dy):
-        return reduce_scatter(dy, ctx.group, ctx.dim), None, None
-
-
-class ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
-        return reduce_scatter(x, group, dim)
+    def forward(ctx, x, collective, conjugate, group):
+        ctx.conjugate, ctx.group = conjugate, group
+        return collective(x, group)
 
     @staticmethod
     def backward(ctx, dy):
-        return all_gather(dy, ctx.group, ctx.dim), None, None
+        return ctx.conjugate(dy, ctx.group), None, None, None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -206,31 +193,6 @@ class ReduceScatter(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------
 
 
-class CopyToRanks(torch.autograd.Function):
-    """f: every rank of the group uses x."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x
-
-    @staticmethod
-    def backward(ctx, dy):
-        return all_reduce(dy.clone(), ctx.group), None
-
-
-class ReduceFromRanks(torch.autograd.Function):
-    """g: the sum of the group's x."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        return all_reduce(x.clone(), group)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None
-
-
 # Sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f (bias,
 # residual addition, LayerNorm) all tp ranks do the same work on the same activations. Instead, let
 # each hold some positions there. For two ranks and positions 0 to 3:
@@ -248,18 +210,26 @@ class ReduceFromRanks(torch.autograd.Function):
 # In train.py: parallelism/sequence.py.
 
 
+gather_positions = partial(all_gather, dim=1)           # (B, T / tp, C) -> (B, T, C)
+scatter_positions = partial(reduce_scatter, dim=1)      # (B, T, C) -> (B, T / tp, C)
+
+
+def identity(x: torch.Tensor, group) -> torch.Tensor:
+    return x
+
+
 def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The input of a matrix cut by columns, at all positions. Backward sums the gradient."""
+    """The input of a matrix that is cut by columns, at all positions."""
     if grid.sequence_parallel:
-        return AllGather.apply(x, grid.groups["tp"], 1)             # (B, T / tp, C) -> (B, T, C)
-    return CopyToRanks.apply(x, grid.groups["tp"])
+        return Conjugate.apply(x, gather_positions, scatter_positions, grid.groups["tp"])
+    return Conjugate.apply(x, identity, all_reduce, grid.groups["tp"])
 
 
 def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """The output of a matrix that is cut by rows: the sum of what the ranks computed."""
     if grid.sequence_parallel:
-        return ReduceScatter.apply(x, grid.groups["tp"], 1)         # (B, T, C) -> (B, T / tp, C)
-    return ReduceFromRanks.apply(x, grid.groups["tp"])
+        return Conjugate.apply(x, scatter_positions, gather_positions, grid.groups["tp"])
+    return Conjugate.apply(x, all_reduce, identity, grid.groups["tp"])
 
 
 def cut(parameter: nn.Parameter, dim: int, grid: Grid, stacked: int = 1) -> nn.Parameter:
@@ -364,10 +334,11 @@ class PlainVocabHead(nn.Module):
         m = z.detach().amax(-1)                                         # (B, T), as all below
         if group is not None:
             dist.all_reduce(m, dist.ReduceOp.MAX, group)
-        total = ReduceFromRanks.apply((z - m.unsqueeze(-1)).exp().sum(-1), group)
+        own_total = (z - m.unsqueeze(-1)).exp().sum(-1)
+        total = Conjugate.apply(own_total, all_reduce, identity, group)
         columns, is_local = find_local(targets, self.weight, self.grid)
         z_here = z.gather(-1, columns.unsqueeze(-1)).squeeze(-1)
-        z_target = ReduceFromRanks.apply(z_here.where(is_local, 0), group)
+        z_target = Conjugate.apply(z_here.where(is_local, 0), all_reduce, identity, group)
         return (m + total.log() - z_target).sum()
 
 
@@ -635,7 +606,8 @@ class PlainGathered(nn.Module):
     def gather_and_run(self, *inputs):
         parameters = {}
         for shard, (name, empty) in zip(self.shards, self.module.named_parameters()):
-            flat = AllGather.apply(shard, self.group, 0)    # backward adds to shard.grad
+            # Backward adds this replica's part of the summed gradient to shard.grad.
+            flat = Conjugate.apply(shard, all_gather, reduce_scatter, self.group)
             parameters[name] = flat[:empty.numel()].view(empty.shape)
         return torch.func.functional_call(self.module, parameters, inputs)
 
@@ -690,7 +662,8 @@ def own_positions(x: torch.Tensor, rank: int, cp: int, dim: int = -1) -> torch.T
 
 def gather_in_order(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """x (B, H, T / cp, D) at this rank's positions -> x (B, H, T, D) at all positions, in order."""
-    pieces = AllGather.apply(x, grid.groups["cp"], 2).chunk(2 * grid.cp, dim=2)
+    gather, scatter = partial(all_gather, dim=2), partial(reduce_scatter, dim=2)
+    pieces = Conjugate.apply(x, gather, scatter, grid.groups["cp"]).chunk(2 * grid.cp, dim=2)
     early, late = pieces[0::2], pieces[1::2]        # each rank's first and second piece
     return torch.cat([*early, *reversed(late)], dim=2)
 
@@ -734,21 +707,12 @@ def plain_context_parallel(model: GPT, grid: Grid) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-class Exchange(torch.autograd.Function):
+def exchange(x: torch.Tensor, group, sent: list, received: list) -> torch.Tensor:
     """The first sent[0] rows of x go to rank 0 of the group, the next sent[1] to rank 1, and so on.
-    The result has received[0] rows from rank 0, then received[1] from rank 1. Backward sends the
-    gradients of the rows back."""
-
-    @staticmethod
-    def forward(ctx, x, sent, received, group):
-        ctx.arguments = received, sent, group
-        result = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(result, x.contiguous(), received, sent, group)
-        return result
-
-    @staticmethod
-    def backward(ctx, dy):
-        return Exchange.apply(dy, *ctx.arguments), None, None, None
+    The result has received[0] rows from rank 0, then received[1] from rank 1."""
+    result = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(result, x.contiguous(), received, sent, group)
+    return result
 
 
 def plain_experts(experts: nn.Module, grid: Grid, x: torch.Tensor, counts: torch.Tensor):
@@ -758,15 +722,17 @@ def plain_experts(experts: nn.Module, grid: Grid, x: torch.Tensor, counts: torch
     group = grid.groups["ep"]
     counts = counts.view(grid.ep, -1)                   # (ep, E / ep): for each rank's experts
     ones = [1] * grid.ep
-    theirs = Exchange.apply(counts, ones, ones, group)  # (ep, E / ep): of each rank, for mine
+    theirs = exchange(counts, group, ones, ones)        # (ep, E / ep): of each rank, for mine
     sent, received = counts.sum(1).tolist(), theirs.sum(1).tolist()
-    x = Exchange.apply(x, sent, received, group)
+    to_experts = partial(exchange, sent=sent, received=received)
+    back = partial(exchange, sent=received, received=sent)      # the gradients go back, too
+    x = Conjugate.apply(x, to_experts, back, group)
     # The rows that arrive are sorted by rank, then by expert. Sort them by expert alone. With ep 2,
     # two experts on this rank and `theirs` [[2, 1], [1, 2]], `expert` is 0 0 1 and 0 1 1.
     expert = torch.arange(theirs.shape[1]).repeat(grid.ep).repeat_interleave(theirs.flatten())
     order = expert.argsort(stable=True)
     y = experts.mlp(x[order], theirs.sum(0))
-    return Exchange.apply(y[order.argsort()], received, sent, group)
+    return Conjugate.apply(y[order.argsort()], back, to_experts, group)
 
 
 def plain_expert_parallel(model: GPT, grid: Grid) -> None:
@@ -784,15 +750,6 @@ def plain_expert_parallel(model: GPT, grid: Grid) -> None:
 # ---------------------------------------------------------------------------------------------
 # 7. All together
 # ---------------------------------------------------------------------------------------------
-
-
-def load_microbatches(tokens: torch.Tensor, grid: Grid) -> list:
-    """tokens (B, T + 1), the whole batch -> this rank's rows and positions, in at most four
-    microbatches: [(inputs, targets)]."""
-    rows = tokens.chunk(grid.dp)[grid.dp_rank]
-    inputs = own_positions(rows[:, :-1], grid.cp_rank, grid.cp)         # (B / dp, T / cp)
-    targets = own_positions(rows[:, 1:], grid.cp_rank, grid.cp)
-    return list(zip(inputs.chunk(4), targets.chunk(4)))
 
 
 def plain_norm_squared(owned: dict, grid: Grid, zero: int) -> torch.Tensor:
@@ -818,9 +775,14 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
     """One step on the batch `tokens` (B, T + 1), which is the same on all ranks. Returns the mean
     loss over its tokens, in nats, before the update. `owned` is {name: what `optimizer` updates},
     the parameters, or with ZeRO their shards. `buckets` are those of ZeRO 0."""
+    # This rank's rows and positions of the batch, in at most four microbatches.
+    rows = tokens.chunk(grid.dp)[grid.dp_rank]                          # (B / dp, T + 1)
+    inputs = own_positions(rows[:, :-1], grid.cp_rank, grid.cp)         # (B / dp, T / cp)
+    targets = own_positions(rows[:, 1:], grid.cp_rank, grid.cp)
+    batch = list(zip(inputs.chunk(4), targets.chunk(4)))
+
     # Forward and backward. The gradients of the microbatches add up.
     tokens_in_batch = tokens[:, 1:].numel()
-    batch = load_microbatches(tokens, grid)
     order = schedule(grid.stage, grid.pp, len(batch))
     model.zero_grad()
     optimizer.zero_grad()
@@ -837,11 +799,11 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
         # The tied matrix has two copies, the embedding on the first stage and the head on the last:
         # sum their gradients. Where one stage has both, autograd has added them.
         if name in ("embed.token.weight", "head.weight"):
-            all_reduce(parameter.grad, grid.groups["embedding"])
+            parameter.grad = all_reduce(parameter.grad, grid.groups["embedding"])
         # With sequence parallelism, a parameter that is whole on every tp rank has a gradient from
         # this rank's positions alone.
         if grid.sequence_parallel and not hasattr(parameter, "is_cut"):
-            all_reduce(parameter.grad, grid.groups["tp"])
+            parameter.grad = all_reduce(parameter.grad, grid.groups["tp"])
 
     # Sum the loss and the norm. All ranks of a tp group have the same loss: count it once.
     if grid.tp_rank > 0:
@@ -860,19 +822,16 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
     return loss_sum / tokens_in_batch
 
 
-def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain_gpipe,
-                  config: GPTConfig | None = None) -> None:
-    """Train `nano`, or the mixture of experts of a `config`, on this rank's part of a
-    data.TokenDataset with train.py's defaults: its batch size, seed, optimizer, and learning rate,
-    which rises for 50 steps. The decay of train.py, which starts after step 50, is left out."""
+def train_plainly(dataset, config: GPTConfig, steps: int, grid: Grid, zero: int = 0,
+                  schedule=plain_gpipe) -> None:
+    """Train a GPT, or a mixture of experts, on this rank's part of a data.TokenDataset with
+    train.py's defaults: its batch size, seed, optimizer, and learning rate, which rises for 50
+    steps. The decay of train.py, which starts after step 50, is left out."""
     batch_size, seed, peak_lr, warmup_steps = 16, 1337, 4e-3, 50
-    is_mixture = config is not None
-    if not is_mixture:
-        config = GPTConfig(vocab_size=dataset.meta["vocab_size"])
     model = config.build().initialize(seed)     # the whole model
 
     # This rank's part: of the matrices, of the positions, of the layers, then what it owns.
-    if not is_mixture:
+    if not hasattr(config, "n_expert"):         # a mixture has replicas alone
         plain_tensor_parallel(model, grid)
     if grid.ep > 1:
         plain_expert_parallel(model, grid)
@@ -882,7 +841,7 @@ def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain
     matrices = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
     owned = dict(model.named_parameters())
     buckets = []
-    if zero == 0 and grid.replicas > 1:
+    if zero == 0:
         buckets = plain_buckets(model, grid)
     if zero > 0:
         owned = plain_shards(model, grid)
@@ -906,20 +865,14 @@ def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain
             print(f"step {step} loss {loss:.6f}", flush=True)
 
 
-def fail(rank: int, message) -> None:
-    """End the program with one line, which rank 0 prints."""
-    if rank > 0:
-        time.sleep(5)       # torchrun ends all ranks when one exits: rank 0 prints first
-    else:
-        print(f"parallel.py: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
+def read_flags(world: int) -> argparse.Namespace:
+    """The flags. Raises ValueError if `world` processes cannot run with them."""
+    def refuse(message):
+        raise ValueError(message)
 
-
-def read_flags(rank: int, world: int) -> argparse.Namespace:
-    """The flags. Ends the program if `world` processes cannot run with them."""
     parser = argparse.ArgumentParser(
         "parallel.py", description="3D parallelism in plain forms, on CPUs.")
-    parser.error = partial(fail, rank)
+    parser.error = refuse
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each matrix")
     parser.add_argument("--sequence-parallel", action="store_true",
                         help="cut positions over the tp ranks between these matrices")
@@ -940,24 +893,24 @@ def read_flags(rank: int, world: int) -> argparse.Namespace:
     layout = f"--tp {tp} --pp {pp} --cp {cp}"
     config = GPTConfig()
     if world > 1 and "MASTER_ADDR" not in os.environ:
-        fail(rank, f"WORLD_SIZE is {world}, but the other variables of torchrun are not set: start "
+        refuse(f"WORLD_SIZE is {world}, but the other variables of torchrun are not set: start "
              f"by torchrun --nproc_per_node={world} parallel.py, or unset it")
     if min(tp, pp, cp) < 1:
-        fail(rank, f"{layout}: give at least 1 of each")
+        refuse(f"{layout}: give at least 1 of each")
     size = tp * pp * cp             # ranks that share each row of the batch
     if world % size or 16 % (world // size):
-        fail(rank, f"{layout} need {size} processes, or times a dp that divides the batch of 16, "
+        refuse(f"{layout} need {size} processes, or times a dp that divides the batch of 16, "
              f"not {world}: start them by torchrun --nproc_per_node={size} parallel.py {layout}")
     if config.n_head % tp or pp > config.n_layer or config.seq_len % (2 * cp * tp):
-        fail(rank, f"{layout}: tp must divide the model's {config.n_head} heads, pp be at most its "
+        refuse(f"{layout}: tp must divide the model's {config.n_head} heads, pp be at most its "
              f"{config.n_layer} layers, and 2 x cp x tp divide its {config.seq_len} positions")
     if args.mixture and (size > 1 or args.zero > 0):
-        fail(rank, f"--mixture with {layout} --zero {args.zero}: its plain form has replicas and "
+        refuse(f"--mixture with {layout} --zero {args.zero}: its plain form has replicas and "
              f"--ep alone; train.py has all of them")
     if args.ep > 1 and not args.mixture:
-        fail(rank, f"--ep {args.ep} divides the experts of --mixture: give it, too")
+        refuse(f"--ep {args.ep} divides the experts of --mixture: give it, too")
     if args.ep < 1 or world % args.ep or 8 % args.ep:
-        fail(rank, f"--ep {args.ep} must divide the 8 experts of --mixture, and the {world} "
+        refuse(f"--ep {args.ep} must divide the 8 experts of --mixture, and the {world} "
              f"processes")
     return args
 
@@ -967,21 +920,25 @@ def main() -> None:
     from models.moe import SIZES, MoEConfig
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    args = read_flags(rank, world)
     try:
+        args = read_flags(world)
         dataset = TokenDataset("data/python", "train", GPTConfig().seq_len)
-    except (ValueError, OSError) as error:
-        fail(rank, error)
+    except (ValueError, OSError) as error:      # a mistake: one line, not a traceback of each rank
+        if rank > 0:
+            time.sleep(5)       # torchrun ends all ranks when one exits: rank 0 prints first
+        else:
+            print(f"parallel.py: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
     if world > 1:
         dist.init_process_group("gloo")
     dp = world // (args.tp * args.pp * args.cp)
     grid = Grid(dp, args.pp, args.tp, rank, cp=args.cp, ep=args.ep,
                 sequence_parallel=args.sequence_parallel)
     make_groups(grid)
-    config = None
+    config = GPTConfig(vocab_size=dataset.meta["vocab_size"])
     if args.mixture:
         config = MoEConfig(vocab_size=dataset.meta["vocab_size"], **SIZES["moe-nano"])
-    train_plainly(dataset, args.steps, grid, args.zero, SCHEDULES[args.pp_schedule], config)
+    train_plainly(dataset, config, args.steps, grid, args.zero, SCHEDULES[args.pp_schedule])
     if world > 1:
         dist.destroy_process_group()
 

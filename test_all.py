@@ -274,7 +274,7 @@ def test_plain_pipelines_give_the_gradients_of_the_whole_model(rank, world=3, *,
         parallel.plain_pipeline(stage, batch, order, targets.numel(), grid)
         for name, parameter in stage.named_parameters():
             if name in TIED or name in TIED.values():       # the sum of its two ends
-                parallel.all_reduce(parameter.grad, grid.groups["embedding"])
+                parameter.grad = parallel.all_reduce(parameter.grad, grid.groups["embedding"])
     theirs = dict(whole.named_parameters())
     assert_close({name: (p.grad, theirs[TIED.get(name, name)].grad)
                   for name, p in stage.named_parameters()}, 1e-12)

@@ -23,7 +23,6 @@ if __name__ == "__main__":      # Ctrl-C during the slow import of torch exits a
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Iterator
 
@@ -36,22 +35,21 @@ import checkpoint
 from amp import NOT_FINITE, PRECISIONS, clip_factor
 from base import processes
 from base.options import Config
-from base.processes import Job, RunError
+from base.processes import Job
 from checkpoint import plain_load, plain_save
 from data import Batch, Batches, TokenDataset, open_shards, plain_batch, plain_windows
 from model import GPT, GPTConfig
-from parallelism.build import Grid, build_rank, make_groups
-from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
+from parallelism.build import Grid, build_rank
+from parallelism.collectives import PeerError
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import console, directory, evaluation, expert_loads, plain_run, run_state, startup
-from runtime.checkpoint_writer import Writer
-from runtime.folder_writer import FolderWriter
+from runtime import console, directory, evaluation, expert_loads, run_state, startup
 from runtime.loader import Loader
-from runtime.memory_limits import advice_on_memory
 from runtime.monitors import Monitors
+from runtime.plain_run import PlainRun
 from runtime.run_log import announce_evaluation
 from runtime.signals import StopSignal
+from runtime.sums import scalar, sum_across_ranks
 
 
 # ---- The plain program ----------------------------------------------------------------------
@@ -146,46 +144,36 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
     is this process, and `stack` closes what is open when the process ends."""
     # Refuse mistakes, lock --out, and find the checkpoint to begin from: begin.path, or None.
     config, model_config, begin = startup.prepare(given, job, device, stack)
-    plain_run.check_file(begin)
     dtype, _ = PRECISIONS[config.dtype]         # fp32 or fp64
     model = model_config.build().initialize(config.seed).to(device, dtype)
     optimizer = plain_adamw(config, model)
     loaded = None
     if begin.path is not None:
         loaded = plain_load(model, optimizer, begin.path)
-    train_data, val_data = startup.open_data(config, model_config, loaded, job)     # checks them
-    # `facts` are what a checkpoint holds besides tensors: the step, the flags, the data ...
-    facts = plain_run.facts_at_start(loaded, config, model_config, begin, train_data)
-    done = facts["step"]
-    if done >= config.steps:
-        print(f"{begin.path} is step {done} of {config.steps}: nothing left to do; raise --steps "
-              f"to continue, or begin a new run in another --out")
+    datasets = startup.open_data(config, model_config, loaded, job)     # checks the data
+    # The rest of a run: metrics.jsonl and the console, the end at Ctrl-C, and `facts`, which a
+    # checkpoint holds besides tensors: the step, the flags, the data ...
+    run = PlainRun(config, model_config, begin, loaded, *datasets)
+    if run.step >= config.steps:
+        run.print_finished()
         return
 
     train_shards = open_shards(config.data, "train")
     val_shards = open_shards(config.data, "val")
-    # The log writes metrics.jsonl and the console.
-    log = plain_run.Log(config, model_config, facts, begin, val_data)
-    stop = plain_run.StopAfterStep()        # at Ctrl-C
-    step = done
-    training = plain_train(config, model, optimizer, train_shards, first_step=done + 1)
-    for loss, norm in log.timed(training):      # one step each, and the log measures its time
-        step += 1
-        if not math.isfinite(norm):
-            raise RunError(f"step {step} has loss {loss} and gradient norm {norm}: lower --lr")
+    run.start()
+    training = plain_train(config, model, optimizer, train_shards, first_step=run.step + 1)
+    for step, loss, norm in run.steps(training):
         row = dict(step=step, loss=loss, lr=learning_rate(config, step), grad_norm=norm)
         if config.is_due(step, config.eval_every):
             row["val_loss"] = plain_evaluate(config, model, val_shards)
-        log.write(row)
-        stopping = stop.received and step < config.steps
+        run.log(row)
+        stopping = run.is_stopping()            # at Ctrl-C
         if config.is_due(step, config.save_every) or stopping:
-            plain_run.update_facts(facts, config, model_config, step)
-            with plain_run.clean_up_failed_save(config):        # after a full disk, say
+            with run.saving() as facts:
                 plain_save(model, optimizer, facts, Path(config.out))
-            plain_run.remove_old_files(facts, config)
         if stopping:
-            stop.end(log, step)
-    log.end()
+            run.end_by_signal()
+    run.end()
 
 
 # ---- The same on many ranks -----------------------------------------------------------------
@@ -206,9 +194,7 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
 #     ep    the experts of a mixture  tokens to their experts, and the results back   experts.py
 #
 # Ranks at the same place in different replicas, such as 0 and 2, train the same parameters. With
-# --zero 0 each updates all of them. With --zero 1 each keeps AdamW's state of one shard, updates
-# this shard and sends it to the others. With --zero 2 it also keeps the gradients of this shard
-# alone, and with --zero 3 the parameters.
+# --zero 0 each updates all of them, otherwise one shard (parallel.py, section 4).
 #
 #     the plain program       Run, on each rank
 #
@@ -279,9 +265,7 @@ class Run:
         # buffers, whose hooks sum the gradients (dp, ZeRO).
         self.model, self.flat = build_rank(model_config, grid, config, (dtype, master_dtype),
                                            device)
-        writer = FolderWriter if config.checkpoint_format == "folder" else Writer
-        self.writer = writer(Path(config.out), config.keep, model_config, self.flat,
-                             config.timeout)
+        self.writer = run_state.make_writer(self)
         # An empty tensor, of the shape and dtype that one stage sends to the next.
         self.activation_like = like_activations(config, model_config, grid, dtype, device)
         self.restore(state)
@@ -326,7 +310,10 @@ class Run:
                 self.evaluate_and_save(row)
             self.step = self.finished_step + 1
         with self.stop.held():
-            self.finish()
+            self.flat.wait_params()         # other ranks may still be receiving this rank's shard
+            run_state.wait_for_last_save(self)
+            self.stop.close()               # a signal comes too late from here on, on every rank
+            console.report_end(self)
 
     def evaluate_and_save(self, row: dict) -> None:
         """Evaluate every --eval-every steps and save every --save-every steps, and both after the
@@ -344,12 +331,6 @@ class Run:
             elif saving:
                 self.monitors.fail_if_diverged(row)
                 run_state.save(self)
-
-    def finish(self) -> None:
-        self.flat.wait_params()             # other ranks may still be receiving this rank's shard
-        run_state.wait_for_last_save(self)
-        self.stop.close()                   # a signal comes too late from here on, on every rank
-        console.report_end(self)
 
     # ---- One step ---------------------------------------------------------------------------
 
@@ -379,7 +360,7 @@ class Run:
             if hasattr(module, "set_token_factor"):
                 module.set_token_factor(self.scaler.scale / tokens_in_batch)
         if grid.pp == 1:
-            loss_sum = self.scalar(0.0)
+            loss_sum = scalar(0.0, self.device)
             for m, (inputs, targets, dropout_seed, positions) in enumerate(microbatches):
                 # Hooks start the all-reduce of each bucket of gradients in backward: only in that
                 # of the last microbatch, or with ZeRO 2 and 3 in every one.
@@ -404,7 +385,7 @@ class Run:
                    targets_in_batch: int) -> StepStats:
         """Compute the step's statistics with one all-reduce."""
         grid, scaler = self.grid, self.scaler
-        local = dict(loss=self.scalar(0.0), activation_norm=self.scalar(0.0))
+        local = dict(loss=scalar(0.0, self.device), activation_norm=scalar(0.0, self.device))
         # All tp ranks have the same loss: count it once. Their last activations are the same too,
         # unless sequence parallelism splits the positions.
         if grid.is_last and grid.tp_rank == 0:
@@ -413,7 +394,7 @@ class Run:
             local["activation_norm"] = self.model.head.norms.to(loss_sum.dtype)
         local |= self.flat.grad_norm_squares()          # of this rank's part of the model
         local |= expert_loads.measure(self)             # if it is a mixture of experts
-        total = self.sum_across_ranks(local)
+        total = sum_across_ranks(self, local)
         norm, skipped = self.flat.grad_norm(total)      # of the whole model
         if not math.isfinite(total["loss"]):
             skipped = NOT_FINITE
@@ -437,25 +418,6 @@ class Run:
         self.scaler.update(stats.skipped == NOT_FINITE)
         self.finished_step = self.step
 
-    def sum_across_ranks(self, local: dict) -> dict:
-        """Sum each tensor of `local` over all ranks -> {name: a number, or a list of the rows of a
-        matrix}. Waits for the other ranks, at most --timeout. One more number is summed on the way:
-        how many ranks have received a signal. So all ranks learn of it in the same step."""
-        has_signal = self.stop is not None and self.stop.since is not None
-        tensors = [*local.values(), self.scalar(float(has_signal))]
-        numbers = torch.cat([x.flatten() for x in tensors])
-        sums = all_reduce(numbers, self.grid.groups["world"]).wait()
-        timeout = self.config.timeout if self.grid.world > 1 else math.inf
-        parts = to_host(sums, timeout).split([x.numel() for x in tensors])
-        *totals, signals = [part.view_as(x).tolist() for part, x in zip(parts, tensors)]
-        if signals > 0:
-            self.stop.receive()
-        return dict(zip(local, totals))
-
-    def scalar(self, value: float) -> torch.Tensor:
-        """A tensor of shape () on the device, in the dtype used for sums."""
-        return torch.full((), value, dtype=sum_dtype(self.device), device=self.device)
-
 
 # ---- Start ----------------------------------------------------------------------------------
 
@@ -465,12 +427,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     config, model_config, begin = startup.prepare(given, job, device, stack)
     state = startup.load_start(begin)               # a checkpoint, None for a new run
     train_data, val_data = startup.open_data(config, model_config, state, job)
-    dp = job.world // (config.pp * config.cp * config.tp)
-    grid = Grid(dp, config.pp, config.tp, job.rank, cp=config.cp, ep=config.ep,
-                chunks=config.pp_chunks, sequence_parallel=config.sequence_parallel)
-    stack.enter_context(advice_on_memory(config, grid))
-    make_groups(grid, device, timedelta(seconds=config.timeout))
-    stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
+    grid = startup.join_ranks(config, job, device, stack)
     run = Run(config, model_config, grid, device, train_data, val_data, state, begin.run)
     stack.callback(run.writer.close)
     try:

@@ -11,6 +11,7 @@ imports train.py:
     loader                              the rows of the batches that a rank reads
     plain_run                           what train.py --plain needs beside training
     monitors                            what watches a run: divergence, rollback, flipped_bits
+    sums                                sums over all ranks, which tell of a signal
     expert_loads                        how a mixture's experts are used, for the log
     run_log, console                    metrics.jsonl and the steps; what else a run prints
     evaluation, eval_answers            the validation loss; answers that are right

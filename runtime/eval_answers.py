@@ -15,6 +15,7 @@ from parallelism.collectives import all_reduce
 from parallelism.context import own_positions
 from parallelism.sequence import by_sequences, gather_positions
 from parallelism.tensor import matmul
+from runtime.sums import scalar
 
 MICROBATCHES = 64               # on each rank, for each all-reduce
 
@@ -79,7 +80,7 @@ def compare_greedy(run, microbatches: list, forward) -> list[torch.Tensor]:
         is_learnt = targets != IGNORE_INDEX
         found.append(torch.ones_like(is_learnt))
         found[-1][is_learnt] = is_argmax(head, x[is_learnt], targets[is_learnt])
-        return run.scalar(0.0)
+        return scalar(0.0, run.device)
 
     if grid.is_last:
         head.loss = loss

@@ -18,6 +18,7 @@ from model import GPTConfig
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import make_schedule
 from runtime.eval_answers import greedy_accuracy
+from runtime.sums import scalar, sum_across_ranks
 
 DEFAULT_SEQUENCES = 128         # of each source
 MICROBATCHES = 64               # on each rank, for each all-reduce
@@ -67,7 +68,7 @@ def evaluate_source(run, source: Source) -> float:
             loss_sum.zero_()
         if grid.exact is not None:
             loss_sum = grid.exact.checked(loss_sum)
-        total += run.sum_across_ranks(dict(loss=loss_sum))["loss"]
+        total += sum_across_ranks(run, dict(loss=loss_sum))["loss"]
     run.model.train()
     return total / targets
 
@@ -75,7 +76,7 @@ def evaluate_source(run, source: Source) -> float:
 def forward(run, microbatches: list) -> torch.Tensor:
     """The sum of the losses of this rank's tokens; 0 on every stage but the last."""
     if run.grid.pp == 1:
-        loss_sum = run.scalar(0.0)
+        loss_sum = scalar(0.0, run.device)
         for inputs, targets, _, positions in microbatches:
             loss_sum += run.model(inputs, targets, positions=positions)
         return loss_sum

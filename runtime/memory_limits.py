@@ -1,5 +1,5 @@
 """Is there memory for a run? startup.py refuses a model whose state is larger than the memory of
-the machine or the GPU, before anything is allocated. train.py adds to an error of too little memory
+the machine or the GPU, before anything is allocated. To a later error of too little memory it adds
 which flags take less.
 """
 import dataclasses

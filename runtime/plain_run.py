@@ -1,10 +1,11 @@
 """What `train.py --plain` needs besides training: what it refuses, what its checkpoints hold
-besides tensors, its log, and its end by a signal. train.plain_launch calls the functions here, and
-runtime/startup.py calls `check_flags`.
+besides tensors, its log, and its end by a signal. train.plain_launch makes a `PlainRun`, and
+runtime/startup.py calls `check_flags` and `check_file`.
 
 The directory of a plain run is that of any other run: either continues what the other has saved.
 """
 import dataclasses
+import math
 import shlex
 import signal
 import socket
@@ -114,94 +115,126 @@ def check_continues(loaded: dict, config: Config) -> None:
                        "--plain cannot continue: drop --plain", 2)
 
 
-def update_facts(facts: dict, config: Config, model_config: GPTConfig, step: int) -> None:
-    """Set what changes from one checkpoint to the next, for the one after `step`."""
-    consumed = step * config.batch_size
-    facts.update(step=step, consumed_samples=consumed, tokens=consumed * model_config.seq_len,
-                 config=dataclasses.asdict(config), scaler=make_scaler(config.dtype).state_dict())
-    monitor = DivergenceMonitor(**facts["monitor"])
-    file = step_file(Path(config.out), step).name
-    # is_start: a Run that continues may go back to this file. Its loss was finite.
-    monitor.add_checkpoint(step, file, config.keep, scheduled=True, at_floor=False, is_start=True)
-    facts["monitor"] = dataclasses.asdict(monitor)
+# ---- The run ----------------------------------------------------------------------------------
 
+class PlainRun:
+    """A plain run beside its training.
 
-def remove_old_files(facts: dict, config: Config) -> None:
-    """Remove the checkpoints that neither --keep nor a rollback of a later Run needs."""
-    named = {file for _, file, _ in facts["monitor"]["checkpoints"]}
-    remove_old(step_file(Path(config.out), facts["step"]), config.keep, named)
+    step        the last finished step
+    facts       what its checkpoints hold besides tensors: the step, the flags, the data ...
+    seconds     the time that this step took
+    metrics     directory.Metrics: metrics.jsonl. `start` sets it, and `stop`
+    stop        StopAfterStep
+    """
 
+    def __init__(self, config: Config, model_config: GPTConfig, begin: Start, loaded: dict | None,
+                 train_data: TokenDataset, val_data: TokenDataset):
+        """`loaded` are the entries of the checkpoint with which it continues, or None."""
+        self.config, self.model_config, self.begin = config, model_config, begin
+        self.val_data = val_data
+        self.facts = facts_at_start(loaded, config, model_config, begin, train_data)
+        self.step = self.facts["step"]
 
-@contextmanager
-def clean_up_failed_save(config: Config):
-    """If the block cannot write a checkpoint, remove what it wrote and raise RunError."""
-    out = Path(config.out)
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        with suppress(OSError):
-            (out / "step.pt.tmp").unlink(missing_ok=True)       # give its space back
-        if out_of_memory(error):
-            raise
-        raise RunError(f"a checkpoint could not be written: {first_cause(error)}; "
-                       f"{what_is_left(out)}") from error
+    def print_finished(self) -> None:
+        print_rank0(f"{self.begin.path} is step {self.step} of {self.config.steps}: nothing left "
+                    f"to do; raise --steps to continue, or begin a new run in another --out")
 
-
-# ---- The log, and the end by a signal --------------------------------------------------------
-
-class Log:
-    """The rows of metrics.jsonl, and lines of them on the console."""
-
-    def __init__(self, config: Config, model_config: GPTConfig, facts: dict, begin: Start,
-                 val_data: TokenDataset):
-        """`facts`: those of the checkpoint with which the run continues, or of step 0."""
-        self.config = config
-        self.tokens = config.batch_size * model_config.seq_len          # of a step
-        self.seconds = 0.0                                              # of the last step
+    def start(self) -> None:
+        """Write the event of a start or a resume. From here on a signal ends the run."""
+        config, model_config, begin, step = self.config, self.model_config, self.begin, self.step
         self.metrics = all_ranks(lambda: Metrics(Path(config.out), rank=0))
-        self.bytes_per_token = val_data.meta["bytes_per_token"]
-        step = facts["step"]
         print_rank0(f"model    {parameter_count(model_config):,} parameters\n"
                     f"data     {config.data}, {config.batch_size} sequences of "
                     f"{model_config.seq_len} tokens in a step")
         event = dict(event="start")
         if step > 0:
-            changed = changed_flags(config, facts)
+            changed = changed_flags(config, self.facts)
             event = dict(event="resume", path=str(begin.path), given=begin.given, changed=changed)
             print_rank0(", ".join([f"resume   {begin.path}, after step {step}",
                                    *describe(changed)]))
         for damaged in begin.events:
             self.metrics.write(**damaged, step=step)
         self.metrics.write(**event, step=step, config=dataclasses.asdict(config),
-                           data=describe_data(val_data, config, model_config),
+                           data=describe_data(self.val_data, config, model_config),
                            environment=environment([socket.gethostname()]))
+        self.stop = StopAfterStep()
 
-    def timed(self, steps: Iterator) -> Iterator:
-        """The items of an iterator. `seconds` is the time that it took for the last one."""
+    def steps(self, training: Iterator) -> Iterator[tuple[int, float, float]]:
+        """The number, the loss and the gradient norm of each step, which `training` makes. Raises
+        RunError if the norm is not finite."""
         start = time.perf_counter()
-        for item in steps:
+        for loss, norm in training:
             self.seconds = time.perf_counter() - start
-            yield item
+            self.step += 1
+            if not math.isfinite(norm):
+                raise RunError(f"step {self.step} has loss {loss} and gradient norm {norm}: lower "
+                               f"--lr")
+            yield self.step, loss, norm
             start = time.perf_counter()
 
-    def write(self, row: dict) -> None:
+    def log(self, row: dict) -> None:
         """Write the row of a step to metrics.jsonl. Print some of the rows."""
-        config, step = self.config, row["step"]
-        speed = self.tokens / self.seconds
-        row |= dict(tokens=step * self.tokens, batch_size=config.batch_size, loss_scale=1.0,
+        config, step = self.config, self.step
+        tokens = config.batch_size * self.model_config.seq_len          # of a step
+        speed = tokens / self.seconds
+        row |= dict(tokens=step * tokens, batch_size=config.batch_size, loss_scale=1.0,
                     tokens_per_second=round(speed, 1))
         if config.is_due(step, config.log_every or ceil_div(config.steps, LINES)):
             print_rank0(f"step {step}/{config.steps}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
                         f"norm {row['grad_norm']:.3f}  {speed:,.0f} tok/s  "
                         f"left {time_left(config.steps - step, self.seconds)}")
         if "val_loss" in row:
-            bits = bits_per_byte(row["val_loss"], self.bytes_per_token)
+            bits = bits_per_byte(row["val_loss"], self.val_data.meta["bytes_per_token"])
             row["bits_per_byte"] = bits
             in_bits = "" if bits is None else f", {bits:.4f} bits a byte"
             print_rank0(f"validation: {row['val_loss']:.4f} nats a token{in_bits}")
         self.metrics.write(**row)
 
+    def is_stopping(self) -> bool:
+        """Whether a signal ends the run after this step."""
+        return self.stop.received and self.step < self.config.steps
+
+    @contextmanager
+    def saving(self):
+        """The block saves a checkpoint of this step with the facts that it is given. If it cannot
+        write, remove what it wrote and raise RunError. Then remove the checkpoints that neither
+        --keep nor a rollback of a later Run needs."""
+        out = Path(self.config.out)
+        self.update_facts()
+        try:
+            yield self.facts
+        except (OSError, RuntimeError) as error:
+            with suppress(OSError):
+                (out / "step.pt.tmp").unlink(missing_ok=True)       # give its space back
+            if out_of_memory(error):
+                raise
+            raise RunError(f"a checkpoint could not be written: {first_cause(error)}; "
+                           f"{what_is_left(out)}") from error
+        named = {file for _, file, _ in self.facts["monitor"]["checkpoints"]}
+        remove_old(step_file(out, self.step), self.config.keep, named)
+
+    def update_facts(self) -> None:
+        """Set what changes from one checkpoint to the next, for the one after this step."""
+        config, step = self.config, self.step
+        consumed = step * config.batch_size
+        monitor = DivergenceMonitor(**self.facts["monitor"])
+        file = step_file(Path(config.out), step).name
+        # is_start: a Run that continues may go back to this file. Its loss was finite.
+        monitor.add_checkpoint(step, file, config.keep, scheduled=True, at_floor=False,
+                               is_start=True)
+        self.facts.update(
+            step=step, consumed_samples=consumed, tokens=consumed * self.model_config.seq_len,
+            config=dataclasses.asdict(config), scaler=make_scaler(config.dtype).state_dict(),
+            monitor=dataclasses.asdict(monitor))
+
+    def end_by_signal(self) -> None:
+        """End the process by the signal that it got, after the save of this step."""
+        self.metrics.write(event="stop", step=self.step)
+        print_rank0(f"stopped and saved after step {self.step}; run the same command to continue")
+        exit_like_signal(self.stop.number)
+
     def end(self) -> None:
+        """The event of a run that has made all steps, and a line: how to sample."""
         self.metrics.write(event="end", step=self.config.steps)
         file = shlex.quote(f"{self.config.out}/latest.pt")
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
@@ -233,9 +266,3 @@ class StopAfterStep:
         elif now - self.since >= 0.5:
             StopSignal.write("ended without saving")
             exit_like_signal(number)
-
-    def end(self, log: Log, step: int) -> None:
-        """End the process by the signal, after the save of this step."""
-        log.metrics.write(event="stop", step=step)
-        print_rank0(f"stopped and saved after step {step}; run the same command to continue")
-        exit_like_signal(self.number)

@@ -1,7 +1,8 @@
 """The state of a run: what its checkpoints hold beside tensors, and how it is saved and restored.
-train.py calls `progress_in` and `initial_weights` to restore it and `save` in its loop. startup.py
-calls `save` at the start of a branch. rollback.py and flipped_bits.py call `go_back`. rollback.py
-and signals.py call `submit`, the second after `judge_checkpoint`. `run` is a train.Run.
+train.py calls `make_writer`, `progress_in` and `initial_weights` to build a run, and `save` in its
+loop. startup.py calls `save` at the start of a branch. rollback.py and flipped_bits.py call
+`go_back`. rollback.py and signals.py call `submit`, the second after `judge_checkpoint`. `run` is a
+train.Run.
 """
 import copy
 import dataclasses
@@ -14,9 +15,11 @@ from amp import LossScaler, make_scaler
 from base.checkpoint_files import step_file
 from base.options import Config
 from base.processes import all_ranks, on_rank0
+from runtime.checkpoint_writer import Writer
 from runtime.console import note_slow_disk
 from runtime.directory import latest_valid, load_state
 from runtime.divergence import DivergenceMonitor
+from runtime.folder_writer import FolderWriter
 
 
 class Progress(NamedTuple):
@@ -48,6 +51,13 @@ def progress_in(state: dict | None, run) -> Progress:
     return Progress(state["step"], state["consumed_samples"],
                     state["tokens"] // run.model_config.seq_len, state["optimizer_steps"], scaler,
                     monitor)
+
+
+def make_writer(run) -> Writer:
+    """The writer of the run's checkpoints, in the format of --checkpoint-format."""
+    config = run.config
+    writer = FolderWriter if config.checkpoint_format == "folder" else Writer
+    return writer(Path(config.out), config.keep, run.model_config, run.flat, config.timeout)
 
 
 def initial_weights(config: Config) -> Callable | None:

@@ -10,7 +10,7 @@ the data. Outside of them another thread can save the state of the last finished
 main thread computes or waits for. What it has computed since is lost; a resume computes it again.
 
 All ranks must save the same step. Every rank enters the same blocks in the same order, and the sum
-over all ranks before an update (train.py) lets none begin one that another will not reach. The
+over all ranks before an update (sums.py) lets none begin one that another will not reach. The
 ranks exchange how many blocks each has begun, and complete blocks up to the largest number.
 """
 import ctypes
@@ -32,6 +32,7 @@ from base.processes import RunError, all_ranks, is_rank0, print_error
 from parallelism.collectives import PeerError, all_reduce
 from runtime import console, flipped_bits, run_state
 from runtime.run_state import Progress
+from runtime.sums import sum_across_ranks
 
 
 class StopSignal:
@@ -109,7 +110,7 @@ class StopSignal:
         from before, so that their threads end together. Every rank calls it."""
         with self.changed:
             self.closed = True
-        self.run.sum_across_ranks({})
+        sum_across_ranks(self.run, {})
 
     def listen(self) -> None:
         """Wait for signals, until the block of this StopSignal ends."""

@@ -1,5 +1,5 @@
 """The start of a run. train.py calls, in this order, `parse`, before all communication, `prepare`,
-`load_start`, `open_data` and, when the ranks have built the run, `begin_training`.
+`load_start`, `open_data`, `join_ranks` and, when the ranks have built the run, `begin_training`.
 """
 import os
 import sys
@@ -18,7 +18,7 @@ from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_
                             refuse_tasks_without_ranks)
 from data import TokenDataset
 from model import GPTConfig
-from parallelism.build import Grid
+from parallelism.build import Grid, make_groups
 from runtime import (checks, console, dashboards, evaluation, layout_checks, memory_limits,
                      plain_run, run_state)
 from runtime.cpu_threads import choose_threads
@@ -84,16 +84,33 @@ def resolve(given: dict, begin: Start, job: Job, device: torch.device, store: di
         given = {**given, "init_from": str(begin.path)}
     config, model_config = checks.validate(given, load_state(begin.path), job.world, device.type,
                                            begin.kind == "init-from", begin.path)
-    grid = Grid(job.world // (config.tp * config.pp * config.cp), config.pp, config.tp,
-                chunks=config.pp_chunks, cp=config.cp, ep=config.ep)
-    memory_limits.check_memory(model_config, grid, config, PRECISIONS[config.dtype], device,
-                               job.local_world)
+    memory_limits.check_memory(model_config, make_grid(config, job), config,
+                               PRECISIONS[config.dtype], device, job.local_world)
+    if config.plain:
+        plain_run.check_file(begin)
     if not config.eval_only:
         stack.enter_context(lock_output_dir(Path(config.out)))
         if list_checkpoints(Path(config.out)) != begin.found:
             raise ValueError(f"another run has just written to {config.out}: start again")
         store.set("begun", "")
     return config, model_config, begin._replace(given=given)
+
+
+def make_grid(config: Config, job: Job) -> Grid:
+    """The place of this process in the layout, without process groups."""
+    dp = job.world // (config.pp * config.cp * config.tp)
+    return Grid(dp, config.pp, config.tp, job.rank, cp=config.cp, ep=config.ep,
+                chunks=config.pp_chunks, sequence_parallel=config.sequence_parallel)
+
+
+def join_ranks(config: Config, job: Job, device: torch.device, stack: ExitStack) -> Grid:
+    """Create this rank's process groups -> its grid, which has them. Every rank calls it. `stack`
+    adds advice to an error of too little memory, and ends the groups."""
+    grid = make_grid(config, job)
+    stack.enter_context(memory_limits.advice_on_memory(config, grid))
+    make_groups(grid, device, timedelta(seconds=config.timeout))
+    stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
+    return grid
 
 
 def load_start(begin: Start) -> dict | None:

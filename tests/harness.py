@@ -482,15 +482,17 @@ def reference(pool, tmp_path_factory):
 
 
 def losses_of_plain_program(rank, world, tp, pp, folder, steps, cp=1, ep=1, sequence_parallel=False,
-                            **options):
-    """The losses that parallel.py prints on rank 0."""
+                            config=None, **options):
+    """The losses that parallel.py prints on rank 0. `config`: None is that of `nano`."""
     train_data = data.TokenDataset(folder, "train", seq_len=128)
+    if config is None:
+        config = GPTConfig(vocab_size=train_data.meta["vocab_size"])
     grid = parallel.Grid(world // (tp * pp * cp), pp, tp, rank, cp=cp, ep=ep,
                          sequence_parallel=sequence_parallel)
     parallel.make_groups(grid)
     try:
         with redirect_stdout(io.StringIO()) as text:
-            parallel.train_plainly(train_data, steps, grid, **options)
+            parallel.train_plainly(train_data, config, steps, grid, **options)
     finally:
         grid.groups.clear()             # their threads end
     return [float(line.split()[3]) for line in text.getvalue().splitlines()]

@@ -35,7 +35,7 @@ def test_plain_sequence_parallel_layers_equal_the_whole_layers(rank, world):
         for name, parameter in whole.named_parameters():
             mine = local.get_parameter(name).grad
             if name not in CUTS:
-                parallel.all_reduce(mine, grid.groups["tp"])
+                mine = parallel.all_reduce(mine, grid.groups["tp"])
             pairs[name] = mine, cut(name, parameter.grad, rank, world)
     assert_close(pairs, 1e-12)
 
