@@ -51,7 +51,7 @@ class Family(NamedTuple):
     unused_positions: int = 0           # rows before the first position
     activation_key: str = "hidden_act"
     has_rope_keys: bool = True          # config.json has a rope_theta
-    interleaved: bool = False           # they turn channels 2i and 2i + 1 of a head, not i, i + n/2
+    interleaved: bool = False           # they rotate channels 2i and 2i + 1, not i and i + n/2
     fields: dict | None = None          # of every LlamaConfig of the family; None: a GPTConfig
     optional: dict = {}                 # field: (key in config.json, its value where it is missing)
     only: dict = {}                     # key: (the one value we have, that where it is missing)
@@ -145,7 +145,7 @@ GPTJ = Family(
     architecture="GPTJForCausalLM",
     activation="gelu_new",
     dropout=["attn_pdrop", "resid_pdrop", "embd_pdrop"],
-    shape=GPT2.shape | {"hidden": "n_inner", "turned": "rotary_dim"},
+    shape=GPT2.shape | {"hidden": "n_inner", "rotated": "rotary_dim"},
     prefix="transformer.",
     ends={"embed.token": "wte", "head.norm": "ln_f", "head": "lm_head"},
     blocks="h",
