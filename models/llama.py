@@ -10,8 +10,8 @@
 
 The first four are the ideas of this file. Llama 1 and the small Llama 2 have G = 1. The relatives
 differ from Llama in some of these, in a norm of q and k, in the residual, or in a bias of the
-logits. Mistral 7B has a sliding window (window.py). FAMILIES, at the end, says how they differ.
-llama_sizes.py has the sizes by their names.
+logits. Mistral 7B has a sliding window (window.py). llama_sizes.py says how the families differ,
+and has the sizes by their names.
 Most classes replace the class of that name in model.py. They keep the names of its modules and the
 four conventions of model.py's header, so whatever runs a GPT runs a Llama.
 
@@ -255,7 +255,7 @@ class Llama(GPT):
 
 
 # ---------------------------------------------------------------------------------------------
-# Options and families
+# Options
 # ---------------------------------------------------------------------------------------------
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": partial(F.gelu, approximate="tanh"),
@@ -318,22 +318,3 @@ class LlamaConfig(GPTConfig):
 
     def build(self) -> Llama:
         return Llama(self)
-
-
-QWEN = dict(norm_eps=1e-6, rope_theta=1e6)
-FAMILIES = {
-    "llama": {},                                        # Mistral, TinyLlama and SmolLM2, too
-    "qwen2": QWEN | dict(bias="qkv"),
-    "qwen3": QWEN | dict(qk_norm=True),
-    "olmo": dict(norm="plain"),
-    "neox": dict(norm="layer", activation="gelu", gated=False, bias="all", rotary=0.25,
-                 residual="parallel"),                  # Pythia, too
-    "palm": dict(norm="layer", residual="one norm", tied=True),
-    "olmo2": dict(norm_all_heads=True, residual="norm after", norm_eps=1e-6, rope_theta=5e5),
-    "phi": dict(norm="layer", activation="gelu", gated=False, bias="all", rotary=0.5,
-                residual="one norm", head_bias=True),
-    "gptj": dict(norm="layer", activation="gelu", gated=False, bias="mlp and norms",
-                 rotary=0.25, residual="one norm", head_bias=True),
-    "galactica": dict(norm="plain", activation="gelu_erf", gated=False, learned_positions=True,
-                      rotary=0.0, tied=True),
-}

@@ -22,7 +22,8 @@ from base.flops import flops_per_token, parameter_count
 from base.options import merge_config, parse_flags
 from model import GPTConfig
 from models import SIZES, kv_cache, llama_sizes, make_config, moe
-from models.llama import FAMILIES, LlamaConfig
+from models.llama import LlamaConfig
+from models.llama_sizes import FAMILIES
 from models.window import WindowedAttention
 from parallelism import kernels
 from runtime import checks
