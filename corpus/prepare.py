@@ -37,10 +37,10 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
             template: str | None = None, validation=frozenset()) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. `tokenizer`: the name of one in corpus/tokenizers.py,
-    the path of a file of one or of a folder with it, or a name for the one of `train_tokens` tokens
-    that is trained on this text. Without a `field` the files hold conversations; `template`: the
-    name of one of ours, or the path of a model's; None: the one beside the tokenizer's file, or the
-    default for the tokenizer. `validation`: the files that validate; without them the split is
+    the path of a file of one or of a folder with it. `train_tokens`: one of so many tokens is
+    trained on this text in its place. Without a `field` the files hold conversations; `template`:
+    the name of one of ours, or the path of a model's; None: the one beside the tokenizer's file, or
+    the default for the tokenizer. `validation`: the files that validate; without them the split is
     drawn. What is there already is not made again. Raises ValueError if a file is not text, if
     there is too little or, before it tokenises, if `out` holds shards of other text or other flags,
     which a run may be training on."""
@@ -50,7 +50,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
         encoder = open_encoder(tokenizer, is_text, template)
     check_writable(out)
     index = index_documents(files, seed, field, near_duplicates, validation)
-    name = tokenizer if encoder is None else encoder.encoding.name
+    name = f"bpe of {train_tokens}" if encoder is None else encoder.encoding.name
     source = f"{index.digest}, {name}, {shard_tokens}"
     if not is_text:
         source += f", {template or 'plain' if encoder is None else encoder.template.name}"
