@@ -147,17 +147,14 @@ class ByteLevelTokenizer(JsonTokenizer):
         return found
 
     def decides(self) -> list:
-        content = json.loads(self.tokenizer.to_str())
-        model = content["model"]
+        """What of the model and of the steps before it decides the tokens."""
+        model = self.written["model"]
         if self.kind == "BPE":              # the rest decides nothing where all bytes are tokens
             model = [model.get(key) or None for key in ("merges", "ignore_merges",
                                                         "continuing_subword_prefix",
                                                         "end_of_word_suffix")]
-        parts = json.loads(json.dumps([content["normalizer"], content["pre_tokenizer"]]),
-                           object_hook=without_offsets)
-        ordinary = [token for token in content["added_tokens"] if not token["special"]]
-        return [model, sorted(self.tokenizer.get_vocab().items()), parts, ordinary, self.prefix,
-                self.eot_token]
+        steps = [self.written["normalizer"], self.written["pre_tokenizer"]]
+        return [model, json.loads(json.dumps(steps), object_hook=without_offsets)]
 
 
 def without_offsets(part: dict) -> dict:

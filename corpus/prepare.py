@@ -20,13 +20,12 @@ from corpus.published_templates import choose_template, read_ends
 from corpus.shards import FLAGS_SUFFIX, LEARNT, SPLITS, append_tokens, read_meta
 from corpus.temporary_folder import check_writable, new_folder
 from corpus.tokenizer_config import notes
-from corpus.tokenizers import (file_name, find_file, get_tokenizer, is_named, name_of, read_file,
+from corpus.tokenizers import (file_name, find_file, get_tokenizer, is_named, open_file, read_file,
                                text_sha256)
 
 
 class Encoder(NamedTuple):
     """How the documents become tokens."""
-    name: str                   # of the tokenizer
     encoding: object            # tokenizers.get_tokenizer
     file: str | None            # the content of the tokenizer's file
     template: object = None     # of conversations (published_templates.get_template)
@@ -38,10 +37,10 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
             template: str | None = None, validation=frozenset()) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. `tokenizer`: the name of one in corpus/tokenizers.py,
-    the path of a file of one or of a folder with it, or a name for the one of `train_tokens` tokens
-    that is trained on this text. Without a `field` the files hold conversations; `template`: the
-    name of one of ours, or the path of a model's; None: the one beside the tokenizer's file, or the
-    default for the tokenizer. `validation`: the files that validate; without them the split is
+    the path of a file of one or of a folder with it. `train_tokens`: one of so many tokens is
+    trained on this text in its place. Without a `field` the files hold conversations; `template`:
+    the name of one of ours, or the path of a model's; None: the one beside the tokenizer's file, or
+    the default for the tokenizer. `validation`: the files that validate; without them the split is
     drawn. What is there already is not made again. Raises ValueError if a file is not text, if
     there is too little or, before it tokenises, if `out` holds shards of other text or other flags,
     which a run may be training on."""
@@ -51,7 +50,8 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
         encoder = open_encoder(tokenizer, is_text, template)
     check_writable(out)
     index = index_documents(files, seed, field, near_duplicates, validation)
-    source = f"{index.digest}, {tokenizer if encoder is None else encoder.name}, {shard_tokens}"
+    name = f"bpe of {train_tokens}" if encoder is None else encoder.encoding.name
+    source = f"{index.digest}, {name}, {shard_tokens}"
     if not is_text:
         source += f", {template or 'plain' if encoder is None else encoder.template.name}"
     meta = find_complete(out, source)
@@ -60,10 +60,10 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
     check_held(out, source)
     if encoder is None:
         file = train_tokenizer(index, train_tokens)
-        encoder = make_encoder(name_of(file), file, is_text, template)
+        encoder = make_encoder(open_file(file), file, is_text, template)
     out.mkdir(parents=True, exist_ok=True)
     with new_folder(out) as folder:
-        meta = dict(tokenizer=encoder.name, vocab_size=encoder.encoding.n_vocab, seed=seed,
+        meta = dict(tokenizer=encoder.encoding.name, vocab_size=encoder.encoding.n_vocab, seed=seed,
                     source=source, **index.counts)
         meta |= write_shards(folder, index, encoder, shard_tokens)
         meta |= write_files_of(folder, encoder)
@@ -79,23 +79,22 @@ def open_encoder(tokenizer: str, is_text: bool, template: str | None) -> Encoder
     """The Encoder of a tokenizer's name or path. Of text, notes tell what the other files of a
     model's folder say. Raises ValueError, OSError."""
     if is_named(tokenizer):
-        return make_encoder(tokenizer, None, is_text, template)
+        return make_encoder(get_tokenizer(tokenizer), None, is_text, template)
     path = find_file(tokenizer)
     file = read_file(path)
     model_folder = path.parent if path.suffix == ".json" else None
-    encoder = make_encoder(name_of(file), file, is_text, template, model_folder)
+    encoder = make_encoder(open_file(file), file, is_text, template, model_folder)
     if is_text:
         for line in notes(path, encoder.encoding):
             note(line)
     return encoder
 
 
-def make_encoder(name: str, file: str | None, is_text: bool, template: str | None,
+def make_encoder(encoding, file: str | None, is_text: bool, template: str | None,
                  model_folder: Path | None = None) -> Encoder:
-    encoding = get_tokenizer(name, file)
     chosen = None if is_text else choose_template(template, encoding, model_folder)
     ends = [] if model_folder is None else read_ends(model_folder)
-    return Encoder(name, encoding, file, chosen, ends)
+    return Encoder(encoding, file, chosen, ends)
 
 
 def compare_with_gpt2(index: Index, encoding) -> list[float]:
@@ -160,7 +159,7 @@ def write_files_of(folder: Path, encoder: Encoder) -> dict:
     if encoder.ends:
         meta["ends"] = encoder.ends
     if encoder.file is not None:
-        (folder / file_name(encoder.name)).write_text(encoder.file, encoding="utf-8")
+        (folder / file_name(encoder.encoding.name)).write_text(encoder.file, encoding="utf-8")
         meta["tokenizer_sha256"] = text_sha256(encoder.file)
     return meta
 

@@ -53,9 +53,7 @@ def make(flags: DataFlags) -> dict:
     else:
         files = [download_text(flags.dataset, flags.out)]
     tokenizer = flags.tokenizer
-    if flags.train_tokenizer is not None:
-        tokenizer = f"bpe of {flags.train_tokenizer}"
-    elif tokenizer is None:
+    if tokenizer is None:
         tokenizer = "bytes" if flags.dataset == "python" and not flags.input else "gpt2"
     return prepare(files, flags.out, tokenizer, flags.seed, flags.shard_tokens, field,
                    flags.near_duplicates, flags.train_tokenizer, flags.template, validation)

@@ -12,7 +12,6 @@ rare characters, as Llama 2's and Mistral's; Unigram, as T5's), WordPiece (BERT'
   token is a word like others, which a text could have. `encoder` gives it another name there.
 """
 import json
-from functools import cached_property
 
 from corpus.json_tokenizers import NOTHING, TEXT, TOKEN, JsonTokenizer
 from corpus.token_streams import TextStream
@@ -122,23 +121,15 @@ class TextTokenizer(JsonTokenizer):
             before = ()
         return TextStream(self.tokenizer, before)
 
-    # ---- What the file does -----------------------------------------------------------------
-
-    @cached_property
-    def written(self) -> dict:
-        """The file as the package writes it."""
-        return json.loads(self.tokenizer.to_str())
-
     def decides(self) -> list:
+        """What of the model, of its scores and of the steps around it decides the tokens."""
         model = {key: value for key, value in self.written["model"].items()
                  if key != "vocab" and value}
         scores = []
         if isinstance(self.written["model"]["vocab"], list):    # their last digits are not kept
             scores = [round(score, 6) for _, score in self.written["model"]["vocab"]]
         steps = [self.written[key] for key in ("normalizer", "pre_tokenizer", "decoder")]
-        ordinary = [token for token in self.written["added_tokens"] if not token["special"]]
-        return [model, sorted(self.tokenizer.get_vocab().items()), scores, steps, ordinary,
-                self.prefix, self.eot_token]
+        return [model, scores, steps]
 
 
 def new_name(token: str) -> str:

@@ -2,7 +2,7 @@
 
                      GPT-3 (model.py)               Llama                             here
     norm             LayerNorm                      RMSNorm: no mean, no bias         make_norm
-    positions        learned, added to the tokens   q and k are turned by an angle    Rotary
+    positions        learned, added to the tokens   q and k are rotated by an angle   Rotary
     attention        a k and v for each head of q   G heads of q share a k and a v    Attention
     MLP              gelu(x A) B                    (silu(x A) * (x A')) B            MLP
     biases           everywhere                     nowhere                           bias
@@ -10,8 +10,8 @@
 
 The first four are the ideas of this file. Llama 1 and the small Llama 2 have G = 1. The relatives
 differ from Llama in some of these, in a norm of q and k, in the residual, or in a bias of the
-logits. Mistral 7B has a sliding window (window.py). FAMILIES, at the end, says how they differ.
-llama_sizes.py has the sizes by their names.
+logits. Mistral 7B has a sliding window (window.py). llama_sizes.py says how the families differ,
+and has the sizes by their names.
 Most classes replace the class of that name in model.py. They keep the names of its modules and the
 four conventions of model.py's header, so whatever runs a GPT runs a Llama.
 
@@ -74,7 +74,7 @@ class Rotary(nn.Module):
 
     def forward(self, q, k):
         cos, sin = self.cos_and_sin(q.shape[2], q.dtype, q.device)
-        return self.turn(q, cos, sin), self.turn(k, cos, sin)
+        return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
 
     def cos_and_sin(self, T, dtype, device):
         """Of the angles of T positions, (T, n / 2) each."""
@@ -83,8 +83,8 @@ class Rotary(nn.Module):
         angles = torch.outer(positions, self.speeds(device).to(wide))       # (T, n / 2)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def turn(self, x, cos, sin):
-        n = self.cfg.turned
+    def rotate(self, x, cos, sin):
+        n = self.cfg.rotated
         a, b = x[..., :n].chunk(2, dim=-1)                                  # 2 of (B, H, T, n / 2)
         parts = [a * cos - b * sin, b * cos + a * sin]
         if n < x.shape[-1]:
@@ -98,16 +98,16 @@ class Rotary(nn.Module):
         """Radians per position, (n / 2,), in fp32.
 
         Llama 3.1 extends a model that was trained on `original` positions. Pairs that make fewer
-        than `low` turns over `original` positions are slowed by `factor`. Pairs that make more than
-        `high` turns are unchanged. Between the two, the speed is interpolated.
+        than `low` rotations over `original` positions are slowed by `factor`. Pairs that make more
+        than `high` rotations are unchanged. Between the two, the speed is interpolated.
         """
-        n = self.cfg.turned
+        n = self.cfg.rotated
         twice_i = torch.arange(0, n, 2, device=device).float()
         speeds = 1 / self.cfg.rope_theta ** (twice_i / n)
         if self.cfg.rope_scaling:
             factor, low, high, original = self.cfg.rope_scaling
-            turns = original * speeds / (2 * torch.pi)
-            kept = ((turns - low) / (high - low)).clamp(0, 1)
+            rotations = original * speeds / (2 * torch.pi)
+            kept = ((rotations - low) / (high - low)).clamp(0, 1)
             speeds = (1 - kept) * speeds / factor + kept * speeds
         return speeds
 
@@ -133,7 +133,7 @@ class Attention(nn.Module):
         if cfg.norm_all_heads:
             self.q_norm = AllHeadsNorm(width, cfg.norm_eps)
             self.k_norm = AllHeadsNorm(cfg.n_kv_head * cfg.head_dim, cfg.norm_eps)
-        if cfg.turned > 0:
+        if cfg.rotated > 0:
             self.rotary = Rotary(cfg)
         name = ("layer", layer, "attention")
         if 0 < cfg.window < cfg.seq_len:
@@ -255,7 +255,7 @@ class Llama(GPT):
 
 
 # ---------------------------------------------------------------------------------------------
-# Options and families
+# Options
 # ---------------------------------------------------------------------------------------------
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": partial(F.gelu, approximate="tanh"),
@@ -307,33 +307,14 @@ class LlamaConfig(GPTConfig):
                 raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(values)}")
         if not 0 <= self.rotary <= 1:
             raise ValueError(f"rotary {self.rotary:g} is no part of a head: give 0 to 1")
-        if self.turned % 2:
-            raise ValueError(f"rotary positions turn pairs of channels, but {self.rotary:g} of "
-                             f"head_dim {self.head_dim} is {self.turned}")
+        if self.rotated % 2:
+            raise ValueError(f"rotary positions rotate pairs of channels, but {self.rotary:g} of "
+                             f"head_dim {self.head_dim} is {self.rotated}")
 
     @property
-    def turned(self) -> int:
-        """The channels of a head that Rotary turns."""
+    def rotated(self) -> int:
+        """The channels of a head that Rotary rotates."""
         return int(self.rotary * self.head_dim)
 
     def build(self) -> Llama:
         return Llama(self)
-
-
-QWEN = dict(norm_eps=1e-6, rope_theta=1e6)
-FAMILIES = {
-    "llama": {},                                        # Mistral, TinyLlama and SmolLM2, too
-    "qwen2": QWEN | dict(bias="qkv"),
-    "qwen3": QWEN | dict(qk_norm=True),
-    "olmo": dict(norm="plain"),
-    "neox": dict(norm="layer", activation="gelu", gated=False, bias="all", rotary=0.25,
-                 residual="parallel"),                  # Pythia, too
-    "palm": dict(norm="layer", residual="one norm", tied=True),
-    "olmo2": dict(norm_all_heads=True, residual="norm after", norm_eps=1e-6, rope_theta=5e5),
-    "phi": dict(norm="layer", activation="gelu", gated=False, bias="all", rotary=0.5,
-                residual="one norm", head_bias=True),
-    "gptj": dict(norm="layer", activation="gelu", gated=False, bias="mlp and norms",
-                 rotary=0.25, residual="one norm", head_bias=True),
-    "galactica": dict(norm="plain", activation="gelu_erf", gated=False, learned_positions=True,
-                      rotary=0.0, tied=True),
-}

@@ -1,5 +1,22 @@
-"""The sizes of Llama and its relatives by their names, with their learning rates."""
-from models.llama import FAMILIES
+"""Llama and its relatives: how the families differ from LlamaConfig's defaults, and the sizes by
+their names, with their learning rates."""
+QWEN = dict(norm_eps=1e-6, rope_theta=1e6)
+FAMILIES = {
+    "llama": {},                                        # Mistral, TinyLlama and SmolLM2, too
+    "qwen2": QWEN | dict(bias="qkv"),
+    "qwen3": QWEN | dict(qk_norm=True),
+    "olmo": dict(norm="plain"),
+    "neox": dict(norm="layer", activation="gelu", gated=False, bias="all", rotary=0.25,
+                 residual="parallel"),                  # Pythia, too
+    "palm": dict(norm="layer", residual="one norm", tied=True),
+    "olmo2": dict(norm_all_heads=True, residual="norm after", norm_eps=1e-6, rope_theta=5e5),
+    "phi": dict(norm="layer", activation="gelu", gated=False, bias="all", rotary=0.5,
+                residual="one norm", head_bias=True),
+    "gptj": dict(norm="layer", activation="gelu", gated=False, bias="mlp and norms",
+                 rotary=0.25, residual="one norm", head_bias=True),
+    "galactica": dict(norm="plain", activation="gelu_erf", gated=False, learned_positions=True,
+                      rotary=0.0, tied=True),
+}
 
 # {name: (family, n_layer, n_head, n_kv_head, n_embd, hidden, seq_len, peak learning rate, others)}.
 # The rates of Mistral, Qwen and PaLM are Llama-7B's, whatever the size. Mistral's and Qwen's are

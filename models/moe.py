@@ -52,7 +52,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import IGNORE_INDEX
-from models import llama
+from models import llama, llama_sizes
 from models.llama import ACTIVATIONS, Llama, LlamaConfig
 
 
@@ -270,9 +270,9 @@ class MoEConfig(LlamaConfig):
 FAMILIES = {
     "mixtral": dict(rope_theta=1e6, balance_loss=0.02),
     "olmoe": dict(normalised=False, norm_all_heads=True, z_loss=0.001),
-    "qwen3-moe": llama.FAMILIES["qwen3"] | dict(balance_loss=0.001),
+    "qwen3-moe": llama_sizes.FAMILIES["qwen3"] | dict(balance_loss=0.001),
 }
-# As in llama.py, with n_expert and n_active after `hidden`.
+# As in llama_sizes.py, with n_expert and n_active after `hidden`.
 _TABLE = {
     "moe-nano": ("mixtral", 2, 4, 2, 192, 256, 8, 2, 128, 2e-3, dict(rope_theta=1e4)),
     "mixtral-8x7b": ("mixtral", 32, 32, 8, 4096, 14336, 8, 2, 32768, 3e-4, {}),

@@ -98,7 +98,7 @@ def in_words(values: list) -> str:
 
 def check_heads(shape: dict, tp: int) -> None:
     """Raise a ValueError that proposes near values if the channels cannot be cut into heads, the
-    heads into groups, or a head into the pairs that rotary positions turn."""
+    heads into groups, or a head into the pairs that rotary positions rotate."""
     channels, heads = shape["n_embd"], shape["n_head"]
     check_groups(shape, tp)
     if channels % heads and not shape.get("head_dim"):
@@ -119,13 +119,13 @@ def check_groups(shape: dict, tp: int) -> None:
         raise ValueError(f"n_head {heads} is not divisible by n_kv_head {groups}: give --n-kv-head "
                          f"{in_words(with_tp)}, or an --n-head in multiples of {groups}")
     head_dim = shape.get("head_dim") or channels // heads
-    turned = int(shape.get("rotary", 1.0) * head_dim)
-    if groups is not None and turned % 2 and (shape.get("head_dim") or channels % heads == 0):
-        part = "" if turned == head_dim else f", of which {turned} turn"
+    rotated = int(shape.get("rotary", 1.0) * head_dim)
+    if groups is not None and rotated % 2 and (shape.get("head_dim") or channels % heads == 0):
+        part = "" if rotated == head_dim else f", of which {rotated} rotate"
         fitting = [n for n in range(max(1, head_dim - 8), head_dim + 9)
                    if int(shape.get("rotary", 1.0) * n) in range(2, n + 1, 2)]
         near = sorted(sorted(fitting, key=lambda n: abs(n - head_dim))[:2])
-        raise ValueError(f"rotary positions turn pairs of channels, but a head has {head_dim}"
+        raise ValueError(f"rotary positions rotate pairs of channels, but a head has {head_dim}"
                          f"{part}: give --head-dim {in_words(near)}")
 
 

@@ -12,7 +12,9 @@ import. A test imports the functions that it calls: `from tests.harness import t
     Commands    Command, launch: programs in other processes; run_train, run_data, run_sample: here
     Data sets   shards, two_sources, things: made once
 """
+import ctypes
 import functools
+import gc
 import inspect
 import io
 import itertools
@@ -842,6 +844,65 @@ def no_file_above(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def is_killed(save, call, most):
+    """Whether the kernel kills a fork of this process that calls save(): before the call with this
+    number (from 0; None: none) that opens, names or removes a file, and where a file would exceed
+    `most` bytes."""
+    def die_at_the_call(event, _):
+        if event.startswith(("open", "os.", "shutil.")) and next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):       # the child must never return to pytest
+            calls = itertools.count()
+            sys.addaudithook(die_at_the_call)
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            with no_file_above(most):
+                save()
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def lose_either_rank(folder, flags, fate):
+    """Two jobs at the same time, each folder/wrapper.py on two ranks, in folder/0 and folder/1.
+    After step 11 a signal `fate` reaches rank 0 of the one and rank 1 of the other, and the job's
+    file "lost" appears. The other rank exits with status 1 and one line. Returns the two folders,
+    which are --out and the working directory."""
+    folders = folder / "0", folder / "1"
+    jobs = []
+    for out in folders:
+        out.mkdir()
+        jobs.append(launch(2, *flags, "--out", out, file=folder / "wrapper.py", cwd=out))
+    try:
+        for victim, (out, job) in enumerate(zip(folders, jobs)):
+            wait_for_step(out, 11, job[0])      # of saves every 5 steps: 5 is whole, 10 is not
+            job[victim].send_signal(fate)
+            (out / "lost").touch()
+        for victim, job in enumerate(jobs):
+            status, _, error = job[1 - victim].finish()
+            assert status == 1 and error.count("\n") == 1, error
+    finally:
+        for rank in itertools.chain(*jobs):
+            rank.process.kill()
+            rank.process.join()
+    return folders
+
+
+def bytes_held(name):
+    """A number of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"^{name}:\s+(\d+)", lines, re.M)[1])
+
+
+def give_back_freed_memory():
+    """To the system. From here on it gets what is freed at once, as far as that is large."""
+    gc.collect()
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(-3, 2 ** 17)       # M_MMAP_THRESHOLD: or glibc keeps up to 64 MB that are freed
+    libc.malloc_trim(0)
 
 
 @pytest.fixture(params=["hard links", "no hard links"])

@@ -28,7 +28,8 @@ from base import checkpoint_files, checkpoint_folder, dcp_table
 from base.checkpoint_files import CorruptCheckpoint, step_file
 from base.chunks import chunks
 from base.dcp_table import Entry, read_table
-from models.llama import FAMILIES, LlamaConfig
+from models.llama import LlamaConfig
+from models.llama_sizes import FAMILIES
 from models.moe import MoEConfig
 from parallelism.parameters import ParamSpec
 from runtime import directory

@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.llama import FAMILIES, LlamaConfig
+from models.llama import LlamaConfig
+from models.llama_sizes import FAMILIES
 from models.moe import MoEConfig
 from parallelism import kernels
 from parallelism.full_tensors import full_gradients

@@ -6,22 +6,18 @@
 The faults are those of tests/test_survival.py. A folder has several files, and several ranks write
 it. So these faults may also hit one file or one rank of several.
 """
-import ctypes
 import errno
-import gc
 import io
 import itertools
 import math
 import os
 import random
 import re
-import resource
 import shutil
 import signal
-import sys
 import time
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,10 +36,11 @@ from base.flops import parameter_count
 from base.processes import RunError
 from runtime import directory, folder_writer, run_state
 from runtime.folder_writer import FolderWriter
-from tests.harness import (CFG, TINY, Memory, assert_same_state, expect_mistake, failing, gridded,
-                           kinds, launch, names_in, no_file_above, on_ranks, poison, read_metrics,
-                           run_steps, saved, saved_file, settings, trained, wait_for_step,
-                           watched)
+from tests.harness import (CFG, TINY, Memory, assert_same_state, bytes_held, expect_mistake,
+                           failing, give_back_freed_memory, gridded, is_killed, kinds, launch,
+                           lose_either_rank, names_in, no_file_above, on_ranks, poison,
+                           read_metrics, run_steps, saved, saved_file, settings, trained,
+                           wait_for_step, watched)
 
 SMALL = replace(CFG, n_layer=1, n_embd=16, n_head=2)
 
@@ -117,25 +114,11 @@ def test_a_kill_at_any_moment_of_a_save_leaves_no_part_of_a_folder(rank, world=1
         if form == "folder":        # of a file: the same test there
             moments += [(None, rng.randrange(size)) for _ in range(12 // every)]
         killed = []
-
-        def die_at_the_call(event, _):
-            if event.startswith(("open", "os.", "shutil.")) and next(calls) == call:
-                os.kill(os.getpid(), signal.SIGKILL)
         for step, (call, most) in zip(itertools.count(2, 3), moments):
             if call is not None and False in killed:
                 continue                            # such a save has fewer calls
             assert save(step, before) is None
-            child = os.fork()
-            if child == 0:
-                with suppress(BaseException):       # the child must never return to pytest
-                    calls = itertools.count()
-                    sys.addaudithook(die_at_the_call)
-                    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-                    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                    with no_file_above(most):
-                        save(step + more, form)
-                os._exit(0)
-            killed.append(os.WIFSIGNALED(os.waitpid(child, 0)[1]))
+            killed.append(is_killed(lambda: save(step + more, form), call, most))
             found = list_checkpoints(tmp_path)
             assert found and {step_of(path) for path in found} <= {step, step + more}, (call, most)
             assert save(step + 2, form) is None
@@ -472,23 +455,7 @@ def test_a_rank_lost_during_a_save_of_a_folder_costs_at_most_that_save(shards, t
         time.sleep(0.05)            # in the folder of step 10"""))
     flags = ["--data", shards, *TINY, "--steps", 1_000_000, "--eval-every", 0, "--save-every", 5,
              "--pp", 2, "--timeout", 10, "--checkpoint-format", "folder"]
-    jobs = []
-    for out in (tmp_path / "0", tmp_path / "1"):
-        out.mkdir()
-        jobs.append(launch(2, *flags, "--out", out, file=tmp_path / "wrapper.py", cwd=out))
-    try:
-        for victim, job in enumerate(jobs):
-            wait_for_step(tmp_path / f"{victim}", 11, job[0])
-            job[victim].send_signal(fate)
-            (tmp_path / f"{victim}" / "lost").touch()
-        for victim, job in enumerate(jobs):
-            status, _, error = job[1 - victim].finish()
-            assert status == 1 and error.count("\n") == 1, error
-    finally:
-        for rank in itertools.chain(*jobs):
-            rank.process.kill()
-            rank.process.join()
-    for out in (tmp_path / "0", tmp_path / "1"):
+    for out in lose_either_rank(tmp_path, flags, fate):
         assert list_checkpoints(out) == [step_file(out, 5, "folder")]
         checkpoint_files.verify(out / "latest")
         again = launch(2, *flags, "--out", out, "--steps", 6)
@@ -588,12 +555,6 @@ def test_a_run_of_commands_in_several_layouts_and_formats_is_the_straight_run(sh
 # Memory and bytes
 # ---------------------------------------------------------------------------------------------
 
-def bytes_held(name):
-    """A number of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"^{name}:\s+(\d+)", lines, re.M)[1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tp, pp, zero", [(1, 2, 1), (2, 1, 3)])
 @on_ranks
@@ -608,10 +569,7 @@ def test_a_save_of_a_folder_adds_a_ranks_own_shards_and_one_chunk(rank, world=4,
         dcp_table.make_table([[]], torch.float32)       # it imports DCP
         own = 4 * sum(where.stop - where.start for _, _, _, where in pieces.owned_slices(
             run.flat.buckets, grid, run.flat.num_shards)) * len(checkpoint.STATE)
-        gc.collect()
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-3, 2 ** 17)   # M_MMAP_THRESHOLD: or glibc keeps up to 64 MB that are freed
-        libc.malloc_trim(0)
+        give_back_freed_memory()
         seen = [bytes_held("RssAnon")]
         run_state.submit(run, run_state.Progress.of(run)._replace(step=1))
         while not run.writer.pending.done():

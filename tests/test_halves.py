@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from model import mask_of_packed
-from models.llama import FAMILIES, LlamaConfig
+from models.llama import LlamaConfig
+from models.llama_sizes import FAMILIES
 from parallelism import tensor
 from parallelism.build import Grid
 from parallelism.halves import compute_in_halves

@@ -25,7 +25,7 @@ from corpus.bpe import train_bpe
 from corpus.tiktoken_tokenizers import write_tokens
 from corpus.tokenizers import get_tokenizer, name_of
 from model import GPTConfig
-from models import llama, moe
+from models import llama_sizes, moe
 from models.llama import LlamaConfig
 from models.moe import MoEConfig
 from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, no_file_above,
@@ -183,14 +183,14 @@ EXPORTED = {                                    # model_type in config.json: a m
     "gpt2": GPTConfig(**SHAPE), "opt": GPTConfig(**SHAPE, activation="relu"),
     "llama": LlamaConfig(**SHAPE),
     "mistral": LlamaConfig(**SHAPE | dict(n_embd=15), head_dim=8),      # of no multiple of n_head
-    "qwen2": LlamaConfig(**SHAPE, **llama.FAMILIES["qwen2"]),
-    "qwen3": LlamaConfig(**SHAPE, **llama.FAMILIES["qwen3"]),
-    "olmo": LlamaConfig(**SHAPE, **llama.FAMILIES["olmo"]),
-    "olmo2": LlamaConfig(**SHAPE, **llama.FAMILIES["olmo2"]),
-    "gpt_neox": LlamaConfig(**SHAPE, hidden=64, **llama.FAMILIES["neox"]),
-    "phi": LlamaConfig(**SHAPE, hidden=64, **llama.FAMILIES["phi"]),
-    "gptj": LlamaConfig(**SHAPE, hidden=64, **llama.FAMILIES["gptj"] | dict(rotary=0.5)),
-    "galactica": LlamaConfig(**SHAPE, hidden=64, **llama.FAMILIES["galactica"]),
+    "qwen2": LlamaConfig(**SHAPE, **llama_sizes.FAMILIES["qwen2"]),
+    "qwen3": LlamaConfig(**SHAPE, **llama_sizes.FAMILIES["qwen3"]),
+    "olmo": LlamaConfig(**SHAPE, **llama_sizes.FAMILIES["olmo"]),
+    "olmo2": LlamaConfig(**SHAPE, **llama_sizes.FAMILIES["olmo2"]),
+    "gpt_neox": LlamaConfig(**SHAPE, hidden=64, **llama_sizes.FAMILIES["neox"]),
+    "phi": LlamaConfig(**SHAPE, hidden=64, **llama_sizes.FAMILIES["phi"]),
+    "gptj": LlamaConfig(**SHAPE, hidden=64, **llama_sizes.FAMILIES["gptj"] | dict(rotary=0.5)),
+    "galactica": LlamaConfig(**SHAPE, hidden=64, **llama_sizes.FAMILIES["galactica"]),
     "mixtral": MoEConfig(**MIXTURE, **moe.FAMILIES["mixtral"]),
     "olmoe": MoEConfig(**MIXTURE, **moe.FAMILIES["olmoe"]),
     "qwen3_moe": MoEConfig(**MIXTURE, **moe.FAMILIES["qwen3-moe"])}

@@ -22,7 +22,8 @@ from base.flops import flops_per_token, parameter_count
 from base.options import merge_config, parse_flags
 from model import GPTConfig
 from models import SIZES, kv_cache, llama_sizes, make_config, moe
-from models.llama import FAMILIES, LlamaConfig
+from models.llama import LlamaConfig
+from models.llama_sizes import FAMILIES
 from models.window import WindowedAttention
 from parallelism import kernels
 from runtime import checks
@@ -710,9 +711,9 @@ def test_flags_make_a_llama_of_a_named_size(shards):
     ("--activation silu", "activation 'silu' is neither 'gelu' nor 'relu'"),
     ("--model llama-nano --n-kv-head 3", "n_head 4 is not divisible by n_kv_head 3: give "
      "--n-kv-head 1, 2 or 4, or an --n-head in multiples of 3"),
-    ("--model llama-nano --head-dim 7", "rotary positions turn pairs of channels, but a head has "
-     "7: give --head-dim 6 or 8"),
-    ("--model pythia-70m --head-dim 6", "a head has 6, of which 1 turn: give --head-dim 8 or 9"),
+    ("--model llama-nano --head-dim 7", "rotary positions rotate pairs of channels, but a head "
+     "has 7: give --head-dim 6 or 8"),
+    ("--model pythia-70m --head-dim 6", "a head has 6, of which 1 rotate: give --head-dim 8 or 9"),
     ("--model llama-nano --n-head 12 --n-kv-head 3 --tp 2",
      "tp 2 neither divides n_kv_head 3 nor is a multiple of it: give a --tp that fits it and the 4 "
      "processes: 1$"),

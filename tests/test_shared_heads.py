@@ -5,7 +5,8 @@
 import pytest
 
 from base.checkpoint_files import step_file
-from models.llama import FAMILIES, LlamaConfig
+from models.llama import LlamaConfig
+from models.llama_sizes import FAMILIES
 from models.moe import MoEConfig
 from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, assert_same_rows, different_bits,
                            differences, plain_gradient, relative, trained, whole_gradient,

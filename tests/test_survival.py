@@ -6,10 +6,8 @@
 A fault costs at most the save that it meets, and a message that names the file or the rank. What
 comes after it is compared with a run without the fault, bit for bit.
 """
-import ctypes
 import errno
 import functools
-import gc
 import io
 import itertools
 import math
@@ -51,10 +49,11 @@ from runtime import directory, layout_checks, run_log, run_state, signals
 from runtime.checkpoint_writer import copy_pieces
 from runtime.streamed_tensors import Streamed
 from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Command, Memory,
-                           after_backward, assert_same_state, column, expect_mistake, failing,
-                           gridded, kinds, launch, names_in, no_file_above, no_signal, nothing,
-                           on_ranks, poison, read_metrics, saved, saved_file, settings, small_state,
-                           torchrun, trained, wait_for, wait_for_step, watched)
+                           after_backward, assert_same_state, bytes_held, column, expect_mistake,
+                           failing, give_back_freed_memory, gridded, is_killed, kinds, launch,
+                           lose_either_rank, names_in, no_file_above, no_signal, nothing, on_ranks,
+                           poison, read_metrics, saved, saved_file, settings, small_state, torchrun,
+                           trained, wait_for, wait_for_step, watched)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -98,23 +97,10 @@ def test_a_kill_at_any_moment_of_a_save_costs_nothing_but_the_save(rank, world=1
     moments = [(call, 9 * size) for call in range(25)]
     moments += [(None, rng.randrange(size)) for _ in range(25)]
     killed = []
-
-    def die_at_the_call(event, _):
-        if event.startswith(("open", "os.", "shutil.")) and next(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
     with nullcontext() if links else mock.patch.object(os, "link", side_effect=OSError):
         for step, (call, most) in zip(itertools.count(1, 2), moments):
-            child = os.fork()
-            if child == 0:
-                with suppress(BaseException):       # the child must never return to pytest
-                    calls = itertools.count()
-                    sys.addaudithook(die_at_the_call)
-                    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-                    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                    with no_file_above(most):
-                        checkpoint.save({**state, "step": step}, tmp_path, keep=1)
-                os._exit(0)
-            killed.append(os.WIFSIGNALED(os.waitpid(child, 0)[1]))
+            save = functools.partial(checkpoint.save, {**state, "step": step}, tmp_path, keep=1)
+            killed.append(is_killed(save, call, most))
             for file in {*checkpoint_files.list_checkpoints(tmp_path), tmp_path / "latest.pt"}:
                 checkpoint.verify(file)
                 assert checkpoint.load(file)["step"] in (step - 1, step), (call, most)
@@ -212,12 +198,6 @@ def test_a_save_tells_too_little_memory_and_old_files_that_stay_from_a_full_disk
     assert checkpoint.load(path)["step"] == 2
 
 
-def bytes_held(name):
-    """A number of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"^{name}:\s+(\d+)", lines, re.M)[1])
-
-
 @pytest.mark.claim("A save adds a rank's own shards to its memory, and two tensors on rank 0.")
 @pytest.mark.parametrize("tp, pp, zero", [
     (1, 2, 1), pytest.param(2, 1, 3, marks=pytest.mark.slow)])
@@ -237,10 +217,7 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4,
         if rank == 0:       # its part of the largest tensor, the first, then leaves the copies
             largest = 4 * cfg.padded_vocab * cfg.n_embd
             allowed += 2 * largest - largest // (grid.tp * run.flat.num_shards)
-        gc.collect()
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-3, 2 ** 17)   # M_MMAP_THRESHOLD: or glibc keeps up to 64 MB that are freed
-        libc.malloc_trim(0)
+        give_back_freed_memory()
         seen = [bytes_held("RssAnon")]
         limits = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (int(bytes_held("VmData") + 1.1 * allowed + 3e7),
@@ -288,23 +265,7 @@ train.main()
 """)
     flags = ["--data", shards, *TINY, "--steps", 1_000_000, "--eval-every", 0, "--save-every", 5,
              "--pp", 2, "--timeout", 10]
-    jobs = []
-    for out in (tmp_path / "0", tmp_path / "1"):
-        out.mkdir()
-        jobs.append(launch(2, *flags, "--out", out, file=tmp_path / "wrapper.py", cwd=out))
-    try:
-        for victim, job in enumerate(jobs):
-            wait_for_step(tmp_path / f"{victim}", 11, job[0])       # file 5 is whole, 10 is not
-            job[victim].send_signal(fate)
-            (tmp_path / f"{victim}" / "lost").touch()
-        for victim, job in enumerate(jobs):
-            status, _, error = job[1 - victim].finish()
-            assert status == 1 and error.count("\n") == 1, error
-    finally:
-        for rank in itertools.chain(*jobs):
-            rank.process.kill()
-            rank.process.join()
-    for out in (tmp_path / "0", tmp_path / "1"):
+    for out in lose_either_rank(tmp_path, flags, fate):
         assert checkpoint_files.list_checkpoints(out) == [saved_file(out, 5)]
         checkpoint.verify(out / "latest.pt")
         again = launch(2, *flags, "--out", out, "--steps", 6)

@@ -19,7 +19,7 @@ names of the tensors. tools/huggingface_formats.py converts by these tables.
 import re
 from typing import NamedTuple
 
-from models import llama, moe
+from models import llama_sizes, moe
 
 ACTIVATIONS = {                                     # theirs: ours
     "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_python_tanh": "gelu",
@@ -51,7 +51,7 @@ class Family(NamedTuple):
     unused_positions: int = 0           # rows before the first position
     activation_key: str = "hidden_act"
     has_rope_keys: bool = True          # config.json has a rope_theta
-    interleaved: bool = False           # they turn channels 2i and 2i + 1 of a head, not i, i + n/2
+    interleaved: bool = False           # they rotate channels 2i and 2i + 1, not i and i + n/2
     fields: dict | None = None          # of every LlamaConfig of the family; None: a GPTConfig
     optional: dict = {}                 # field: (key in config.json, its value where it is missing)
     only: dict = {}                     # key: (the one value we have, that where it is missing)
@@ -101,7 +101,7 @@ LLAMA = Family(
            "attn.q_norm": ["self_attn.q_norm"], "attn.k_norm": ["self_attn.k_norm"],
            "attn.proj": ["self_attn.o_proj"],
            "mlp.up": ["mlp.gate_proj", "mlp.up_proj"], "mlp.down": ["mlp.down_proj"]},
-    fields=llama.FAMILIES["llama"],
+    fields=llama_sizes.FAMILIES["llama"],
     optional={"n_kv_head": ("num_key_value_heads", 0), "head_dim": ("head_dim", 0),
               "norm_eps": ("rms_norm_eps", 1e-6), "tied": ("tie_word_embeddings", False)},
     only={"attention_bias": (False, False), "mlp_bias": (False, False)},
@@ -118,7 +118,7 @@ NEOX = Family(
     block={"norm1": ["input_layernorm"], "norm2": ["post_attention_layernorm"],
            "attn.qkv": ["attention.query_key_value"], "attn.proj": ["attention.dense"],
            "mlp.up": ["mlp.dense_h_to_4h"], "mlp.down": ["mlp.dense_4h_to_h"]},
-    fields=llama.FAMILIES["neox"],
+    fields=llama_sizes.FAMILIES["neox"],
     optional={"norm_eps": ("layer_norm_eps", 1e-5), "tied": ("tie_word_embeddings", False),
               "rotary": ("rotary_pct", 0.25)},
     only={"attention_bias": (True, True)},
@@ -135,7 +135,7 @@ PHI = Family(
     block={"norm1": ["input_layernorm"],
            "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
            "attn.proj": ["self_attn.dense"], "mlp.up": ["mlp.fc1"], "mlp.down": ["mlp.fc2"]},
-    fields=llama.FAMILIES["phi"],
+    fields=llama_sizes.FAMILIES["phi"],
     optional={"n_kv_head": ("num_key_value_heads", 0), "norm_eps": ("layer_norm_eps", 1e-5),
               "tied": ("tie_word_embeddings", False), "rotary": ("partial_rotary_factor", 0.5)},
     only={"qk_layernorm": (False, False)},
@@ -145,7 +145,7 @@ GPTJ = Family(
     architecture="GPTJForCausalLM",
     activation="gelu_new",
     dropout=["attn_pdrop", "resid_pdrop", "embd_pdrop"],
-    shape=GPT2.shape | {"hidden": "n_inner", "turned": "rotary_dim"},
+    shape=GPT2.shape | {"hidden": "n_inner", "rotated": "rotary_dim"},
     prefix="transformer.",
     ends={"embed.token": "wte", "head.norm": "ln_f", "head": "lm_head"},
     blocks="h",
@@ -154,7 +154,7 @@ GPTJ = Family(
     activation_key="activation_function",
     has_rope_keys=False,
     interleaved=True,
-    fields=llama.FAMILIES["gptj"],
+    fields=llama_sizes.FAMILIES["gptj"],
     optional={"norm_eps": ("layer_norm_epsilon", 1e-5), "tied": ("tie_word_embeddings", False)},
     any_width=False)
 
@@ -163,7 +163,7 @@ GALACTICA = OPT._replace(
     shape=OPT.shape | {"hidden": "ffn_dim"},
     activation_key="activation_function",
     has_rope_keys=False,
-    fields=llama.FAMILIES["galactica"],
+    fields=llama_sizes.FAMILIES["galactica"],
     only={"do_layer_norm_before": (True, True), "_remove_final_layer_norm": (False, False),
           "tie_word_embeddings": (True, True)},
     any_width=False)
@@ -188,18 +188,18 @@ FAMILIES = {
         optional=LLAMA.optional | {"n_kv_head": ("num_key_value_heads", 8),
                                    "window": ("sliding_window", 4096)}),
     "qwen2": LLAMA._replace(
-        architecture="Qwen2ForCausalLM", fields=llama.FAMILIES["qwen2"], only=NO_WINDOW,
+        architecture="Qwen2ForCausalLM", fields=llama_sizes.FAMILIES["qwen2"], only=NO_WINDOW,
         any_width=True, optional=LLAMA.optional | KEYS_OF_QWEN),
     "qwen3": LLAMA._replace(
-        architecture="Qwen3ForCausalLM", fields=llama.FAMILIES["qwen3"],
+        architecture="Qwen3ForCausalLM", fields=llama_sizes.FAMILIES["qwen3"],
         only=NO_WINDOW | {"attention_bias": (False, False)}, any_width=True,
         optional=LLAMA.optional | KEYS_OF_QWEN | {"head_dim": ("head_dim", 128)}),
     "olmo": LLAMA._replace(
-        architecture="OlmoForCausalLM", fields=llama.FAMILIES["olmo"],
+        architecture="OlmoForCausalLM", fields=llama_sizes.FAMILIES["olmo"],
         only={"attention_bias": (False, False), "clip_qkv": (None, None)}, any_width=True,
         optional={name: LLAMA.optional[name] for name in ("n_kv_head", "head_dim", "tied")}),
     "olmo2": LLAMA._replace(
-        architecture="Olmo2ForCausalLM", fields=llama.FAMILIES["olmo2"], any_width=True,
+        architecture="Olmo2ForCausalLM", fields=llama_sizes.FAMILIES["olmo2"], any_width=True,
         block=LLAMA.block | {"norm1": ["post_attention_layernorm"],
                              "norm2": ["post_feedforward_layernorm"]},
         optional=LLAMA.optional | {"norm_eps": ("rms_norm_eps", 1e-5)},

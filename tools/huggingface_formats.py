@@ -85,8 +85,9 @@ def to_ours(name: str, tensors: list[torch.Tensor], family: Family,
 
 
 def pairs_apart(cfg: LlamaConfig) -> torch.Tensor:
-    """Their channels of a head in our order, (D,). They turn 2i with 2i + 1, we i with i + n/2."""
-    n = cfg.turned
+    """Their channels of a head in our order, (D,). They rotate 2i with 2i + 1, we i with
+    i + n/2."""
+    n = cfg.rotated
     return torch.tensor([*range(0, n, 2), *range(1, n, 2), *range(n, cfg.head_dim)])
 
 
@@ -239,8 +240,8 @@ def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
         shape[ours] = value_of(config, theirs, default)
     if not config.get("use_parallel_residual", True):
         shape["residual"] = "serial"
-    if "turned" in shape:
-        shape["rotary"] = rotary_of(shape.pop("turned"), shape["n_embd"] // shape["n_head"])
+    if "rotated" in shape:
+        shape["rotary"] = rotary_of(shape.pop("rotated"), shape["n_embd"] // shape["n_head"])
     if family is GALACTICA:
         shape |= galactica_shape(config)
     if family.has_rope_keys:
@@ -279,16 +280,16 @@ def read_rope(config: dict, shape: dict, family: Family) -> None:
     if "rotary" in family.optional:
         shape["rotary"] = value_of(rope, "partial_rotary_factor", float(shape["rotary"]))
     else:
-        turned = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
-        if turned != 1:
-            raise ValueError(f"its partial_rotary_factor is {turned}, which {family.architecture} "
-                             f"does not have here")
+        fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
+        if fraction != 1:
+            raise ValueError(f"its partial_rotary_factor is {fraction}, which "
+                             f"{family.architecture} does not have here")
 
 
-def rotary_of(turned: int, head_dim: int) -> float:
-    """The fraction of the channels of a head by which LlamaConfig.turned is `turned`."""
-    fraction = turned / head_dim
-    if int(fraction * head_dim) < turned:           # the product was rounded down
+def rotary_of(rotated: int, head_dim: int) -> float:
+    """The fraction of the channels of a head by which LlamaConfig.rotated is `rotated`."""
+    fraction = rotated / head_dim
+    if int(fraction * head_dim) < rotated:          # the product was rounded down
         fraction = math.nextafter(fraction, math.inf)
     return fraction
 

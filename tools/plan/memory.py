@@ -117,8 +117,9 @@ def kept_by_mlp(stage: Stage) -> int:
 
 
 def kept_by_attention(stage: Stage) -> int:
-    """How many numbers a block keeps of q, k, v and attention's output. (Of q and k that are turned
-    or normed it keeps those that attention takes: to turn back needs the angles alone.)"""
+    """How many numbers a block keeps of q, k, v and attention's output. (Of q and k that are
+    rotated or normed it keeps those that attention takes: to rotate back needs the angles alone.)
+    """
     cfg = stage.cfg
     channels = (2 * cfg.n_head + 2 * cfg.n_kv_head * stage.sharing) * cfg.head_dim
     return channels * stage.positions // stage.grid.tp
