@@ -7,7 +7,8 @@
 
 (Mitchell et al. 2019, "Model Cards for Model Reporting".) It begins with the fields that the hub
 of Hugging Face reads. A fact that none of the three has is "not recorded". Layout and machines are
-left out, because no result depends on them. tools/huggingface.py writes the card.
+left out, because no result depends on them. Paths stand there as the commands had them, also those
+of this machine. tools/huggingface.py writes the card.
 """
 import dataclasses
 import math
@@ -299,7 +300,8 @@ def describe_results(state: dict, record: Record | None) -> str:
         return items(facts | {"Validation loss": "not recorded"})
     row, data = record.evaluated, record.data
     facts[f"Validation loss after step {row['step']:,}"] = in_units(row, "")
-    for name, source in data["sources"].items() if data is not None else []:
+    sources = data["sources"] if data is not None else {}
+    for name, source in sources.items():
         read = (f"{source['sequences']:,} of {source['all_sequences']:,} windows of data, each of "
                 f"{data['seq_len']:,} tokens")
         if finite(row, f"val_loss/{name}") is not None:
@@ -313,7 +315,8 @@ def describe_results(state: dict, record: Record | None) -> str:
 
 def in_units(row: dict, suffix: str) -> str:
     """A validation loss in three units; bits per byte where the text's bytes are known."""
-    loss, bits = row[f"val_loss{suffix}"], finite(row, f"bits_per_byte{suffix}")
+    loss = row[f"val_loss{suffix}"]
+    bits = finite(row, f"bits_per_byte{suffix}")
     perplexity = math.exp(min(loss, 700))
     text = f"{loss:.4f} nats a token, perplexity {perplexity:.4g}"
     return text if bits is None else f"{text}, {bits:.4f} bits a byte"
