@@ -61,10 +61,7 @@ def read_record(file: Path, state: dict) -> Record | None:
         for line in map(parse_line, lines):
             if line is None:                        # damaged
                 continue
-            last_valid = last_valid_step(line)
-            if last_valid is None:
-                last_valid = math.inf
-            while evaluations and evaluations[-1][0]["step"] > last_valid:
+            while evaluations and evaluations[-1][0]["step"] > last_valid_step(line):
                 evaluations.pop()
             if line.get("event") == "start":
                 starts = [line]
@@ -300,13 +297,13 @@ def describe_results(state: dict, record: Record | None) -> str:
         return items(facts | {"Validation loss": "not recorded"})
     row, data = record.evaluated, record.data
     facts[f"Validation loss after step {row['step']:,}"] = in_units(row, "")
-    sources = data["sources"] if data is not None else {}
-    for name, source in sources.items():
-        read = (f"{source['sequences']:,} of {source['all_sequences']:,} windows of data, each of "
-                f"{data['seq_len']:,} tokens")
-        if finite(row, f"val_loss/{name}") is not None:
-            read = f"{in_units(row, '/' + name)}; {read}"
-        facts[f"Validation text of {code(name)}"] = read
+    if data is not None:
+        for name, source in data["sources"].items():
+            read = (f"{source['sequences']:,} of {source['all_sequences']:,} windows of data, each "
+                    f"of {data['seq_len']:,} tokens")
+            if finite(row, f"val_loss/{name}") is not None:
+                read = f"{in_units(row, '/' + name)}; {read}"
+            facts[f"Validation text of {code(name)}"] = read
     if finite(row, "val_answers_right") is not None:
         facts["Answers that greedy decoding gives"] = (
             f"{row['val_answers_right']:.1%} of {row['val_answers']:,}")
