@@ -16,7 +16,7 @@ from amp import PRECISIONS
 from base.batch_ramp import batch_sizes, sequences_after
 from base.checkpoint_files import LATEST
 from base.flops import flops_per_token, parameter_count
-from base.options import RESTORED, Config, restored_flags, step_range
+from base.options import OF_TRAINING, Config, flags_of_writer, restored_flags, step_range
 from base.processes import print_rank0
 from model import PEAK_LR
 from parallelism.buckets import state_bytes
@@ -176,8 +176,8 @@ def circumstances(run) -> dict:
 def changed_flags(config: Config, state: dict) -> dict:
     """{name: [what the checkpoint has, what the run has]} of the flags that differ."""
     changed = {}
-    stored = dataclasses.asdict(Config()) | state["config"]     # an older file lacks flags
-    for name in [*RESTORED, "dtype", "exact"]:
+    stored = flags_of_writer(state)
+    for name in OF_TRAINING:
         now = getattr(config, name)
         if stored[name] != now:
             changed[name] = [stored[name], now]

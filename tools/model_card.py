@@ -22,13 +22,13 @@ from typing import NamedTuple
 from amp import PRECISIONS
 from base.commandline import flag_name
 from base.flops import active_parameters, flops_per_token, parameter_count
-from base.options import RESTORED, Config
+from base.options import OF_TRAINING, Config, flags_of_writer
 from corpus.mixtures import open_mixture, parse_mixture
 from model import GPTConfig
 from runtime.console import describe
 from tools.metrics import finite, last_valid_step, parse_line
 
-FLAGS_OF_A_COMMAND = {*RESTORED, "data", "init_from", "resume", "dtype", "exact"}
+FLAGS_OF_A_COMMAND = {*OF_TRAINING, "data", "init_from", "resume"}
 NEW_TOKENS = 50                 # that the card's example draws, at most half of the positions
 
 
@@ -247,7 +247,7 @@ def describe_data(state: dict, record: Record | None) -> str:
 def describe_procedure(state: dict, record: Record | None, cfg: GPTConfig) -> str:
     if not state["config"]:
         return "Not recorded: the checkpoint holds weights alone."
-    config = SimpleNamespace(**dataclasses.asdict(Config()) | state["config"])
+    config = SimpleNamespace(**flags_of_writer(state))
     schedule = (f"{config.lr_schedule}, to {config.min_lr_ratio:g} of the peak at step "
                 f"{config.steps:,}")
     if config.lr_schedule == "wsd":
@@ -372,17 +372,16 @@ def describe_limits(state: dict, cfg: GPTConfig) -> str:
 
 
 def describe_provenance(file: Path, folder: Path, state: dict, record: Record | None) -> str:
-    config = state["config"]
     facts = {"Run": code(state["run"].get("id")), "Step": f"{state['step']:,}",
              "Began": describe_origin(state, record)}
     commands = [f"python -m tools.huggingface export {shlex.join([str(file), str(folder)])}"]
     text = "The command of this export:"
-    if config:
+    if state["config"]:
         versions = record.starts[-1].get("environment", {}) if record is not None else {}
         known = [f"{name} {code(versions[name])}" for name in ("pytorch", "python", "commit")
                  if versions.get(name) is not None]
         facts["Versions"] = ", ".join(known) or "not recorded"
-        commands.insert(0, train_command(config))
+        commands.insert(0, train_command(state))
         text = ("The flags of the checkpoint as one command, without those of the layout, and the "
                 "command of this export. The command that has made the data is not recorded.")
     shown = code_block("", "\n".join(commands))
@@ -402,11 +401,12 @@ def describe_origin(state: dict, record: Record | None) -> str:
     return f"{what} {source}, step {step:,} of the run {code(run)}"
 
 
-def train_command(config: dict) -> str:
+def train_command(state: dict) -> str:
     """A command with the flags of a checkpoint that differ from the defaults."""
+    flags = flags_of_writer(state)
     words = ["python", "train.py"]
     for field in dataclasses.fields(Config):
-        value = config.get(field.name, field.default)
+        value = flags[field.name]
         is_default = value == field.default or (field.name, value) == ("resume", "never")
         if field.name in FLAGS_OF_A_COMMAND and not is_default:
             words += [flag_name(field.name)] + ([] if value is True else [str(value)])

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from base.commandline import flag_name
-from base.options import RESTORED, Config
+from base.options import OF_TRAINING, Config
 from data import TokenDataset
 from tools.metrics import Run, read_metrics
 
 TRAIN = str(Path(__file__).resolve().parents[1] / "train.py")
 # Flags that change what a run computes.
-COMPARED = {*RESTORED, "dtype", "exact"} - {"save_every", "keep", "check_every", "eval_every",
-                                            "eval_answers", "max_rollbacks"}
+COMPARED = set(OF_TRAINING) - {"save_every", "keep", "check_every", "eval_every", "eval_answers",
+                               "max_rollbacks"}
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
