@@ -47,6 +47,19 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def words_of(flags: dict) -> list[str]:
+    """The words of a command with these values of fields. A switch that is off has none."""
+    words = []
+    for name, value in flags.items():
+        if value is not False:
+            words.append(flag_name(name))
+        if isinstance(value, list):
+            words += map(str, value)
+        elif not isinstance(value, bool):
+            words.append(str(value))
+    return words
+
+
 def add_flags(parser: "Parser", kind, names=None) -> None:
     """Add the fields of a dataclass, or of these `names`, to a parser, in their groups of --help.
     A flag that is not given is absent from what the parser returns."""

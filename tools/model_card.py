@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from amp import PRECISIONS
-from base.commandline import flag_name
+from base.commandline import words_of
 from base.flops import active_parameters, flops_per_token, parameter_count
 from base.options import OF_TRAINING, Config, flags_of_writer
 from corpus.mixtures import open_mixture, parse_mixture
@@ -404,10 +404,8 @@ def describe_origin(state: dict, record: Record | None) -> str:
 def train_command(state: dict) -> str:
     """A command with the flags of a checkpoint that differ from the defaults."""
     flags = flags_of_writer(state)
-    words = ["python", "train.py"]
-    for field in dataclasses.fields(Config):
-        value = flags[field.name]
-        is_default = value == field.default or (field.name, value) == ("resume", "never")
-        if field.name in FLAGS_OF_A_COMMAND and not is_default:
-            words += [flag_name(field.name)] + ([] if value is True else [str(value)])
-    return shlex.join(words)
+    given = {f.name: flags[f.name] for f in dataclasses.fields(Config)
+             if f.name in FLAGS_OF_A_COMMAND and flags[f.name] != f.default}
+    if given.get("resume") == "never":
+        del given["resume"]
+    return shlex.join(["python", "train.py", *words_of(given)])
