@@ -47,6 +47,11 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def placeholder(f: dataclasses.Field) -> str:
+    """What stands for the value of a field in --help."""
+    return f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
+
+
 def words_of(flags: dict) -> list[str]:
     """The words of a command with these values of fields. A switch that is off has none."""
     words = []
@@ -78,8 +83,7 @@ def add_flags(parser: "Parser", kind, names=None) -> None:
             options["help"] += f" (default {f.default})"
         if typing.get_args(f.type):
             options["nargs"] = "+"
-        metavar = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
-        groups[heading].add_argument(flag_name(f.name), type=reader_of(f), metavar=metavar,
+        groups[heading].add_argument(flag_name(f.name), type=reader_of(f), metavar=placeholder(f),
                                      choices=f.metadata["choices"], **options)
         if f.metadata["suggest"] is not None:
             parser.suggestions[flag_name(f.name)] = f.metadata["suggest"]
