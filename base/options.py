@@ -257,6 +257,5 @@ def restored_flags(state: dict) -> dict:
 
 
 def flags_of_writer(state: dict) -> dict:
-    """All flags of the run that wrote a checkpoint. An older file lacks some, which have their
-    defaults."""
+    """All flags of the run that wrote a checkpoint; those that an older file lacks: defaults."""
     return dataclasses.asdict(Config()) | state["config"]

@@ -31,7 +31,7 @@ OF_GPT2 = set("""n_ctx n_inner activation_function reorder_and_upcast_attn
     """.split()) | set(FIXED)
 OF_OPT = set("""ffn_dim word_embed_proj_dim activation_function activation_dropout layerdrop
     init_std learned_embeddings""".split()) | set(FIXED)
-OF_GPTJ = OF_GPT2 | {"scale_attn_weights", "rotary", "rotary_dim"}
+OF_GPTJ = OF_GPT2 | {"rotary", "rotary_dim"}
 OF_LLAMA = {"hidden_act", "pretraining_tp", "sliding_window", "max_window_layers"}
 OF_MIXTURE = OF_LLAMA | {"output_router_logits", "intermediate_size", "num_local_experts"}
 OF_NEOX = {"hidden_act", "use_parallel_residual", "rotary_emb_base", "classifier_dropout"}

@@ -85,7 +85,9 @@ class Run:
 
 
 def lines_backwards(path: Path) -> Iterator[bytes]:
-    """The lines of a file, the last one first."""
+    """The lines of a file, the last one first; none without the file."""
+    if not path.exists():
+        return
     with open(path, "rb") as file:
         end = file.seek(0, os.SEEK_END)
         first = b""
@@ -118,7 +120,7 @@ def read_metrics(out: Path) -> Run:
     columns = {name: array(kind) for name, kind in COLUMNS.items()}     # the last step first
     best, last = {}, {}             # {place in run.data: row with a validation loss}
     after = None
-    for _, line, is_valid in judged_lines(path) if path.exists() else []:
+    for _, line, is_valid in judged_lines(path):
         place = len(run.data)
         if "event" in line:
             run.events.append(line)
