@@ -18,7 +18,7 @@ from tools.huggingface_families import (ACTIVATIONS, ANY, FAMILIES, FIXED, GALAC
                                         LLAMA_ACTIVATIONS, NEOX, Family)
 
 MODEL_TYPES = {"gelu": "gpt2", "relu": "opt"}      # a GPT's activation: who has it
-END_OF_TEXT = {"gpt2": 50256, "bytes": 256, "opt-50272": 2}     # token of a tokenizer
+END_OF_OTHERS = {"opt-50272": 2}                   # token of a tokenizer that is not ours
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -307,10 +307,10 @@ def galactica_shape(config: dict) -> dict:
 
 
 def config_json(cfg: GPTConfig, tokenizer: str, end: int | None = None) -> dict:
-    """The inverse of `model_config`. `tokenizer` is our own key; `end` its token of
-    <|endoftext|>, where it is one of one's own. Raises ValueError for what no architecture has."""
+    """The inverse of `model_config`. `tokenizer` is our own key; `end` its token that ends a text,
+    if it is one of ours. Raises ValueError for what no architecture has."""
     theirs = llama_json(cfg) if isinstance(cfg, LlamaConfig) else gpt_json(cfg)
-    end = END_OF_TEXT.get(tokenizer, end)
+    end = END_OF_OTHERS.get(tokenizer, end)
     if end is not None and end >= cfg.vocab_size:
         raise ValueError(f"the tokenizer {tokenizer} has {end + 1} tokens, but the model's "
                          f"vocabulary {cfg.vocab_size}")
