@@ -142,10 +142,7 @@ def model_config(config: dict) -> GPTConfig:
     if kind not in list(FAMILIES):                  # of a list: a wrong value may have no hash
         raise ValueError(f"its model_type {kind!r} is none of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    for key, (value, default) in family.only.items():
-        given = config.get(key, default)
-        if given != value:
-            raise ValueError(f"its {key} is {given!r}, models/llama.py has only {value!r}")
+    check_only(config, family.only, "models/llama.py")
     if kind == "gptj":
         config = {"rotary_dim": 64} | config
         if config.get("n_inner") is None and type(config.get("n_embd")) is int:
@@ -165,16 +162,22 @@ def model_config(config: dict) -> GPTConfig:
     if family.fields is not None:
         return llama_config(config, shape, family)
 
-    activation = config.get("activation_function", family.activation)
+    activation = config.get(family.activation_key, family.activation)
     if activation not in list(ACTIVATIONS):
-        raise ValueError(f"its activation_function is {activation!r}, model.py has only "
+        raise ValueError(f"its {family.activation_key} is {activation!r}, model.py has only "
                          f"{', '.join(ACTIVATIONS)}")
     width = shape["n_embd"]
-    supported = {**FIXED, "n_inner": 4 * width, "ffn_dim": 4 * width, "word_embed_proj_dim": width}
-    for key, value in supported.items():
-        if config.get(key, value) != value:
-            raise ValueError(f"its {key} is {config[key]!r}, model.py has only {value!r}")
+    fixed = {**FIXED, "n_inner": 4 * width, "ffn_dim": 4 * width, "word_embed_proj_dim": width}
+    check_only(config, {key: (value, value) for key, value in fixed.items()}, "model.py")
     return GPTConfig(activation=ACTIVATIONS[activation], **shape)
+
+
+def check_only(config: dict, only: dict, ours: str) -> None:
+    """Raise ValueError if a key does not have the one value of our file. `only`: as Family's."""
+    for key, (value, default) in only.items():
+        given = config.get(key, default)
+        if given != value:
+            raise ValueError(f"its {key} is {given!r}, {ours} has only {value!r}")
 
 
 def check_kind(config: dict, family: Family) -> None:
@@ -295,9 +298,8 @@ def rotary_of(turned: int, head_dim: int) -> float:
 
 def galactica_shape(config: dict) -> dict:
     """What of an OPT depends on whether it has biases, and norms with parameters."""
-    if config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]:
-        raise ValueError(f"its word_embed_proj_dim is {config['word_embed_proj_dim']!r}, models/"
-                         f"llama.py has only {config['hidden_size']!r}")
+    width = config["hidden_size"]
+    check_only(config, {"word_embed_proj_dim": (width, width)}, "models/llama.py")
     has_bias = value_of(config, "enable_bias", True)
     has_affine_norms = value_of(config, "layer_norm_elementwise_affine", True)
     if has_affine_norms and not has_bias:
@@ -332,7 +334,7 @@ def gpt_json(cfg: GPTConfig) -> dict:
             raise ValueError(f"{family.architecture} has no {field.name} {value}: opened there it "
                              f"would be another model")
     config = keys_of(family, MODEL_TYPES[cfg.activation], cfg)
-    config["activation_function"] = family.activation
+    config[family.activation_key] = family.activation
     if family.activation == "relu":
         config |= dict(ffn_dim=4 * cfg.n_embd, word_embed_proj_dim=cfg.n_embd)
     return config
