@@ -11,7 +11,6 @@ left out, because no result depends on them. Paths stand there as the commands h
 of this machine. tools/huggingface.py writes the card.
 """
 import dataclasses
-import math
 import re
 import shlex
 from contextlib import suppress
@@ -26,6 +25,7 @@ from base.options import OF_TRAINING, Config, flags_of_writer
 from corpus.mixtures import open_mixture, parse_mixture
 from model import GPTConfig
 from runtime.console import describe
+from runtime.evaluation import perplexity
 from tools.metrics import finite, last_valid_step, parse_line
 
 FLAGS_OF_A_COMMAND = {*OF_TRAINING, "data", "init_from", "resume"}
@@ -314,8 +314,7 @@ def in_units(row: dict, suffix: str) -> str:
     """A validation loss in three units; bits per byte where the text's bytes are known."""
     loss = row[f"val_loss{suffix}"]
     bits = finite(row, f"bits_per_byte{suffix}")
-    perplexity = math.exp(min(loss, 700))
-    text = f"{loss:.4f} nats a token, perplexity {perplexity:.4g}"
+    text = f"{loss:.4f} nats a token, perplexity {perplexity(loss):.4g}"
     return text if bits is None else f"{text}, {bits:.4f} bits a byte"
 
 
