@@ -47,6 +47,24 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def placeholder(f: dataclasses.Field) -> str:
+    """What stands for the value of a field in --help."""
+    return f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
+
+
+def words_of(flags: dict) -> list[str]:
+    """The words of a command with these values of fields. A switch that is off has none."""
+    words = []
+    for name, value in flags.items():
+        if value is not False:
+            words.append(flag_name(name))
+        if isinstance(value, list):
+            words += map(str, value)
+        elif not isinstance(value, bool):
+            words.append(str(value))
+    return words
+
+
 def add_flags(parser: "Parser", kind, names=None) -> None:
     """Add the fields of a dataclass, or of these `names`, to a parser, in their groups of --help.
     A flag that is not given is absent from what the parser returns."""
@@ -65,8 +83,7 @@ def add_flags(parser: "Parser", kind, names=None) -> None:
             options["help"] += f" (default {f.default})"
         if typing.get_args(f.type):
             options["nargs"] = "+"
-        metavar = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
-        groups[heading].add_argument(flag_name(f.name), type=reader_of(f), metavar=metavar,
+        groups[heading].add_argument(flag_name(f.name), type=reader_of(f), metavar=placeholder(f),
                                      choices=f.metadata["choices"], **options)
         if f.metadata["suggest"] is not None:
             parser.suggestions[flag_name(f.name)] = f.metadata["suggest"]

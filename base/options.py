@@ -129,6 +129,7 @@ LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "log_every", 
          "zero", "recompute", "sequence_parallel", "tp_overlap", "offload", "dtype", "exact",
          "epochs"}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
+OF_TRAINING = [*RESTORED, "dtype", "exact"]     # a note of a resume names their changes
 # Losses under different values of these flags are not compared (`losses_stay_comparable`).
 FLAGS_THAT_CHANGE_THE_LOSS = (
     "dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio", "warmup_steps",
@@ -253,3 +254,8 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
 def restored_flags(state: dict) -> dict:
     """The flags that a checkpoint restores."""
     return {name: state["config"][name] for name in RESTORED if name in state["config"]}
+
+
+def flags_of_writer(state: dict) -> dict:
+    """All flags of the run that wrote a checkpoint; those that an older file lacks: defaults."""
+    return dataclasses.asdict(Config()) | state["config"]

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from base.commandline import Parser, add_flags, flag, flag_name, parse_given
+from base.commandline import Parser, add_flags, flag, flag_name, parse_given, words_of
 from base.other_names import DATA_ADVICE
 from corpus.conversations import FORMS
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS
@@ -129,10 +129,6 @@ def command_with(flags: DataFlags, endings: list[str], is_other: bool) -> str:
         out = next(other for other in others if not os.path.lexists(other))
     endings = ",".join([*(flags.text_endings or []), *endings])
     flags = replace(flags, out=out, text_endings=[endings])
-    words = ["python", "data.py"]
-    for f in fields(flags):
-        value = getattr(flags, f.name)
-        if value != f.default:
-            parts = value if isinstance(value, list) else [value]
-            words += [flag_name(f.name), *map(str, parts)]
-    return shlex.join(words)
+    given = {f.name: getattr(flags, f.name) for f in fields(flags)
+             if getattr(flags, f.name) != f.default}
+    return shlex.join(["python", "data.py", *words_of(given)])

@@ -16,8 +16,9 @@ from amp import PRECISIONS
 from base.batch_ramp import batch_sizes, sequences_after
 from base.checkpoint_files import LATEST
 from base.flops import flops_per_token, parameter_count
-from base.options import RESTORED, Config, restored_flags, step_range
+from base.options import OF_TRAINING, Config, flags_of_writer, restored_flags, step_range
 from base.processes import print_rank0
+from corpus.tokenizers import is_named
 from model import PEAK_LR
 from parallelism.buckets import state_bytes
 from parallelism.collectives import on_hosts
@@ -176,8 +177,8 @@ def circumstances(run) -> dict:
 def changed_flags(config: Config, state: dict) -> dict:
     """{name: [what the checkpoint has, what the run has]} of the flags that differ."""
     changed = {}
-    stored = dataclasses.asdict(Config()) | state["config"]     # an older file lacks flags
-    for name in [*RESTORED, "dtype", "exact"]:
+    stored = flags_of_writer(state)
+    for name in OF_TRAINING:
         now = getattr(config, name)
         if stored[name] != now:
             changed[name] = [stored[name], now]
@@ -234,7 +235,7 @@ def report_end(run) -> None:
     """The event of a run that has made all steps, and a line: how to sample."""
     run.log.event("end", step=run.config.steps)
     meta = run.train_data.meta
-    if meta["tokenizer"] in ("gpt2", "bytes") or "tokenizer_file" in meta:
+    if is_named(meta["tokenizer"]) or "tokenizer_file" in meta:
         file = shlex.quote(f"{run.config.out}/{LATEST[run.config.checkpoint_format]}")
         chat = " --chat" if "template" in meta else ""
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}{chat}")

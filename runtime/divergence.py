@@ -26,11 +26,11 @@ again at step 0.
 """
 import math
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from amp import MIN_SCALE, NOT_FINITE
-from base.options import FLAGS_THAT_CHANGE_THE_LOSS, Config
+from base.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, flags_of_writer
 from data import TokenDataset
 
 MAX_LOSSES = 64         # losses that make the median
@@ -52,7 +52,7 @@ def scale_may_help(stats) -> bool:
 def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:
     """Whether losses from before a resume or a rollback can be compared with later ones: only under
     the same flags and on the same data."""
-    stored = asdict(Config()) | state["config"]         # an older file lacks flags
+    stored = flags_of_writer(state)
     same_flags = all(stored[name] == getattr(config, name) for name in FLAGS_THAT_CHANGE_THE_LOSS)
     _, weights = state["data"][-1]          # of the last phase
     return same_flags and weights == data.mixture.phases[-1][1]

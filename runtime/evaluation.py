@@ -98,6 +98,11 @@ def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
     return loss / math.log(2) / bytes_per_token if bytes_per_token else None
 
 
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats per token; inf where a float holds no such number."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 def describe_data(data: TokenDataset, config: Config, model_config: GPTConfig) -> dict:
     """What a run is evaluated on, its validation `data`, for the event of a start or a resume: two
     evaluations can be compared if tokenizer, seq_len, and each source's weight, validation shards

@@ -19,7 +19,7 @@ from parallelism.build import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
 from runtime import expert_loads
 from runtime.directory import Metrics
-from runtime.evaluation import eval_sequences
+from runtime.evaluation import eval_sequences, perplexity
 
 COMPARE_RANKS_EVERY = 100       # steps
 LINES = 50                      # of steps on the console in a run, about
@@ -163,9 +163,9 @@ def format_eval(row: dict, run) -> str:
     for name, key, note in lines:
         loss = row["val_loss" + key]
         bits = row.get("bits_per_byte" + key)
-        perplexity = math.exp(loss) if loss < 700 else math.inf
+        value = perplexity(loss)
         cells.append([name, f"{loss:.4f} nats a token,",
-                      f"perplexity {perplexity:{'.2f' if perplexity < 1e4 else '.3g'}}"])
+                      f"perplexity {value:{'.2f' if value < 1e4 else '.3g'}}"])
         if bits is not None:
             cells[-1][-1] += ","
             cells[-1].append(f"{bits:.4f} bits a byte")

@@ -177,6 +177,16 @@ def test_a_gpt2_with_another_tokenizer_of_its_size_has_not_gpt2s(tmp_path, name,
     assert huggingface.find_tokenizer(tmp_path, GPT2) == (expected, None)
 
 
+@pytest.mark.parametrize("name, is_read", [
+    ("llama-257", True), ("bytes", False), ("cl100k_base", False)])
+def test_an_export_without_a_tokenizer_takes_one_that_is_put_in_its_folder(tmp_path, name, is_read):
+    """As the import advises. What sample.py has by its name needs no file."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(huggingface.tokenizer_json(get_tokenizer("bytes"))))
+    found = huggingface.find_tokenizer(tmp_path, dict(tokenizer=name))
+    assert found == ((name_of(path.read_text()), path) if is_read else (name, None))
+
+
 SHAPE = dict(vocab_size=350, seq_len=16, n_layer=1, n_head=2, n_embd=16)
 MIXTURE = SHAPE | dict(n_expert=3, n_active=2)
 EXPORTED = {                                    # model_type in config.json: a model that gets it
@@ -283,7 +293,7 @@ def test_an_export_refuses_what_has_no_name_there(change, message):
             pass
     huggingface.config_json(Wider(), "bytes")
     with pytest.raises(ValueError, match=message):
-        huggingface.config_json(Wider(**change), "gpt2")
+        huggingface.config_json(Wider(**change), "gpt2", 50256)
 
 
 def test_an_export_refuses_a_parameter_that_has_no_name_there(tmp_path, capsys, monkeypatch):

@@ -22,7 +22,7 @@ from tests.harness import (TINY, Command, meta_of, read_metrics, run_main, saved
                            weights_only)
 from tests.test_huggingface import EXPORTED
 from tools import huggingface
-from tools.model_card import FLAGS_OF_A_COMMAND, code, describe_origin, read_record
+from tools.model_card import FLAGS_OF_A_COMMAND, code, describe_origin, in_units, read_record
 
 # Names of data, with all that Markdown, YAML and a shell read as signs of their own.
 STRANGE = 'a|b: "c" `d` ``e\n\n# <b> [x](y) *z* \\ $HOME \'f\' ```\n---\n- \u00e9'
@@ -172,6 +172,10 @@ def test_a_plain_run_has_a_card(run, tmp_path, monkeypatch):
     facts, row = facts_of(card_of(Path("plain/latest.pt"), tmp_path / "hf")), row_of("plain", 4)
     assert facts["Training loss of step 4"].startswith(f"{row['loss']:.4f} nats")
     assert facts["Validation loss after step 4"].startswith(f"{row['val_loss']:.4f} nats")
+
+
+def test_the_perplexity_of_a_loss_beyond_a_float_is_infinite():
+    assert in_units(dict(val_loss=1e3), "") == "1000.0000 nats a token, perplexity inf"
 
 
 @pytest.mark.parametrize("origin, flags, expected", [

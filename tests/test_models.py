@@ -446,7 +446,8 @@ def test_every_key_of_transformers_is_read_refused_or_known_to_change_nothing(th
     (dict(logit_scale=0.5, embedding_multiplier=12.0, use_cache=True, attn_logit_softcapping=None),
      {}, "its config.json has embedding_multiplier, logit_scale, which neither transformers' "
      "LlamaForCausalLM nor this import reads: a model that was trained with that is another one"),
-    (dict(rope_interleaved=False, is_llama_config=True, pretraining_tp=2, n_new=0), {}, ""),
+    (dict(rope_interleaved=False, is_llama_config=True, pretraining_tp=2, n_new=0, min_p=0.1), {},
+     ""),
     ({}, dict(do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.05),
      "to draw tokens as its generation_config.json does, give sample.py --temperature 0.6 "
      "--top-p 0.9\ntools.huggingface: note: {}: its generation_config.json has what sample.py does "

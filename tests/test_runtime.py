@@ -1057,6 +1057,15 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
         assert words in run_train("--data", f"a={weight},b=1", *branch, *flags)[1]
 
 
+@pytest.mark.parametrize("meta, is_told", [
+    (dict(tokenizer="bytes"), True), (dict(tokenizer="cl100k_base"), True),
+    (dict(tokenizer="json-1", tokenizer_file="{}"), True), (dict(tokenizer="opt-50272"), False)])
+def test_the_end_names_sample_py_where_it_has_the_tokenizer(capsys, meta, is_told):
+    run = SimpleNamespace(log=mock.Mock(), train_data=SimpleNamespace(meta=meta), config=Config())
+    console.report_end(run)
+    assert ("python sample.py --ckpt out/latest.pt" in capsys.readouterr().out) == is_told
+
+
 @pytest.mark.parametrize("waited, interval, form, world, words", [
     (30, 600, "file", 8, None), (4, 20, "file", 8, None), (31, 600, "file", 8, "folder"),
     (31, 600, "folder", 8, "--save-every"), (31, 600, "file", 1, "--save-every")])

@@ -40,9 +40,10 @@ def in_words(data: dict | None) -> str:
             f"with {data['vocab_size']:,} tokens")
 
 
-def have_one_tokenizer(data: list[dict | None]) -> bool:
-    """As far as they are known."""
-    return len({(each["tokenizer"], each["vocab_size"]) for each in data if each is not None}) < 2
+def have_one_tokenizer(runs: list[Run]) -> bool:
+    """Of what their steps read, as far as that is known."""
+    return len({(data["tokenizer"], data["vocab_size"])
+                for run in runs for data in run.known_data() if data is not None}) < 2
 
 
 class Evaluated(NamedTuple):

@@ -41,14 +41,14 @@ def unit_of(runs: list[Run]) -> str:
     """Of the chart: bits a byte if the tokenizers differ, and the bytes of all tokens are known."""
     data = [each for run in runs for each in run.known_data()]
     known = [each for each in data if each is not None and each["bytes_per_token"]]
-    if len(known) == len(data) and not comparable_losses.have_one_tokenizer(known):
+    if len(known) == len(data) and not comparable_losses.have_one_tokenizer(runs):
         return BITS
     return NATS
 
 
 def unit_note(runs: list[Run]) -> list[str]:
     """A line on the chart if the tokenizers are known to differ."""
-    if comparable_losses.have_one_tokenizer([data for run in runs for data in run.known_data()]):
+    if comparable_losses.have_one_tokenizer(runs):
         return []
     note = f"the chart's unit is {unit_of(runs)}"
     if unit_of(runs) == NATS:
@@ -234,7 +234,7 @@ def read_runs(outs: list[str]) -> list[Run]:
 def draw(runs: list[Run], file: Path) -> None:
     """The picture of the best runs, the best one first; of one command in several layouts in the
     order given, as they differ by rounding."""
-    if unit_of(runs) == BITS or unit_note(runs):
+    if not comparable_losses.have_one_tokenizer(runs):
         raise ValueError("--svg draws nats a token, in which different tokenizers cannot "
                          "be compared: give runs of one tokenizer")
     names = []

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Iterator, NamedTuple
 
 from base import sample_flags
-from base.commandline import Parser
+from base.commandline import Parser, flag_name, placeholder
 from base.errors import errors_in_one_line, named
 from base.options import LOCAL, SHAPE, Config
 from base.other_names import IN_PROJECTS, PROJECTS
@@ -60,8 +60,7 @@ TECHNIQUES = [              # (technique, paper, its simple forms, the test that
     ("ZeRO 2", "[Rajbhandari et al.](https://arxiv.org/abs/1910.02054)",
      ["reduce_scatter_in_backward"], REPLICAS),
     ("ZeRO 3", "[FSDP](https://arxiv.org/abs/2304.11277)",
-     ["PlainGathered", "gather_in_use"],
-     "test_replicas_train_as_one_process_and_stay_equal"),
+     ["PlainGathered", "gather_in_use"], REPLICAS),
     ("Context parallelism", "[Llama 3, 3.3.2](https://arxiv.org/abs/2407.21783)",
      ["PlainContextAttention"], "test_plain_context_attention_equals_plain_attention"),
     ("Expert parallelism", "[GShard](https://arxiv.org/abs/2006.16668)",
@@ -107,24 +106,24 @@ def train_flags_block(up: str) -> list[str]:
 
 def flag_row(f: dataclasses.Field, page: str) -> str:
     """The row of a field of Config: flag, default, meaning, what a resume does."""
-    name = f.name.replace("_", "-")
+    flag = flag_name(f.name)
     meaning, default = split_help(f.metadata["help"])
-    flag = f"--{name}"
+    value = ""
     if f.type is bool:
         default = "off"
     else:
-        flag += " " + (f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type])
+        value = f" {placeholder(f)}"
         if f.default is not None:
             default = f"`{f.default}`"
         elif f.name in SHAPE:
             default = "of `--model`"
     if f.name == "model":
         meaning = "named size"                  # the page lists them
-    if f"### `--{name}`\n" in page:
+    if f"### `{flag}`\n" in page:
         if len(default.split()) > LONGEST_CELL:
             default = "see the note"
-        meaning += f" ([note](#--{name}))"
-    return row(f"`{flag}`", default, meaning, "repeat" if f.name in LOCAL else "kept")
+        meaning += f" ([note](#{flag}))"
+    return row(f"`{flag}{value}`", default, meaning, "repeat" if f.name in LOCAL else "kept")
 
 
 def split_help(help: str) -> tuple[str, str]:

@@ -155,7 +155,8 @@ def tensors_of(content: object) -> tuple[dict, str]:
     def search(one: dict, place: str):
         names = [name for name, x in one.items() if isinstance(x, torch.Tensor)]
         if all(isinstance(name, str) for name in names):        # an optimizer's are numbers
-            places[place], counts[place] = one, len(names)
+            places[place] = one
+            counts[place] = len(names)
         for name, inner in one.items():
             if isinstance(inner, dict):
                 search(inner, f"{place}.{name}".lstrip("."))

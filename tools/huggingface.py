@@ -32,7 +32,7 @@ from corpus.byte_level_tokenizers import characters_of_bytes
 from corpus.formats import EOT
 from corpus.published_templates import entries_of, find_template, get_template, is_own, read_ends
 from corpus.tokenizer_config import notes, read_object
-from corpus.tokenizers import file_name, get_tokenizer, is_of_file, name_of, read_file
+from corpus.tokenizers import file_name, get_tokenizer, is_named, name_of, read_file
 from corpus.vocab_and_merges import PAIR, has_pair
 from model import GPTConfig
 from models import make_config
@@ -94,7 +94,7 @@ def import_model(source: str, file: Path) -> None:
     state = state_of_weights(cfg, parameters) | dict(tokenizer=tokenizer)
     if path is not None:
         state["tokenizer_file"] = read_file(path)
-    if path is not None or tokenizer in ("gpt2", "bytes"):
+    if path is not None or is_named(tokenizer):
         state |= find_conversations(folder, tokenizer, state.get("tokenizer_file"))
     write_file(state, file.with_name(file.name + ".tmp"), file)
     print(f"{file}: {parameter_count(cfg):,} parameters. Train it further with\n"
@@ -108,7 +108,7 @@ def import_model(source: str, file: Path) -> None:
     if path is not None:
         print(f"Make --data with its tokenizer:\n"
               f"python data.py --input FILE --tokenizer {shlex.quote(str(path))} --out DIR")
-    elif tokenizer not in ("gpt2", "bytes"):
+    elif not is_named(tokenizer):
         print(f"Its tokenizer is not ours: sample.py cannot read or write its tokens, and --data "
               f"must have been made with it (tokenizer {tokenizer!r} in meta.json); if it has a "
               f"tokenizer.json, put it in the folder and import again")
@@ -213,8 +213,8 @@ def check_unused(readers: dict, parameters: dict, folder: Path, family: Family) 
 
 
 def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
-    """The name of a model's tokenizer, and its file if that is one of ours. (GPT-2's is
-    tiktoken's.)"""
+    """The name of a model's tokenizer, and its file if that is one of ours and has no other name.
+    """
     name = tokenizer_name(config)
     if name == "gpt2" and not has_gpt2s_tokens(folder):
         name = f"gpt2-{config['vocab_size']}"           # another's, of the same size
@@ -223,8 +223,7 @@ def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
         path = folder / file_name(name)
     elif not path.exists() and has_pair(folder):
         path = folder / PAIR[0]
-    is_known = name == "gpt2" or name == config.get("tokenizer")
-    if not path.exists() or is_known and not is_of_file(name):
+    if is_named(name) or not path.exists():
         return name, None
     try:
         file = read_file(path)
@@ -353,12 +352,12 @@ def export_model(file: Path, folder: Path) -> None:
     cfg = make_config(**state["model"])
     tokenizer = state["tokenizer"]
     own = state.get("tokenizer_file")
-    has_tokenizer = tokenizer in ("gpt2", "bytes") or own is not None
+    encoding = None
     template = None
     end = None
     ends = set(state.get("ends", []))
-    if has_tokenizer:           # downloads it, or fails, before the weights are written
-        encoding = get_tokenizer(tokenizer, own)
+    if own is not None or tokenizer in ("gpt2", "bytes"):
+        encoding = get_tokenizer(tokenizer, own)        # downloads it, or fails, before the weights
         end = encoding.eot_token
         ends.add(end)
         if "template" in state:
@@ -367,7 +366,7 @@ def export_model(file: Path, folder: Path) -> None:
                 end = template.end
                 ends.add(end)
     config = config_json(cfg, tokenizer, end)
-    if has_tokenizer and encoding.prefix:
+    if encoding is not None and encoding.prefix:
         config["bos_token_id"] = encoding.prefix[0]
     family = family_of(kind_of(config), cfg)
     for name in state["parameters"]:
@@ -382,8 +381,9 @@ def export_model(file: Path, folder: Path) -> None:
             (aside / "generation_config.json").write_text(json.dumps(dict(
                 eos_token_id=sorted(ends), bos_token_id=config["bos_token_id"])))
         write_tensors(state["parameters"], family, cfg, aside)
-        tokenizer_class = "AutoTokenizer" if has_tokenizer else None
-        if has_tokenizer:
+        tokenizer_class = None
+        if encoding is not None:
+            tokenizer_class = "AutoTokenizer"
             write_tokenizer(encoding, cfg, aside, own, template)
             if config["model_type"] == "qwen2" and not encoding.name.startswith("json-"):
                 tokenizer_class = "PreTrainedTokenizerFast"
@@ -395,7 +395,7 @@ def export_model(file: Path, folder: Path) -> None:
                                          "backslashreplace")
         os.rename(aside, folder)
     text = f"with its tokenizer, {tokenizer}"
-    if not has_tokenizer:
+    if encoding is None:
         text = f"without a tokenizer: {tokenizer!r} is not ours"
     print(f"{folder}: {parameter_count(cfg):,} parameters as {family.architecture}, {text}")
 

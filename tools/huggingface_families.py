@@ -69,7 +69,8 @@ GPT2 = Family(
     blocks="h",
     block={"norm1": ["ln_1"], "attn.qkv": ["attn.c_attn"], "attn.proj": ["attn.c_proj"],
            "norm2": ["ln_2"], "mlp.up": ["mlp.c_fc"], "mlp.down": ["mlp.c_proj"]},
-    transposed=True)
+    transposed=True,
+    activation_key="activation_function")
 
 OPT = Family(
     architecture="OPTForCausalLM",
@@ -86,7 +87,8 @@ OPT = Family(
            "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
            "attn.proj": ["self_attn.out_proj"], "norm2": ["final_layer_norm"],
            "mlp.up": ["fc1"], "mlp.down": ["fc2"]},
-    unused_positions=2)
+    unused_positions=2,
+    activation_key="activation_function")
 
 LLAMA = Family(
     architecture="LlamaForCausalLM",
@@ -161,7 +163,6 @@ GPTJ = Family(
 GALACTICA = OPT._replace(
     activation="gelu",
     shape=OPT.shape | {"hidden": "ffn_dim"},
-    activation_key="activation_function",
     has_rope_keys=False,
     fields=llama_sizes.FAMILIES["galactica"],
     only={"do_layer_norm_before": (True, True), "_remove_final_layer_norm": (False, False),

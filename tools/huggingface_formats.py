@@ -18,7 +18,7 @@ from tools.huggingface_families import (ACTIVATIONS, ANY, FAMILIES, FIXED, GALAC
                                         LLAMA_ACTIVATIONS, NEOX, Family)
 
 MODEL_TYPES = {"gelu": "gpt2", "relu": "opt"}      # a GPT's activation: who has it
-END_OF_TEXT = {"gpt2": 50256, "bytes": 256, "opt-50272": 2}     # token of a tokenizer
+END_OF_OTHERS = {"opt-50272": 2}                   # token of a tokenizer that is not ours
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -143,10 +143,7 @@ def model_config(config: dict) -> GPTConfig:
     if kind not in list(FAMILIES):                  # of a list: a wrong value may have no hash
         raise ValueError(f"its model_type {kind!r} is none of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    for key, (value, default) in family.only.items():
-        given = config.get(key, default)
-        if given != value:
-            raise ValueError(f"its {key} is {given!r}, models/llama.py has only {value!r}")
+    check_only(config, family.only, "models/llama.py")
     if kind == "gptj":
         config = {"rotary_dim": 64} | config
         if config.get("n_inner") is None and type(config.get("n_embd")) is int:
@@ -166,16 +163,22 @@ def model_config(config: dict) -> GPTConfig:
     if family.fields is not None:
         return llama_config(config, shape, family)
 
-    activation = config.get("activation_function", family.activation)
+    activation = config.get(family.activation_key, family.activation)
     if activation not in list(ACTIVATIONS):
-        raise ValueError(f"its activation_function is {activation!r}, model.py has only "
+        raise ValueError(f"its {family.activation_key} is {activation!r}, model.py has only "
                          f"{', '.join(ACTIVATIONS)}")
     width = shape["n_embd"]
-    supported = {**FIXED, "n_inner": 4 * width, "ffn_dim": 4 * width, "word_embed_proj_dim": width}
-    for key, value in supported.items():
-        if config.get(key, value) != value:
-            raise ValueError(f"its {key} is {config[key]!r}, model.py has only {value!r}")
+    fixed = {**FIXED, "n_inner": 4 * width, "ffn_dim": 4 * width, "word_embed_proj_dim": width}
+    check_only(config, {key: (value, value) for key, value in fixed.items()}, "model.py")
     return GPTConfig(activation=ACTIVATIONS[activation], **shape)
+
+
+def check_only(config: dict, only: dict, ours: str) -> None:
+    """Raise ValueError if a key does not have the one value of our file. `only`: as Family's."""
+    for key, (value, default) in only.items():
+        given = config.get(key, default)
+        if given != value:
+            raise ValueError(f"its {key} is {given!r}, {ours} has only {value!r}")
 
 
 def check_kind(config: dict, family: Family) -> None:
@@ -296,9 +299,8 @@ def rotary_of(rotated: int, head_dim: int) -> float:
 
 def galactica_shape(config: dict) -> dict:
     """What of an OPT depends on whether it has biases, and norms with parameters."""
-    if config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]:
-        raise ValueError(f"its word_embed_proj_dim is {config['word_embed_proj_dim']!r}, models/"
-                         f"llama.py has only {config['hidden_size']!r}")
+    width = config["hidden_size"]
+    check_only(config, {"word_embed_proj_dim": (width, width)}, "models/llama.py")
     has_bias = value_of(config, "enable_bias", True)
     has_affine_norms = value_of(config, "layer_norm_elementwise_affine", True)
     if has_affine_norms and not has_bias:
@@ -308,10 +310,10 @@ def galactica_shape(config: dict) -> dict:
 
 
 def config_json(cfg: GPTConfig, tokenizer: str, end: int | None = None) -> dict:
-    """The inverse of `model_config`. `tokenizer` is our own key; `end` its token of
-    <|endoftext|>, where it is one of one's own. Raises ValueError for what no architecture has."""
+    """The inverse of `model_config`. `tokenizer` is our own key; `end` its token that ends a text,
+    if it is one of ours. Raises ValueError for what no architecture has."""
     theirs = llama_json(cfg) if isinstance(cfg, LlamaConfig) else gpt_json(cfg)
-    end = END_OF_TEXT.get(tokenizer, end)
+    end = END_OF_OTHERS.get(tokenizer, end)
     if end is not None and end >= cfg.vocab_size:
         raise ValueError(f"the tokenizer {tokenizer} has {end + 1} tokens, but the model's "
                          f"vocabulary {cfg.vocab_size}")
@@ -333,7 +335,7 @@ def gpt_json(cfg: GPTConfig) -> dict:
             raise ValueError(f"{family.architecture} has no {field.name} {value}: opened there it "
                              f"would be another model")
     config = keys_of(family, MODEL_TYPES[cfg.activation], cfg)
-    config["activation_function"] = family.activation
+    config[family.activation_key] = family.activation
     if family.activation == "relu":
         config |= dict(ffn_dim=4 * cfg.n_embd, word_embed_proj_dim=cfg.n_embd)
     return config

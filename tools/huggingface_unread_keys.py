@@ -7,7 +7,7 @@ from tools.huggingface_families import ANY, FAMILIES, FIXED
 from tools.huggingface_formats import kind_of
 
 # They describe the file or its training, say how transformers computes the same, or belong to
-# another head, a tokenizer, or the drawing of tokens. Older versions wrote all of them.
+# another head or a tokenizer. Older versions wrote all of them, and those of OF_DRAWING.
 HARMLESS = set("""
     model_type architectures transformers_version dtype torch_dtype use_cache name_or_path
     _name_or_path _commit_hash _attn_implementation _attn_implementation_internal
@@ -18,23 +18,20 @@ HARMLESS = set("""
     initializer_range tokenizer tokenizer_class bos_token_id eos_token_id pad_token_id sep_token_id
     unk_token_id decoder_start_token_id prefix tokenizer_file task_specific_params problem_type
     id2label label2id num_labels finetuning_task pruned_heads is_decoder tie_encoder_decoder
-    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
-    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences remove_invalid_values
-    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens forced_bos_token_id
-    forced_eos_token_id transformers.js_config unsloth_version unsloth_fixed is_llama_config
-    quantization_config compression_config rope_theta rope_scaling rope_parameters
-    partial_rotary_factor layer_types auto_map
+    max_length do_sample early_stopping length_penalty num_return_sequences remove_invalid_values
+    transformers.js_config unsloth_version unsloth_fixed is_llama_config quantization_config
+    compression_config rope_theta rope_scaling rope_parameters partial_rotary_factor layer_types
+    auto_map
     """.split())
-OF_GPT2 = set("""n_ctx n_inner activation_function reorder_and_upcast_attn
+OF_GPT2 = set("""n_ctx n_inner reorder_and_upcast_attn
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     """.split()) | set(FIXED)
-OF_OPT = set("""ffn_dim word_embed_proj_dim activation_function activation_dropout layerdrop
+OF_OPT = set("""ffn_dim word_embed_proj_dim activation_dropout layerdrop
     init_std learned_embeddings""".split()) | set(FIXED)
-OF_GPTJ = OF_GPT2 | {"scale_attn_weights", "rotary", "rotary_dim"}
-OF_LLAMA = {"hidden_act", "pretraining_tp", "sliding_window", "max_window_layers"}
+OF_GPTJ = OF_GPT2 | {"rotary", "rotary_dim"}
+OF_LLAMA = {"pretraining_tp", "sliding_window", "max_window_layers"}
 OF_MIXTURE = OF_LLAMA | {"output_router_logits", "intermediate_size", "num_local_experts"}
-OF_NEOX = {"hidden_act", "use_parallel_residual", "rotary_emb_base", "classifier_dropout"}
+OF_NEOX = {"use_parallel_residual", "rotary_emb_base", "classifier_dropout"}
 
 # What changes the tokens that transformers draws: the value that sample.py has, and its flag.
 OF_DRAWING = {
@@ -61,8 +58,8 @@ def known_keys(kind: str) -> set[str]:
     if "n_expert" in family.shape:
         own = OF_MIXTURE
     optional = {key for key, _ in family.optional.values()}
-    return (HARMLESS | own | set(ANY) | set(family.shape.values()) | set(family.dropout)
-            | optional | set(family.only))
+    return (HARMLESS | set(OF_DRAWING) | own | set(ANY) | set(family.shape.values())
+            | set(family.dropout) | {family.activation_key} | optional | set(family.only))
 
 
 def unread_keys(config: dict) -> list[str]:

@@ -93,9 +93,8 @@ def strip_of(runs: list[Run], members: list[int], words: str, size: float) -> li
 def layout_of(run: Run) -> str:
     """Such as dp 2 x pp 2, from the run's last start."""
     starts = [event for event in run.events if "config" in event]
-    config = starts[-1]["config"]
     ranks = len(starts[-1].get("environment", {}).get("hosts", [None]))
-    sizes = {name: config.get(name, 1) for name in ("pp", "cp", "tp")}
+    sizes = {name: run.config.get(name, 1) for name in ("pp", "cp", "tp")}
     sizes = {"dp": ranks // math.prod(sizes.values()), **sizes}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 process"
 
@@ -129,7 +128,8 @@ def looks(runs: list[Run], names: list[str], flags: list[str]) -> list[tuple[str
         colors = places([name.removesuffix(", exact") for name in names])
         dashes = [int(bool(run.config.get("exact"))) for run in runs]
     elif len(flags) in (1, 2) and all(isinstance(x, (int, float)) for row in values for x in row):
-        colors, dashes = places(values[0], sorted(values[0])), [0] * len(runs)
+        colors = places(values[0], sorted(values[0]))
+        dashes = [0] * len(runs)
         palette = rising(max(colors) + 1)
         if len(flags) == 2:
             dashes = places(values[1], sorted(values[1]))

@@ -37,8 +37,8 @@ def parse_line(text: bytes) -> dict | None:
     return None
 
 
-def last_valid_step(line: dict) -> int | None:
-    """Rows of later steps that come before this line in the file are void; None: no row is."""
+def last_valid_step(line: dict) -> float:
+    """Rows of later steps that come before this line in the file are void; math.inf: no row is."""
     kind = line.get("event")
     if kind is None:
         return line["step"] - 1
@@ -46,7 +46,7 @@ def last_valid_step(line: dict) -> int | None:
         return line["step"]
     if kind == "rollback":
         return line["to"]
-    return None
+    return math.inf
 
 
 def finite(row: dict, name: str) -> float | None:
@@ -85,9 +85,12 @@ class Run:
 
 
 def lines_backwards(path: Path) -> Iterator[bytes]:
-    """The lines of a file, the last one first."""
+    """The lines of a file, the last one first; none without the file."""
+    if not path.exists():
+        return
     with open(path, "rb") as file:
-        end, first = file.seek(0, os.SEEK_END), b""
+        end = file.seek(0, os.SEEK_END)
+        first = b""
         while end > 0:
             begin = max(0, end - BLOCK)
             file.seek(begin)
@@ -106,9 +109,7 @@ def judged_lines(path: Path) -> Iterator[tuple[bytes, dict, bool]]:
         if line is None:
             continue
         yield text, line, "event" in line or line["step"] <= last_valid
-        step = last_valid_step(line)
-        if step is not None:
-            last_valid = min(last_valid, step)
+        last_valid = min(last_valid, last_valid_step(line))
 
 
 def read_metrics(out: Path) -> Run:
@@ -119,7 +120,7 @@ def read_metrics(out: Path) -> Run:
     columns = {name: array(kind) for name, kind in COLUMNS.items()}     # the last step first
     best, last = {}, {}             # {place in run.data: row with a validation loss}
     after = None
-    for _, line, is_valid in judged_lines(path) if path.exists() else []:
+    for _, line, is_valid in judged_lines(path):
         place = len(run.data)
         if "event" in line:
             run.events.append(line)

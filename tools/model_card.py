@@ -7,10 +7,10 @@
 
 (Mitchell et al. 2019, "Model Cards for Model Reporting".) It begins with the fields that the hub
 of Hugging Face reads. A fact that none of the three has is "not recorded". Layout and machines are
-left out, because no result depends on them. tools/huggingface.py writes the card.
+left out, because no result depends on them. Paths stand there as the commands had them, also those
+of this machine. tools/huggingface.py writes the card.
 """
 import dataclasses
-import math
 import re
 import shlex
 from contextlib import suppress
@@ -19,15 +19,16 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from amp import PRECISIONS
-from base.commandline import flag_name
+from base.commandline import words_of
 from base.flops import active_parameters, flops_per_token, parameter_count
-from base.options import RESTORED, Config
+from base.options import OF_TRAINING, Config, flags_of_writer
 from corpus.mixtures import open_mixture, parse_mixture
 from model import GPTConfig
 from runtime.console import describe
+from runtime.evaluation import perplexity
 from tools.metrics import finite, last_valid_step, parse_line
 
-FLAGS_OF_A_COMMAND = {*RESTORED, "data", "init_from", "resume", "dtype", "exact"}
+FLAGS_OF_A_COMMAND = {*OF_TRAINING, "data", "init_from", "resume"}
 NEW_TOKENS = 50                 # that the card's example draws, at most half of the positions
 
 
@@ -60,10 +61,7 @@ def read_record(file: Path, state: dict) -> Record | None:
         for line in map(parse_line, lines):
             if line is None:                        # damaged
                 continue
-            last_valid = last_valid_step(line)
-            if last_valid is None:
-                last_valid = math.inf
-            while evaluations and evaluations[-1][0]["step"] > last_valid:
+            while evaluations and evaluations[-1][0]["step"] > last_valid_step(line):
                 evaluations.pop()
             if line.get("event") == "start":
                 starts = [line]
@@ -249,7 +247,7 @@ def describe_data(state: dict, record: Record | None) -> str:
 def describe_procedure(state: dict, record: Record | None, cfg: GPTConfig) -> str:
     if not state["config"]:
         return "Not recorded: the checkpoint holds weights alone."
-    config = SimpleNamespace(**dataclasses.asdict(Config()) | state["config"])
+    config = SimpleNamespace(**flags_of_writer(state))
     schedule = (f"{config.lr_schedule}, to {config.min_lr_ratio:g} of the peak at step "
                 f"{config.steps:,}")
     if config.lr_schedule == "wsd":
@@ -299,12 +297,13 @@ def describe_results(state: dict, record: Record | None) -> str:
         return items(facts | {"Validation loss": "not recorded"})
     row, data = record.evaluated, record.data
     facts[f"Validation loss after step {row['step']:,}"] = in_units(row, "")
-    for name, source in data["sources"].items() if data is not None else []:
-        read = (f"{source['sequences']:,} of {source['all_sequences']:,} windows of data, each of "
-                f"{data['seq_len']:,} tokens")
-        if finite(row, f"val_loss/{name}") is not None:
-            read = f"{in_units(row, '/' + name)}; {read}"
-        facts[f"Validation text of {code(name)}"] = read
+    if data is not None:
+        for name, source in data["sources"].items():
+            read = (f"{source['sequences']:,} of {source['all_sequences']:,} windows of data, each "
+                    f"of {data['seq_len']:,} tokens")
+            if finite(row, f"val_loss/{name}") is not None:
+                read = f"{in_units(row, '/' + name)}; {read}"
+            facts[f"Validation text of {code(name)}"] = read
     if finite(row, "val_answers_right") is not None:
         facts["Answers that greedy decoding gives"] = (
             f"{row['val_answers_right']:.1%} of {row['val_answers']:,}")
@@ -313,9 +312,9 @@ def describe_results(state: dict, record: Record | None) -> str:
 
 def in_units(row: dict, suffix: str) -> str:
     """A validation loss in three units; bits per byte where the text's bytes are known."""
-    loss, bits = row[f"val_loss{suffix}"], finite(row, f"bits_per_byte{suffix}")
-    perplexity = math.exp(min(loss, 700))
-    text = f"{loss:.4f} nats a token, perplexity {perplexity:.4g}"
+    loss = row[f"val_loss{suffix}"]
+    bits = finite(row, f"bits_per_byte{suffix}")
+    text = f"{loss:.4f} nats a token, perplexity {perplexity(loss):.4g}"
     return text if bits is None else f"{text}, {bits:.4f} bits a byte"
 
 
@@ -372,17 +371,16 @@ def describe_limits(state: dict, cfg: GPTConfig) -> str:
 
 
 def describe_provenance(file: Path, folder: Path, state: dict, record: Record | None) -> str:
-    config = state["config"]
     facts = {"Run": code(state["run"].get("id")), "Step": f"{state['step']:,}",
              "Began": describe_origin(state, record)}
     commands = [f"python -m tools.huggingface export {shlex.join([str(file), str(folder)])}"]
     text = "The command of this export:"
-    if config:
+    if state["config"]:
         versions = record.starts[-1].get("environment", {}) if record is not None else {}
         known = [f"{name} {code(versions[name])}" for name in ("pytorch", "python", "commit")
                  if versions.get(name) is not None]
         facts["Versions"] = ", ".join(known) or "not recorded"
-        commands.insert(0, train_command(config))
+        commands.insert(0, train_command(state))
         text = ("The flags of the checkpoint as one command, without those of the layout, and the "
                 "command of this export. The command that has made the data is not recorded.")
     shown = code_block("", "\n".join(commands))
@@ -402,12 +400,11 @@ def describe_origin(state: dict, record: Record | None) -> str:
     return f"{what} {source}, step {step:,} of the run {code(run)}"
 
 
-def train_command(config: dict) -> str:
+def train_command(state: dict) -> str:
     """A command with the flags of a checkpoint that differ from the defaults."""
-    words = ["python", "train.py"]
-    for field in dataclasses.fields(Config):
-        value = config.get(field.name, field.default)
-        is_default = value == field.default or (field.name, value) == ("resume", "never")
-        if field.name in FLAGS_OF_A_COMMAND and not is_default:
-            words += [flag_name(field.name)] + ([] if value is True else [str(value)])
-    return shlex.join(words)
+    flags = flags_of_writer(state)
+    given = {f.name: flags[f.name] for f in dataclasses.fields(Config)
+             if f.name in FLAGS_OF_A_COMMAND and flags[f.name] != f.default}
+    if given.get("resume") == "never":
+        del given["resume"]
+    return shlex.join(["python", "train.py", *words_of(given)])

@@ -17,15 +17,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from base.commandline import flag_name
-from base.options import RESTORED, Config
+from base.commandline import flag_name, words_of
+from base.options import OF_TRAINING, Config
 from data import TokenDataset
 from tools.metrics import Run, read_metrics
 
 TRAIN = str(Path(__file__).resolve().parents[1] / "train.py")
 # Flags that change what a run computes.
-COMPARED = {*RESTORED, "dtype", "exact"} - {"save_every", "keep", "check_every", "eval_every",
-                                            "eval_answers", "max_rollbacks"}
+COMPARED = set(OF_TRAINING) - {"save_every", "keep", "check_every", "eval_every", "eval_answers",
+                               "max_rollbacks"}
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -36,13 +36,7 @@ class Job(NamedTuple):
 
     def words(self) -> list[str]:
         """The arguments of train.py."""
-        words = []
-        for name, value in (self.flags | dict(out=self.out)).items():
-            if value is not False:
-                words.append(flag_name(name))
-            if not isinstance(value, bool):
-                words.append(str(value))
-        return words
+        return words_of(self.flags | dict(out=self.out))
 
 
 class Failure(NamedTuple):

@@ -6,8 +6,6 @@ Rank 0 prints one object: {format: {pause, write, verify, restore: [seconds], by
 `pause` is what training waits; `write` ends when the checkpoint has its name. What is read was just
 written, so it comes from memory if it fits.
 """
-import json
-import sys
 import time
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from runtime import run_state
 from runtime.checkpoint_writer import Writer
 from runtime.directory import latest_valid, load_state
 from runtime.folder_writer import FolderWriter
-from tools.bench.launch import random_data
+from tools.bench.launch import random_data, run_rank
 from tools.plan.flags import PlanConfig
 
 SHAPE = GPTConfig(vocab_size=257, seq_len=128, n_layer=10, n_head=8, n_embd=512)    # 31.7M
@@ -45,8 +43,6 @@ def size_of(path: Path) -> int:
 
 
 def measure(folder: Path, pairs: int) -> dict:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     config = PlanConfig(data=str(random_data(folder, SHAPE.vocab_size, SHAPE.seq_len + 1)),
                         out=str(folder), steps=1, batch_size=8, micro_batch=1, lr=1e-3,
                         device="cpu", timeout=600, **LAYOUT)
@@ -76,8 +72,4 @@ def measure(folder: Path, pairs: int) -> dict:
 
 
 if __name__ == "__main__":
-    result = measure(Path(sys.argv[1]), int(sys.argv[2]))
-    if dist.get_rank() == 0:
-        print(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    run_rank(measure)

@@ -54,7 +54,7 @@ class Work:
     layouts: tuple              # (processes, flags of train.py, the environment)
     memories: tuple             # flags of train.py
     mixtures: tuple             # (name, flags of train.py): a dense model, then mixtures
-    seconds: float              # of a part
+    seconds: float = 0          # of a part
 
     @property
     def microbatches(self) -> tuple:
@@ -78,11 +78,10 @@ MIXTURES = (
     ("2 of 8 experts", f"--model moe-nano {LLAMA} --hidden 1024"),
     ("8 of 64 experts", f"--model moe-nano {LLAMA} --hidden 256 --n-expert 64 --n-active 8"))
 GPU_WORK = Work("cuda", "gpt2", vocab=50257, batch=64, steps=30, warmup=10, layouts=LAYOUTS,
-                memories=MEMORIES, mixtures=MIXTURES, seconds=0)
+                memories=MEMORIES, mixtures=MIXTURES)
 CPU_WORK = Work("cpu", "nano", vocab=257, batch=4, steps=3, warmup=1,
                 layouts=(Layout(2, "--zero 1"),), memories=(),
-                mixtures=(("dense", "--model llama-nano"), ("2 of 8 experts", "--model moe-nano")),
-                seconds=0)
+                mixtures=(("dense", "--model llama-nano"), ("2 of 8 experts", "--model moe-nano")))
 
 
 def synchronize(work: Work) -> None:
@@ -229,7 +228,7 @@ def mixture(work: Work, folder: Path) -> Iterator:
     """Mixtures of experts beside a dense model whose tokens use as many parameters, in turn;
     medians. (The products are as many; the routing, the sorting, and the small ones cost.)"""
     seen = {}
-    for _ in within(work.seconds, itertools.repeat(None, 3)):
+    for _ in within(work.seconds, range(3)):
         for name, flags in work.mixtures:
             for side in OURS:
                 row = dict(model=name, side=side)
@@ -256,15 +255,16 @@ PARTS = dict(race=race, profile=profile, layouts=layouts, memory=memory, mixture
 SECONDS = dict(race=420, profile=150, layouts=330, memory=120, mixture=180)
 
 
-def work_of(device: str, model: str | None, seconds: float = 0) -> Work:
+def work_of(device: str, model: str | None) -> Work:
     work = GPU_WORK if device == "cuda" else CPU_WORK
-    return replace(work, model=model or work.model, seconds=seconds)
+    return replace(work, model=model or work.model)
 
 
 def run_part(name: str, device: str, model: str, seconds: str) -> None:
     """In a process of its own: print the part's rows, each as a line [title, row]."""
+    work = replace(work_of(device, model), seconds=float(seconds))
     with tempfile.TemporaryDirectory() as folder:
-        for title, row in PARTS[name](work_of(device, model, float(seconds)), Path(folder)):
+        for title, row in PARTS[name](work, Path(folder)):
             print(json.dumps([title, row], default=float), flush=True)
 
 

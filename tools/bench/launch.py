@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,6 +84,18 @@ def train_py(processes: int, folder: Path, vocab: int, *flags, **options) -> tup
                  MEMORY_FILE=str(memory), **options)
         lines = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
         return [line for line in lines if "loss" in line], json.loads(memory.read_text())
+
+
+def run_rank(measure) -> None:
+    """One rank of a program whose arguments are a folder and a number: rank 0 prints what
+    measure(folder, number) returns."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    result = measure(Path(sys.argv[1]), int(sys.argv[2]))
+    if dist.get_rank() == 0:
+        print(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def peer(processes: int, seconds: float = 900, **work) -> dict:

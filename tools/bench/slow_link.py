@@ -25,7 +25,7 @@ from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid, make_groups
 from parallelism.collectives import Work, all_gather_object
-from tools.bench.launch import ROOT, random_data
+from tools.bench.launch import ROOT, run_rank
 
 SHAPE = GPTConfig(vocab_size=257, seq_len=256, n_layer=4, n_head=8, n_embd=256)
 FLAGS = dict(tp=2, batch_size=4, micro_batch=4, steps=1, lr=1e-3, device="cpu")
@@ -63,8 +63,6 @@ def clocks() -> tuple:
 
 
 def measure(folder: Path, steps: int) -> dict:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     grid = Grid(1, 1, 2, dist.get_rank())
     make_groups(grid)
     data = [TokenDataset(str(folder), split, SHAPE.seq_len) for split in SPLITS]
@@ -85,8 +83,4 @@ def measure(folder: Path, steps: int) -> dict:
 
 
 if __name__ == "__main__":
-    result = measure(Path(sys.argv[1]), int(sys.argv[2]))
-    if dist.get_rank() == 0:
-        print(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    run_rank(measure)
