@@ -170,8 +170,8 @@ def test_compiled_blocks_train_as_they_are(tmp_path, model, layout, flags, dropo
     """Losses and norms are those without --compile, to 1e-5, in 16 bits to eps (fused operations
     round in other places), and the first gradients, to 1e-5 and 5%. The first step compiles the
     graphs: one that all blocks share, one each for positions and last norm, and two for the loss;
-    more where masks are drawn or ranks communicate. (A compiler leaves tensors behind that are none, and code
-    compiled for other instructions crashes: hence processes of its own.)"""
+    more where masks are drawn or ranks communicate. (A compiler leaves tensors behind that are
+    none, and code compiled for other instructions crashes: hence processes of its own.)"""
     config = settings(tmp_path, steps=4, **flags)
     cfg = replace(model, n_layer=2 * layout[2], dropout=dropout)
     with own_processes(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) as fresh:

@@ -80,8 +80,8 @@ def test_launches_memory_and_waits_are_those_counted_by_hand():
 def test_counts_of_a_step_do_not_grow(flags, parts, passes):
     """The host waits once, for the statistics of the step. Graphs break for communication alone,
     and nothing is compiled twice. The compiled loss passes three times over the logits: it reads
-    them twice and writes their gradient. With tp it does the same with a rank's part. The bounds are
-    what was counted when this test was written."""
+    them twice and writes their gradient. With tp it does the same with a rank's part. The bounds
+    are what was counted when this test was written."""
     found = run("-m", "tools.bench.paper", f"{STEP} {flags}")
     assert (found["waits"], found["breaks"], found["recompiles"]) == (1, 0, 0)
     of_a_microbatch = found["GB: head and loss"] / 2
