@@ -224,7 +224,9 @@ class Parser(argparse.ArgumentParser):
         bare = name.lstrip("-")
         near = [f"--{same}" for same in (bare, *flags_called(bare)) if f"--{same}" in ours]
         if not near and name.startswith("--"):
-            near = difflib.get_close_matches(name, ours, 1, 0.75)
+            near = [flag for flag in ours if flag.startswith(name)]
+            if len(near) != 1:
+                near = difflib.get_close_matches(name, ours, 1, 0.75)
         if near:
             return f"did you mean {near[0]}? ({ours[near[0]].help % vars(ours[near[0]])})"
         if name.startswith("-"):

@@ -229,7 +229,7 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
         is_allowed = may_be_shorter and (value < stored or may_be_longer)
         is_allowed = is_allowed or name in ROUTER_LOSSES
         if value != stored and not is_allowed:
-            allowed = f"{stored} or less" if may_be_shorter else stored
+            allowed = f"at most {stored}" if may_be_shorter else stored
             is_gpts = name not in base          # a GPT has no such number
             problems.append(f"no {name}" if is_gpts else f"{name} {allowed}, not {value}")
             drop.append(flag_name(name if name in given else "model"))

@@ -66,7 +66,7 @@ def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
         if is_rank0():
             warn(f"{reason}; passed over")
     raise RunError(f"none of the {len(files)} checkpoints is whole: "
-                   f"{', '.join(map(str, files))}; move them away to start over")
+                   f"{', '.join(map(str, files))}; give another --out to start over")
 
 
 def damage(path: Path) -> str | None:

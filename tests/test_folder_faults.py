@@ -247,6 +247,7 @@ def test_a_damaged_folder_that_is_named_is_a_mistake_and_all_damaged_end_the_run
     assert (status, text) == (2, "") and said in error and error.count("\n") == 1
     status, _, error = run_train(*flags)
     assert status == 1 and "none of the 2 checkpoints is whole: " in error
+    assert "give another --out to start over" in error
     assert error.count("\n") == 3           # one for each folder
     (folder / "facts.pt").unlink()
     status, _, error = run_train(*new, "--resume", folder)

@@ -765,5 +765,5 @@ def test_learned_positions_may_be_fewer_but_not_more(tmp_path):
     state = dict(model=asdict(CFGS["galactica"]))
     merge = partial(merge_config, state=state, weights_only=True, file="a.pt")
     assert merge(dict(seq_len=8))[1]["seq_len"] == 8
-    with pytest.raises(ValueError, match="a.pt has seq_len 16 or less, not 32"):
+    with pytest.raises(ValueError, match="a.pt has seq_len at most 16, not 32"):
         merge(dict(seq_len=32))

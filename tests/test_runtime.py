@@ -78,6 +78,7 @@ REFUSED = [
      "flags: --help lists them; docs/training.md has nanoGPT's demo; unknown argument --max-iters: "
      "did you mean --steps? (steps of the whole run (default 800))",
      ["config/tiny.py --zero 4 --steps x --lr nan --compile=False --max_iters 3"], []),
+    ("unknown argument --warm: did you mean --warmup-steps?", ["--warm 5"], []),
     # Names of models
     (": did you mean gpt3-6.7b?", ["--model gpt3-6.7", "--model GPT-3-6.7B"], []),
     ("--model: invalid choice: 'llama2': did you mean llama2-7b, llama2-13b, llama2-70b?",
@@ -330,7 +331,7 @@ REFUSED = [
      "begins it with these weights); to go on give --data /", [
          "--out run --data other", "--out run --data toy"],
      ["--data other", "--out run", "--init-from run/step_00000004.pt --data other"]),
-    ("seq_len 16 or less, not 32: drop --seq-len", ["--init-from whole.pt --seq-len 32"], []),
+    ("seq_len at most 16, not 32: drop --seq-len", ["--init-from whole.pt --seq-len 32"], []),
     ("whole.pt has n_embd 16, not 32: drop --n-embd, or use another checkpoint", [
         "--init-from whole.pt --n-embd 32", "--eval-only --resume whole.pt --n-embd 32"], []),
     ("but opt has opt-257 with 257: make --data", ["--init-from whole.pt --data opt"], []),
