@@ -52,7 +52,11 @@ with gpu:
     event.record()
     event.synchronize()
     waits.append(gpu.waits)
-print(json.dumps([launches, forward, held, held_after, gpu.peak - before, waits]))
+    peak = gpu.peak - before
+    gpu.start()
+    torch.nn.functional.silu(w).sum().backward()
+    of_silu = [k.name for k in gpu.launches]
+print(json.dumps([launches, forward, held, held_after, peak, waits, of_silu]))
 """
 
 
@@ -62,8 +66,9 @@ def run(*command):
 
 def test_launches_memory_and_waits_are_those_counted_by_hand():
     """Forward: a product, and a kernel that makes a sum and a mask of it. Backward: what y.sum()
-    sends back, a kernel that makes the product's gradient of this and the mask, and a product."""
-    launches, forward, held, held_after, peak, waits = run("-c", PROGRAM)
+    sends back, a kernel that makes the product's gradient of this and the mask, and a product. What
+    has a kernel of its own on a GPU alone, as silu's gradient, is one launch."""
+    launches, forward, held, held_after, peak, waits, of_silu = run("-c", PROGRAM)
     product, mask, sums, weight = 2 * ROWS * OUT, ROWS * OUT, 2 * ROWS, 2 * OUT * IN    # bytes
     multiply = ["product", 1, 2 * ROWS * IN + weight + product, 2 * ROWS * IN * OUT]
     fused = ["memory", 1, product + mask + sums, 0]
@@ -73,6 +78,7 @@ def test_launches_memory_and_waits_are_those_counted_by_hand():
     assert 1 <= peak / (product + mask + sums) < 1.001
     # Of a copy without waiting, and a number on the host; then of an item, a copy, and an event.
     assert waits == [0, 1, 2, 3]
+    assert "silu_backward" in of_silu and "sigmoid" not in of_silu
 
 
 @pytest.mark.parametrize("flags, parts, passes", [

@@ -278,7 +278,8 @@ def answer_as_h100(gpu: FakeGPU) -> None:
     library.impl("empty.memory_format", on_host(torch.empty), "CUDA")
     library.impl("empty_strided", on_host(torch.empty_strided), "CUDA")
     # Not called. But what has a kernel of its own is not decomposed.
-    library.impl("_fused_rms_norm", returns(None), "CUDA")
+    for name in ("_fused_rms_norm", "silu_backward"):
+        library.impl(name, returns(None), "CUDA")
 
 
 def run_generated_code(gpu: FakeGPU) -> None:
