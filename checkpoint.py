@@ -118,8 +118,8 @@ def restore(state: dict, flat: FlatParameters) -> None:
 
 
 def load_shards(tensors: Mapping, flat: FlatParameters, kind: str) -> None:
-    """Fill this rank's shard[kind] of each bucket from full tensors, of which it reads no others.
-    Every rank calls it. A file's position table may be longer than the model's."""
+    """Fill this rank's shard[kind] of each bucket from full tensors. It reads only these slices of
+    them. Every rank calls it. A file's position table may be longer than the model's."""
     if isinstance(tensors, FolderTensors):
         tensors.load_shards(flat, kind)
     else:

@@ -155,7 +155,8 @@ def all_gather(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
 
 
 class Conjugate(torch.autograd.Function):
-    """A collective in forward. In backward its conjugate computes the gradient of x.
+    """A collective in forward. In backward another one, its conjugate, makes the gradient of x from
+    that of the result.
 
     The conjugate of an all-gather is a reduce-scatter. Every rank uses this rank's slice for work
     of its own, so the gradient of the slice is the sum of the gradients of all ranks. The conjugate
@@ -185,7 +186,7 @@ class Conjugate(torch.autograd.Function):
 #   g: all-reduce forward, identity backward        y is a sum, so each term has the gradient of y
 #
 # Between f and g the ranks do different work, so each has only its own term of the gradient of x.
-# Before f and after g all ranks do the same work, up to the same loss. Each rank has the whole
+# Before f and after g all ranks do the same work and compute the same loss. Each rank has the whole
 # gradient there, and a sum would count it tp times.
 #
 # Attention is cut the same way: each rank has some heads instead of some columns. nn.Linear stores
@@ -315,7 +316,8 @@ class PlainPositionEmbedding(nn.Module):
 
 class PlainVocabHead(nn.Module):
     """x (B, T, C), targets (B, T) -> the summed loss of model.Head. All targets count in the loss.
-    No rank holds all V logits z of a position:
+    No rank holds all V logits z of a position. The ranks exchange three numbers for it, m, the sum
+    and z_target:
 
         loss = log sum_v exp(z_v) - z_target = m + log sum_v exp(z_v - m) - z_target
 

@@ -146,14 +146,14 @@ class ByteLevelTokenizer(JsonTokenizer):
                 found.append(self.bytes_of(characters).decode(errors="ignore"))
         return found
 
-    def decides(self) -> list:
+    def decides(self, written: dict) -> list:
         """What of the model and of the steps before it decides the tokens."""
-        model = self.written["model"]
+        model = written["model"]
         if self.kind == "BPE":              # the rest decides nothing where all bytes are tokens
             model = [model.get(key) or None for key in ("merges", "ignore_merges",
                                                         "continuing_subword_prefix",
                                                         "end_of_word_suffix")]
-        steps = [self.written["normalizer"], self.written["pre_tokenizer"]]
+        steps = [written["normalizer"], written["pre_tokenizer"]]
         return [model, json.loads(json.dumps(steps), object_hook=without_offsets)]
 
 

@@ -129,16 +129,13 @@ class JsonTokenizer:
         return ends[0]
 
     @cached_property
-    def written(self) -> dict:
-        """The file as the package writes it."""
-        return json.loads(self.tokenizer.to_str())
-
-    @cached_property
     def name(self) -> str:
         """json-HASH, of what decides the tokens and their text, and of nothing else: how the JSON
         is written, what pads or truncates and a post_processor that adds nothing do not count."""
-        model, *steps = self.decides()
-        ordinary = [token for token in self.written["added_tokens"] if not token["special"]]
+        written = json.loads(self.tokenizer.to_str())
+        model, *steps = self.decides(written)
+        ordinary = [token for token in written["added_tokens"] if not token["special"]]
+        # In this order, because another order makes another hash.
         decides = [model, sorted(self.tokenizer.get_vocab().items()), *steps, ordinary, self.prefix,
                    self.eot_token]
         return "json-" + hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]

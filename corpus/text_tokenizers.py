@@ -12,6 +12,7 @@ rare characters, as Llama 2's and Mistral's; Unigram, as T5's), WordPiece (BERT'
   token is a word like others, which a text could have. `encoder` gives it another name there.
 """
 import json
+from functools import cached_property
 
 from corpus.json_tokenizers import NOTHING, TEXT, TOKEN, JsonTokenizer
 from corpus.token_streams import TextStream
@@ -121,14 +122,19 @@ class TextTokenizer(JsonTokenizer):
             before = ()
         return TextStream(self.tokenizer, before)
 
-    def decides(self) -> list:
+    @cached_property
+    def written(self) -> dict:
+        """The file as the package writes it."""
+        return json.loads(self.tokenizer.to_str())
+
+    def decides(self, written: dict) -> list:
         """What of the model, of its scores and of the steps around it decides the tokens."""
-        model = {key: value for key, value in self.written["model"].items()
+        model = {key: value for key, value in written["model"].items()
                  if key != "vocab" and value}
         scores = []
-        if isinstance(self.written["model"]["vocab"], list):    # their last digits are not kept
-            scores = [round(score, 6) for _, score in self.written["model"]["vocab"]]
-        steps = [self.written[key] for key in ("normalizer", "pre_tokenizer", "decoder")]
+        if isinstance(written["model"]["vocab"], list):         # their last digits are not kept
+            scores = [round(score, 6) for _, score in written["model"]["vocab"]]
+        steps = [written[key] for key in ("normalizer", "pre_tokenizer", "decoder")]
         return [model, scores, steps]
 
 

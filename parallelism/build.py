@@ -269,6 +269,7 @@ def compile_model(model: GPT) -> None:
     if model.head is not None:
         head = model.head
         compile_method(head, "normalize")
+        # (A run makes at most four graphs of each: with and without gradients, and a last tile.)
         head.tile_sums = torch.compile(head.tile_sums, fullgraph=True, dynamic=False)
         head.tile_loss = torch.compile(head.tile_loss, fullgraph=True, dynamic=False)
         head.is_compiled = True

@@ -239,17 +239,17 @@ class TileSums(NamedTuple):
     """What a rank knows of the loss of n positions, each (n, 1)."""
     largest: torch.Tensor       # of its logits
     total: torch.Tensor         # sum of exp(logit - largest)
-    is_local: torch.Tensor      # whether it has the target's logit
-    columns: torch.Tensor       # where that is; 0 if another rank has it
-    z: torch.Tensor             # the logit there
+    is_local: torch.Tensor      # whether the target is one of its columns
+    columns: torch.Tensor       # the target's column, 0 if it is not local
+    z: torch.Tensor             # the logit in that column
 
 
 def tile_sums(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor,
               first: int) -> TileSums:
     """
     logits      (n, V / tp): this rank's columns
-    p           takes exp(logits - largest), for `tile_loss`: memory like logits, but fp32 or fp64;
-                it may be `logits`. None: nothing is kept
+    p           (n, V / tp) in fp32 or fp64: exp(logits - largest) is left there for `tile_loss`. It
+                may be the logits' own memory. None: `tile_loss` computes it again
     targets     (n,) tokens of the whole vocabulary; IGNORE_INDEX adds nothing to the loss
     first       the token of column 0"""
     columns, is_local = local_columns((targets - first).unsqueeze(1), logits)
@@ -269,7 +269,7 @@ def local_columns(columns: torch.Tensor, logits: torch.Tensor) -> tuple:
 def shifted_exp(logits: torch.Tensor, largest: torch.Tensor,
                 out: torch.Tensor | None) -> torch.Tensor:
     """exp(logits - largest) in the type of `largest`: it cannot overflow."""
-    if out is not None and out.device.type == "cpu":    # with two types it would convert in memory
+    if out is not None and out.device.type == "cpu":    # (sub of two types converts in memory)
         return out.copy_(logits).sub_(largest).exp_()
     return torch.sub(logits, largest, out=out).exp_()
 
@@ -287,14 +287,16 @@ def softmax_over_ranks(sums: TileSums, group) -> tuple:
 
 def tile_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor, sums: TileSums,
               of_all_ranks: tuple, loss_factor: torch.Tensor | None) -> tuple:
-    """The summed cross-entropy of n positions in nats, the same on all ranks. The first four
-    arguments are those and the result of `tile_sums`, `of_all_ranks` is `softmax_over_ranks`'s.
+    """The summed cross-entropy of n positions in nats, the same on all ranks. `logits`, `p` and
+    `targets` are those given to `tile_sums`, `sums` is its result, `of_all_ranks` that of
+    `softmax_over_ranks`.
 
         loss = log sum_v exp(z_v) - z_target        gradient = softmax(z), less 1 at the target
 
     If `loss_factor` is given, the gradient of loss * loss_factor overwrites the logits, except in
-    `sums.columns`. Returns (loss, the gradients there (n, 1) or None). The caller scatters them in:
-    done here, a compiled kernel would have to write all of p to memory first."""
+    `sums.columns`. Returns the loss and the gradients in these columns, (n, 1); None without a
+    factor. The caller writes them there: done here, a compiled kernel would have to write all of p
+    to memory first."""
     largest, total, target = of_all_ranks
     counted = (targets != IGNORE_INDEX).unsqueeze(1)
     loss = (total.log() - target).where(counted, 0).sum()
@@ -311,17 +313,18 @@ def tile_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tenso
     return loss, ((sums.z - largest).exp() / total - sums.is_local.to(p.dtype)) * weight
 
 
-# Upper limit on the logits of a tile. That of the CPU is measured: its cache holds them. Compiled,
-# a tile of twice the size needs less memory in 16 bits, because p in fp32 is not kept: then the
+# Upper limit on the logits of a tile. That of the CPU is measured: its cache holds them. Without p
+# a logit in 16 bits takes 2 bytes, not 6. So a tile of twice the size needs less memory, and the
 # fp32 gradient of the token matrix is read and written half as often.
-MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28, "gpu, compiled": 2 ** 29}
+MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28, "gpu, without p": 2 ** 29}
 
 
-def tile_size(positions: int, vocab: int, device_type: str, compiled: bool = False) -> int:
-    """Number of positions whose logits, of `vocab` tokens each, exist at once."""
+def tile_size(positions: int, vocab: int, device_type: str, without_p: bool = False) -> int:
+    """Number of positions whose logits, of `vocab` tokens each, exist at once. `without_p`: no p in
+    fp32 is kept beside logits in 16 bits."""
     limit = MAX_LOGITS["cpu"]
     if device_type != "cpu":
-        limit = MAX_LOGITS["gpu, compiled" if compiled else "gpu"]
+        limit = MAX_LOGITS["gpu, without p" if without_p else "gpu"]
     most = max(1, limit // vocab)
     return ceil_div(positions, ceil_div(positions, most))       # of about equal size
 
@@ -348,7 +351,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             dw = weight.main_grad() if in_main_grad else torch.zeros_like(weight, dtype=wide)
             db = None if bias is None else torch.zeros_like(bias, dtype=wide)
         loss = 0.0
-        size = tile_size(len(x), len(weight), x.device.type, head.is_compiled)
+        without_p = head.is_compiled and wide != x.dtype
+        size = tile_size(len(x), len(weight), x.device.type, without_p)
         memory = x.new_empty(size, len(weight))                             # of all tiles
         p = None        # Compiled, p is computed twice: that is faster than to write it to memory.
         if not head.is_compiled:

@@ -70,7 +70,8 @@ class FlatParameters:
         self.in_flight = []             # [(bucket, Work)] of gradients
         self.grads_are_summed = False
         self.grad_factor = 1.0
-        self.slices = None              # what AdamW updates
+        # What AdamW updates: views, made in the first step. Nothing may replace a shard's tensors.
+        self.slices = None
         for bucket in self.buckets:
             self._allocate(bucket, dtype, master_dtype, device, host)
             self._attach(bucket)

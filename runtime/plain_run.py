@@ -122,9 +122,9 @@ class PlainRun:
 
     step        the last finished step
     facts       what its checkpoints hold besides tensors: the step, the flags, the data ...
-    seconds     the time that this step took
-    metrics     directory.Metrics: metrics.jsonl. `start` sets it, and `stop`
-    stop        StopAfterStep
+    seconds     the time that the step took; `steps` sets it
+    metrics     directory.Metrics: metrics.jsonl; `start` sets it
+    stop        StopAfterStep; `start` sets it
     """
 
     def __init__(self, config: Config, model_config: GPTConfig, begin: Start, loaded: dict | None,

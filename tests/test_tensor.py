@@ -98,10 +98,10 @@ def test_the_loss_of_a_tile_passes_over_its_logits_few_times(dtype, keeps_p):
 
 def test_logits_are_computed_in_equal_tiles_of_at_most_MAX_LOGITS():
     """A GPU's 2^28 logits hold 5336 positions of GPT-2: four microbatches of 4096 positions are
-    four tiles. Compiled they are two."""
+    four tiles. Without p they are two."""
     assert tile_size(4 * 4096, 50304, "cuda") == 4096
-    assert tile_size(4 * 4096, 50304, "cuda", compiled=True) == 8192
-    assert tile_size(4 * 4096, 50304, "cpu", compiled=True) == tile_size(4 * 4096, 50304, "cpu")
+    assert tile_size(4 * 4096, 50304, "cuda", without_p=True) == 8192
+    assert tile_size(4 * 4096, 50304, "cpu", without_p=True) == tile_size(4 * 4096, 50304, "cpu")
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])

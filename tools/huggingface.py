@@ -396,7 +396,7 @@ def export_model(file: Path, folder: Path) -> None:
         os.rename(aside, folder)
     text = f"with its tokenizer, {tokenizer}"
     if encoding is None:
-        text = f"without a tokenizer: {tokenizer!r} is not ours"
+        text = f"without a tokenizer: an export cannot write {tokenizer!r}"
     print(f"{folder}: {parameter_count(cfg):,} parameters as {family.architecture}, {text}")
 
 

@@ -83,11 +83,12 @@ def logits_bytes(stage: Stage, on_gpu: bool = True) -> int:
         return 0
     config = stage.config
     size = config.size
+    without_p = size == 2 and config.compile
     if size == 2 and not config.compile:
         size += 4
     vocab = stage.cfg.padded_vocab // stage.grid.tp
     device_type = "gpu" if on_gpu else "cpu"
-    return tile_size(stage.positions, vocab, device_type, config.compile) * vocab * size
+    return tile_size(stage.positions, vocab, device_type, without_p) * vocab * size
 
 
 def kept_by_mlp(stage: Stage) -> int:
