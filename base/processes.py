@@ -40,7 +40,10 @@ def fatal_message(error: Exception) -> str | None:
     """One line for a lost peer or too little memory; None for errors that need a traceback."""
     if out_of_memory(error):
         return "; ".join([first_line(error), *getattr(error, "__notes__", [])])
-    return str(error) if isinstance(error, PeerError) else None
+    if isinstance(error, PeerError):
+        return (f"{error}; another rank has failed, was killed, or does not answer: see its own "
+                f"message, then give the same command again")
+    return None
 
 
 def is_rank0() -> bool:

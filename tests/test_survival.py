@@ -423,6 +423,7 @@ def test_a_peer_that_hangs_or_vanishes_is_named(shards, tmp_path):
         for (victim, _), job in jobs.items():
             witness = 1 - victim
             status, _, error = job[witness].finish()            # long before the usual ten minutes
+            assert "killed, or does not answer: see its own message, then give the same" in error
             assert status == 1 and re.fullmatch(
                 rf"train.py: rank {witness}: stage {witness}, step \d+: (((forward|backward) of "
                 rf"microbatch \d+: (receive from|send to) rank {victim} \(stage {victim}\)"
