@@ -112,7 +112,9 @@ def check_heads(shape: dict, tp: int) -> None:
 
 def check_groups(shape: dict, tp: int) -> None:
     """`check_heads` of what a GPT does not have: heads of keys, and channels of a head."""
-    channels, heads, groups = shape["n_embd"], shape["n_head"], shape.get("n_kv_head")
+    channels = shape["n_embd"]
+    heads = shape["n_head"]
+    groups = shape.get("n_kv_head")
     if groups and heads % groups:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
         with_tp = [n for n in fitting if n % tp == 0] or fitting
