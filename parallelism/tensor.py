@@ -246,7 +246,8 @@ class TileSums(NamedTuple):
 
 def tile_sums(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor,
               first: int) -> TileSums:
-    """
+    """What this rank's logits say of the loss of n positions.
+
     logits      (n, V / tp): this rank's columns
     p           (n, V / tp) in fp32 or fp64: exp(logits - largest) is left there for `tile_loss`. It
                 may be the logits' own memory. None: `tile_loss` computes it again

@@ -14,6 +14,7 @@ import torch
 
 import amp
 import train
+from parallelism import zero
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid, build_stage
 from parallelism.parameters import param_specs
@@ -40,6 +41,15 @@ def held_by(flat):
         sizes["staging"] = ("cpu", "staging"), flat.staging.nbytes
     places = {place for place, _ in sizes.values()}
     return {place: sum(size for at, size in sizes.values() if at == place) for place in places}
+
+
+def test_the_lists_of_adamw_are_made_once():
+    """On a GPU the host makes them while the device waits."""
+    _, flat = staged(CFG, Grid(1, 1, 1))
+    with mock.patch.object(zero, "slices_to_update", wraps=zero.slices_to_update) as made:
+        for updates in (1, 2):
+            flat.adamw_step(1.0, updates, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
+    assert made.call_count == 1
 
 
 @pytest.mark.parametrize("zero", range(4))

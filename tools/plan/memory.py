@@ -81,11 +81,11 @@ def logits_bytes(stage: Stage, on_gpu: bool = True) -> int:
     type of the activations, and in 16 bits a second one in fp32, but not with --compile."""
     if not stage.grid.is_last:
         return 0
-    config = stage.config
-    size = config.size
-    without_p = size == 2 and config.compile
-    if size == 2 and not config.compile:
-        size += 4
+    size = stage.config.size
+    without_p = False
+    if size == 2:
+        without_p = stage.config.compile
+        size = 2 if without_p else 2 + 4
     vocab = stage.cfg.padded_vocab // stage.grid.tp
     device_type = "gpu" if on_gpu else "cpu"
     return tile_size(stage.positions, vocab, device_type, without_p) * vocab * size
