@@ -115,8 +115,9 @@ class TokenDataset:
         self.mixture = open_mixture(str(data), split, seq_len)
         self.meta = self.mixture.meta
         self.n_windows = sum(source.n_windows for source in self.mixture.sources.values())
-        self.n_tokens = sum(self.mixture.shards.lengths)
+        self.n_tokens = sum(map(len, self.mixture.shards))
         self.has_conversations = "template" in self.meta
+        self.n_rows = self.meta["vocab_size"]   # of the model's vocabulary, which may have fewer
 
     def window_ids(self, seed: int, start: int, count: int) -> np.ndarray:
         """int64 (count,): the windows that are sequences start, start + 1, ... of a run with this
@@ -134,9 +135,9 @@ class TokenDataset:
         has_loss = np.zeros(shape, bool)
         for row, windows, number in self.mixture.find(window_ids):
             windows.fill(number, tokens[row], positions[row], has_loss[row])
-        if tokens.max(initial=0) >= self.meta["vocab_size"]:
-            raise ValueError(f"token {tokens.max()} is beyond a vocabulary of "
-                             f"{self.meta['vocab_size']}: run data.py again")
+        if tokens.max(initial=0) >= self.n_rows:
+            raise ValueError(f"the data has token {tokens.max()}, beyond a vocabulary of "
+                             f"{self.n_rows}: make --data without that token")
         return tokens, positions, has_loss
 
     def tokens_of(self, window_ids) -> np.ndarray:

@@ -1,11 +1,10 @@
 """Files from the network: whole or not there. For the data sets and vocabularies of data.py."""
+import hashlib
 import os
 import time
 from pathlib import Path
 
 from base.errors import named
-from corpus.compressed import BLOCK
-from corpus.file_changes import sha256_of
 from corpus.notes_and_progress import progress
 
 HUB = "https://huggingface.co"
@@ -21,6 +20,16 @@ DOWNLOADS = {
 }
 TIMEOUT = (10, 30)          # seconds to connect, and of silence
 FINEWEB_SHARDS = 103        # training shards of 100M tokens each; there is one validation shard
+BLOCK = 1 << 18             # bytes
+
+
+def sha256_of(*paths) -> str:
+    """The sha256 of these files' bytes, one file after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with named(path), open(path, "rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
 
 
 def address_of(dataset: str) -> str:
@@ -29,9 +38,8 @@ def address_of(dataset: str) -> str:
 
 def download_text(dataset: str, out: Path) -> Path:
     """Download a data set of one file into out/raw. Returns its path."""
-    _, sha256 = DOWNLOADS[dataset]
     path = out / "raw" / f"{dataset}.txt"
-    download(address_of(dataset), path, sha256)
+    download(address_of(dataset), path, DOWNLOADS[dataset][1])
     return path
 
 
@@ -80,15 +88,14 @@ def download(url: str, path: Path, sha256: str | None = None) -> None:
                     size = file.truncate(0)
                 reply.raise_for_status()
                 total = size + int(reply.headers.get("Content-Length", 0))
-                note = progress(path.name, total, size)
+                count_bytes = progress(path.name, total, size)
                 for block in reply.iter_content(BLOCK):
                     size += file.write(block)
-                    note(len(block))
+                    count_bytes(len(block))
         except requests.RequestException as problem:
             error = last_cause(problem)
             continue
-        is_whole = size == total > 0 if sha256 is None else sha256_of(part) == sha256
-        if is_whole:
+        if (size == total > 0) if sha256 is None else (sha256_of(part) == sha256):
             os.replace(part, path)
             return
         error = f"got {size} bytes that are not the file's"

@@ -6,31 +6,27 @@
     source      B   A   A   B   A   A   B   A   A   A  ...      7 in 10 are of A, 3 in 10 of B
     its number  0   0   1   1   2   3   2   4   5   6  ...      how many the source gave before
 
-A source gives its sequences in the order in which it would give them alone. It may give less than
-an epoch, or several epochs, as in The Pile (Gao et al. 2020, section 2).
+A source gives its sequences in the order in which it would give them alone, for less than an epoch
+or for several, as in The Pile (Gao et al. 2020, section 2).
 
 The weights may change at a resume. Then a new phase begins, in which each source continues where it
-stopped. `Mixture.counts` is all of the arithmetic, and it needs no memory: which source gives
-sequence n is a function of n and the phases.
-
-data.TokenDataset opens the mixture of a run, which may have one source, and reads its windows.
+stopped. `Mixture.counts` is all of the arithmetic: which source gives sequence n is a function of n
+and the phases.
 """
 import math
-import mmap
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from corpus.notes_and_progress import progress
-from corpus.shards import Shards, find_shards, open_flags, read_meta, show_token
+from corpus.shards import (allow_open_files, find_shards, open_flags, open_shard, read_meta)
 from corpus.windows import ConversationWindows, TextWindows
 
 NO_WINDOW = -1                  # in place of a window's number: a row without tokens
-CHECKED_AT_ONCE = 1 << 24       # tokens
 FOREVER = np.iinfo(np.int64).max
-OPTIONAL = ("tokenizer_file", "template", "template_file", "ends")      # entries of read_meta
+OPTIONAL = ("tokenizer_file", "template", "template_file")      # entries of read_meta
 
 
 class Source(NamedTuple):
@@ -50,14 +46,13 @@ class Mixture:
     """The sources of one split.
 
     sources     {fingerprint: Source}
-    shards      the files of all of them
+    shards      the tokens of all files
     meta        what all have in common: the tokenizer, the template of conversations
     phases      [[first sequence, {fingerprint: weight}], ...]. Checkpoints store it
     """
 
-    def __init__(self, sources: dict[str, Source], shards: Shards | None = None):
+    def __init__(self, sources: dict[str, Source]):
         self.sources = sources
-        self.shards = shards
         self.phases = [[0, {key: source.weight for key, source in sources.items()}]]
         metas = [source.meta for source in sources.values()]
         self.meta = dict(tokenizer=metas[0]["tokenizer"], vocab_size=metas[0]["vocab_size"],
@@ -72,10 +67,9 @@ class Mixture:
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
         """{fingerprint: int64 (B,)}: how many of the first n (B,) sequences each source gives.
 
-        The first source takes its share of all sequences of a phase, rounded down. The next takes
-        its share of what is left, and so on: of 9 sequences A takes 9 * 7 // 10 = 6 and B takes
-        3 * 3 // 3 = 3. From n to n + 1 one count grows by one, and its source gives sequence n.
-        Within a phase a count differs from its exact share by less than the number of sources."""
+        The first source takes its share of the sequences of a phase, rounded down, the next its
+        share of what is left, and so on. From n to n + 1 one count grows by one, and its source
+        gives sequence n."""
         counts = {key: np.zeros_like(n) for key in self.sources}
         ends = [first for first, _ in self.phases[1:]] + [FOREVER]
         for (first, weights), end in zip(self.phases, ends):
@@ -123,43 +117,16 @@ class Mixture:
 
     def find(self, window_ids) -> Iterator[tuple[int, TextWindows | ConversationWindows, int]]:
         """Yield (row, the windows of its source, its number there) of each but NO_WINDOW."""
+        sources = list(self.sources.values())
+        firsts = [source.first for source in sources]
         for row, window in enumerate(window_ids):
             if window != NO_WINDOW:
-                source = self.source_of(window)
+                source = sources[bisect_right(firsts, window) - 1]
                 yield row, source.windows, int(window) - source.first
 
-    def source_of(self, window: int) -> Source:
-        for source in self.sources.values():
-            if window < source.first + source.n_windows:
-                return source
-        raise IndexError(f"there is no window {window}")
-
-    def will_need(self, window_ids) -> None:
-        """Tell the kernel which windows are read soon, where a system has a call for it."""
-        if hasattr(mmap, "MADV_WILLNEED"):
-            for _, windows, number in self.find(window_ids):
-                windows.will_need(number)
-
-    def check(self, part: int, parts: int, rows: int | None = None) -> None:
-        """Raise ValueError if a token is beyond the vocabulary, or beyond the `rows` of a model, if
-        it has fewer. Rank number `part` of `parts` reads its share of each shard, so all ranks
-        together read the data once. The first tells how far it is, on standard error."""
-        share = self.shards[0].itemsize * sum(self.shards.lengths) // parts
-        count_bytes = progress("reading all tokens once, to check them", share, quiet=part > 0)
-        for tokens in self.shards:
-            own = np.array_split(tokens, parts)[part]
-            for start in range(0, len(own), CHECKED_AT_ONCE):
-                block = own[start:start + CHECKED_AT_ONCE]
-                largest = int(block.max(initial=0))
-                if largest >= self.meta["vocab_size"]:
-                    raise ValueError(f"{tokens.filename} holds token {largest}, beyond a "
-                                     f"vocabulary of {self.meta['vocab_size']}: run data.py again")
-                if rows is not None and largest >= rows:
-                    raise ValueError(f"{tokens.filename} holds the token "
-                                     f"{show_token(self.meta, largest)}, and the model has "
-                                     f"rows for {rows:,} tokens: make --data without that token, "
-                                     f"or take a model that has it")
-                count_bytes(block.nbytes)
+    @property
+    def shards(self) -> list[np.ndarray]:
+        return [tokens for source in self.sources.values() for tokens in source.windows.shards]
 
     def average(self, values) -> float | None:
         """The weighted mean of one number for each source. None if a number is None."""
@@ -175,35 +142,30 @@ class Mixture:
 def open_mixture(text: str, split: str, seq_len: int) -> Mixture:
     """Open the shards of a directory, or of a mixture "A=0.7,B=0.3" of sources with one tokenizer.
     Raises FileNotFoundError or ValueError for missing, damaged or short shards."""
-    shards = Shards()
+    allow_open_files()
     sources = {}
     first = 0
     weights = parse_mixture(text)
     for folder, weight in weights.items():
-        source = open_source(folder, weight, first, split, seq_len, shards)
+        source = open_source(folder, weight, first, split, seq_len)
         for other, opened in zip(weights, sources.values()):
             check_pair(f"--data {text}: {other} and {folder}", opened.meta, source.meta)
         sources[source.meta["fingerprint"]] = source
         first += source.n_windows
-    return Mixture(sources, shards)
+    return Mixture(sources)
 
 
-def open_source(folder: Path, weight: int, first: int, split: str, seq_len: int,
-                shards: Shards) -> Source:
-    """Append the files of this folder to the shards of the mixture, and find their windows."""
+def open_source(folder: Path, weight: int, first: int, split: str, seq_len: int) -> Source:
+    """Open the shards of this folder, and find their windows."""
     paths = find_shards(folder, split)
-    before = len(shards.paths)
-    for path in paths:
-        shards.append(path)
-    numbers = range(before, len(shards.paths))
-    lengths = shards.lengths[before:]
+    shards = [open_shard(path) for path in paths]
     meta = read_meta(folder)
     if meta["template"] is None:
-        windows = TextWindows(shards, numbers, lengths, seq_len)
+        windows = TextWindows(shards, seq_len)
     else:
-        flags = [open_flags(path, length) for path, length in zip(paths, lengths)]
-        windows = ConversationWindows(shards, numbers, flags, seq_len)
-    n_tokens = sum(lengths)
+        flags = [open_flags(path, len(tokens)) for path, tokens in zip(paths, shards)]
+        windows = ConversationWindows(shards, flags, seq_len)
+    n_tokens = sum(map(len, shards))
     expected = meta["tokens"].get(split, n_tokens)
     if n_tokens != expected:
         raise ValueError(f"{folder} has {n_tokens:,} {split} tokens, but its meta.json says "
@@ -232,11 +194,8 @@ def parse_mixture(text: str) -> dict[Path, int]:
         raise ValueError(f"--data {text}: a mixture is DIR=WEIGHT,DIR=WEIGHT: {problem}")
 
     weights = {}
-    names = {}                  # {last part of a folder: the folder}
     for part in text.split(","):
         folder, _, number = part.rpartition("=")
-        if not part:
-            refuse("a comma stands at an end, or twice: drop it")
         if not folder:
             refuse(f"{part!r} lacks its DIR or its =WEIGHT: give both, as in a=0.7")
         try:
@@ -246,12 +205,9 @@ def parse_mixture(text: str) -> dict[Path, int]:
         if weight != 0 and not 1e-6 <= weight <= 1000:
             refuse(f"the weight of {folder} must be 0 or 1e-6 to 1000: only their ratios count, so "
                    f"scale all of them; {folder}=0 leaves it out")
-        other = names.setdefault(Path(folder).absolute().name, folder)
-        if Path(folder) in weights:
-            refuse(f"{folder} stands there twice: give it once, with the sum of the weights")
-        if other != folder:
-            refuse(f"{other} and {folder} have the same last part, which names a source in "
-                   f"metrics.jsonl: rename one")
+        if Path(folder).absolute().name in {other.absolute().name for other in weights}:
+            refuse(f"{folder} is the second with this last part, which names a source in "
+                   f"metrics.jsonl: give it once, or rename one")
         weights[Path(folder)] = round(1e6 * weight)
     divisor = math.gcd(*weights.values())
     if divisor == 0:

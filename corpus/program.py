@@ -1,20 +1,18 @@
 """The program data.py: what it makes, and the lines that it prints at its end."""
 import os
 import shlex
+import signal
 import sys
-from functools import partial
 from pathlib import Path
 
 from base.errors import errors_in_one_line
 from corpus.downloads import download_fineweb, download_text
-from corpus.flags import DataFlags, command_with, parse_flags
+from corpus.flags import DataFlags, parse_flags
 from corpus.inputs import find_files, hold_conversations, standard_library
 from corpus.prepare import prepare
-from corpus.published_templates import is_own
 from corpus.shards import DEFAULT_OUT, SPLITS, count_tokens
 from corpus.split_by_filename import follow_names
-from corpus.split_by_hash import VAL_ONE_IN
-from corpus.temporary_folder import signals_stop
+from corpus.templates import is_own
 
 SEQ_LEN = 128               # train.py's default, for a warning
 
@@ -22,9 +20,9 @@ SEQ_LEN = 128               # train.py's default, for a warning
 @errors_in_one_line("data.py")
 def main(arguments=None) -> None:
     flags = parse_flags(sys.argv[1:] if arguments is None else arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)       # it stops as Ctrl-C does
     try:
-        with signals_stop():
-            meta = make(flags)
+        meta = make(flags)
     except KeyboardInterrupt:
         then = "makes the shards from the beginning; nothing is left of them"
         if any(flags.out.rglob("*.part")):
@@ -39,8 +37,7 @@ def make(flags: DataFlags) -> dict:
     field = flags.text_field or "text"
     validation = set()
     if flags.input:
-        files = find_files(flags.input, field, flags.text_endings or [],
-                           partial(command_with, flags))
+        files = find_files(flags.input, field)
         if flags.split_names == "follow":
             files, validation = follow_names(files)
         if flags.template is not None or (flags.text_field is None and hold_conversations(files)):
@@ -82,24 +79,8 @@ def summary(out: Path, meta: dict) -> list[str]:
         own = ", the model's own template" if is_own(meta["template"]) else ""
         lines.append(f"Learnt are the answers, {meta['learnt']['train']:,} of the tokens; the "
                      f"template is {meta['template']}{own}.")
-    if "compared" in meta:
-        own, *others = meta["compared"]             # GPT-2's, if it could be had
-        text = "".join(f", where GPT-2's has {gpt2:.2f}" for gpt2 in others)
-        lines.append(f"The tokenizer {meta['tokenizer']} has {meta['vocab_size']:,} tokens: "
-                     f"{own:.2f} bytes a token of validation text{text}.")
-    share = tokens["val"] / (tokens["train"] + tokens["val"])
-    if "documents" in meta and "files" not in meta and not 0.01 <= share <= 0.2:
-        cause = "differ much in length"
-        if meta["documents"] < VAL_ONE_IN:
-            cause = "are few"
-        lines.append(f"note: {share:.2%} of the tokens validate, not about 5%, because the "
-                     f"{kind} {cause}: another --seed draws others")
     longest = min(tokens.values()) - 1          # window that both splits hold
     if longest < SEQ_LEN and "template" not in meta:
-        if longest < 8:                         # nothing can be learnt in so short ones
-            return [*lines, "This is too little text to train on: add text."]
-        lines.append(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or "
-                     f"use the shorter windows below.")
-        flags += f" --seq-len {longest}"
+        flags += f" --seq-len {max(1, longest)}"
     return [*lines, "Now train, in one process or in eight:", f"python train.py{flags}",
             f"torchrun --nproc_per_node=8 train.py{flags} --tp 2 --pp 2"]

@@ -3,12 +3,13 @@
     train_000000.bin, ...       shards of the splits train and val, in llm.c's format (data.py)
     train_000000.learn, ...     beside a shard of conversations: a byte for each of its tokens, the
                                 sum of LEARNT and BEGINS
-    bpe-HASH.tiktoken, ...      the tokenizer, if it is of a file (tokenizers.py)
-    jinja-HASH.json             the template of conversations, if it is a model's own
+    hf-HASH.json                the tokenizer, if it is of a file (tokenizers.py)
+    jinja-HASH.jinja            the template of conversations, if it is a model's own
     meta.json                   written last: the tokenizer's name, counts, a fingerprint
 """
 import hashlib
 import json
+import mmap
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -16,9 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from base.errors import named
-from corpus.jinja_templates import OWN
-from corpus.tokenizers import (file_name, get_tokenizer, has_added, is_of_file, read_kept,
-                               shown_token)
 
 SPLITS = ("train", "val")
 DEFAULT_OUT = Path("data/python")
@@ -27,7 +25,7 @@ FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}          # type of a toke
 FLAGS_SUFFIX = ".learn"
 LEARNT = 1                  # an answer's token
 BEGINS = 2                  # a conversation's first token
-SAMPLES, SAMPLE_BYTES = 8, 8192         # of each file, at equal distances
+SAMPLE_BYTES = 1 << 16      # of each file
 
 
 def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int,
@@ -60,9 +58,7 @@ def open_shard(path: Path) -> np.memmap:
     magics = {magic: dtype for dtype, (magic, _) in FORMATS.items()}
     if header and header[0] not in magics:
         raise ValueError(f"{path} begins with {header[0]}, not {FORMATS['<u2'][0]}: it has no "
-                         f"header of llm.c's format, as files of nanoGPT and Megatron-LM have "
-                         f"none: make shards from the text by python data.py --input FILE "
-                         f"--out DIR")
+                         f"header of llm.c's format: make shards from the text by python data.py")
     dtype = magics[header[0]] if header else "<u2"
     magic, version = FORMATS[dtype]
     itemsize = np.dtype(dtype).itemsize
@@ -71,7 +67,10 @@ def open_shard(path: Path) -> np.memmap:
         raise ValueError(f"{path} is not a complete shard: expected header {magic}, {version}, n "
                          f"and {HEADER_BYTES} + {itemsize} n bytes, got {header} and {size} bytes: "
                          f"remove it, and make or copy it again")
-    return np.memmap(path, dtype, "r", HEADER_BYTES, (count,))
+    tokens = np.memmap(path, dtype, "r", HEADER_BYTES, (count,))
+    if hasattr(mmap, "MADV_RANDOM"):    # the disk reads the windows of a batch, not what is around
+        tokens.base.madvise(mmap.MADV_RANDOM)
+    return tokens
 
 
 def open_flags(shard: Path, count: int) -> np.memmap:
@@ -89,19 +88,13 @@ def open_flags(shard: Path, count: int) -> np.memmap:
 def find_shards(directory: Path, split: str) -> list[Path]:
     """The shards of a split, by a whole word in their names: retrieval_train_0.bin is no "val".
     Raises FileNotFoundError if there are none."""
-    shards = sorted(path for path in directory.glob("[!.]*.bin")
-                    if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name))
+    others = sorted(directory.glob("[!.]*.bin"))
+    shards = [path for path in others if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name)]
     if not shards:
-        problem = f"has no {split} shards" if directory.exists() else "does not exist"
-        others = sorted(path.name for path in directory.glob("[!.]*.bin"))
-        hint = ""
-        if directory.is_file():
-            hint = " (this is a file)"
-        elif others:
-            hint = f" (the name {others[0]} has no word {split})"
+        problem = f"has no {split} shards" if directory.is_dir() else "is no directory"
         raise FileNotFoundError(
-            f"{directory} {problem}: give a directory that data.py has made{hint}: {DEFAULT_OUT} "
-            f"by `python data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR")
+            f"{directory} {problem}: give a directory that data.py has made: {DEFAULT_OUT} by "
+            f"`python data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR")
     return shards
 
 
@@ -121,94 +114,37 @@ def read_meta(directory: Path) -> dict:
                   for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
         needed["tokens"] = dict(meta.get("tokens", {}))
         needed["template"] = meta.get("template")           # of conversations
-        needed["ends"] = meta.get("ends")                   # of a model's generations
     except FileNotFoundError:
         if (directory / "train_000000.bin").exists():       # data.py's own name
             raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "
                              f"and run data.py again") from None
         files = sorted(directory.glob("[!.]*.bin"))
-        if open_shard(files[0]).dtype != np.uint16:
-            raise ValueError(f"{directory} has tokens of 32 bits and no meta.json: write one with "
-                             f"tokenizer, vocab_size, bytes_per_token (or null), fingerprint"
-                             ) from None
         return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None, tokens={},
                     template=None, fingerprint=sha256_of_samples(files))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
                          f"again") from None
-    if is_of_file(needed["tokenizer"]):
-        needed["tokenizer_file"] = read_kept(
-            directory / file_name(needed["tokenizer"]), "the tokenizer of the shards",
-            meta.get("tokenizer_sha256", "lost"))
-    name = meta.get("template_file")
-    if name is not None:
-        needed["template_file"] = read_kept(directory / f"{name}.json", "the template of the "
-                                            "conversations", name.removeprefix(OWN))
+    for key in ("tokenizer_file", "template_file"):
+        if meta.get(key) is not None:
+            with named(directory / meta[key]):
+                needed[key] = (directory / meta[key]).read_text(encoding="utf-8")
     return needed
 
 
-def fits_tokenizer(state: dict, meta: dict) -> bool:
-    """Whether the `read_meta` of data has the tokenizer of a checkpoint's state, maybe with more
-    added tokens. Mixture.check tells whether the model has rows for those that occur."""
-    return state["tokenizer"] == meta["tokenizer"] or has_added(state.get("tokenizer_file"),
-                                                                meta.get("tokenizer_file"))
-
-
-def show_token(meta: dict, token: int) -> str:
-    """The number of a token and, where the tokenizer is there, its text."""
-    try:
-        return shown_token(get_tokenizer(meta["tokenizer"], meta.get("tokenizer_file")), token)
-    except (ValueError, OSError, ImportError):
-        return str(token)
-
-
 def sha256_of_samples(paths) -> str:
-    """The sha256 of these files' names, sizes and samples: the first 8 KiB of each, the last, and
-    six between them. It tells two data sets of equal sizes apart in seconds, where reading 100 GB
-    takes minutes. It does not see a change that lies between the samples."""
+    """The sha256 of these files' names, sizes and beginnings. It tells two data sets apart in
+    seconds, where reading 100 GB takes minutes."""
     digest = hashlib.sha256()
     for path in paths:
-        size = path.stat().st_size
-        digest.update(repr((path.name, size)).encode())
-        with named(path), open(path, "rb", buffering=0) as file:
-            for number in range(SAMPLES):
-                file.seek(max(size - SAMPLE_BYTES, 0) * number // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
+        with named(path), open(path, "rb") as file:
+            digest.update(repr((path.name, path.stat().st_size)).encode() + file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 
-class Shards:
-    """The tokens of shards, (n,) each. A mapping takes one of the files that a process may
-    have open, often 1,024: of more shards than a quarter of them, the oldest mapping makes way."""
-
-    def __init__(self):
-        self.most = max(1, min(most_open_files() // 4, 10_000))     # Linux maps 65,530 at most
-        self.paths = []
-        self.lengths = []       # tokens of each
-        self.mapped = {}        # by number
-
-    def __getitem__(self, number: int) -> np.memmap:
-        if number not in self.mapped:
-            tokens = open_shard(self.paths[number])
-            if len(self.mapped) >= self.most:
-                del self.mapped[next(iter(self.mapped))]
-            self.mapped[number] = tokens
-        return self.mapped[number]
-
-    def append(self, path: Path) -> None:
-        self.paths.append(path)
-        self.lengths.append(len(self[len(self.paths) - 1]))
-
-
-def most_open_files() -> int:
-    """How many files this process may have open, after it has raised its limit as far as the
-    system allows."""
-    try:
+def allow_open_files() -> None:
+    """Raise this process's limit of open files as far as the system allows: each mapped shard takes
+    one."""
+    with suppress(ImportError, OSError, ValueError):    # Windows; macOS refuses "unlimited"
         import resource
-    except ImportError:         # Windows
-        return 512
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):         # macOS refuses "unlimited"
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft

@@ -12,10 +12,8 @@ Positions begin again with each, and a token attends to its own conversation alo
 
 Of text all targets count in the loss. Of conversations the tokens of answers do.
 """
-import mmap
 from bisect import bisect_left, insort
 from collections import defaultdict
-from contextlib import suppress
 
 import numpy as np
 
@@ -53,30 +51,25 @@ class TextWindows:
     """The windows of a source of text: window i of a shard is its tokens i T to (i + 1) T, so that
     the last token of a window is the first of the next. All of its T targets count in the loss."""
 
-    def __init__(self, shards, numbers: range, lengths: list[int], seq_len: int):
-        """shards[number] returns the tokens of a shard; the source has those of these `numbers`, of
-        these lengths."""
-        self.shards, self.numbers, self.seq_len = shards, numbers, seq_len
-        self.ends = np.cumsum([(length - 1) // seq_len for length in lengths])  # windows up to each
+    def __init__(self, shards: list[np.ndarray], seq_len: int):
+        self.shards, self.seq_len = shards, seq_len
+        self.ends = np.cumsum([(len(tokens) - 1) // seq_len for tokens in shards])  # up to each
         self.count = int(self.ends[-1])
-        self.n_tokens = sum(length for length in lengths if length > seq_len)
+        self.n_tokens = sum(len(tokens) for tokens in shards if len(tokens) > seq_len)
         if self.count == 0:
-            advice = "give more text"
-            if lengths[-1] > 1:
-                advice += f", or --seq-len {lengths[-1] - 1} or less"
-            raise ValueError(f"{shards.paths[numbers[-1]]}: {lengths[-1]} tokens are too few for a "
-                             f"window of {seq_len} + 1: {advice}")
+            longest = max(map(len, shards))
+            raise ValueError(f"{shards[-1].filename}: {longest} tokens are too few for a window of "
+                             f"{seq_len} + 1: give more text, or a smaller --seq-len")
 
     def arrays(self) -> list[np.ndarray]:
         """What decides the windows: the shards that are long enough for one."""
-        return [self.shards[number] for number in self.numbers
-                if len(self.shards[number]) > self.seq_len]
+        return [tokens for tokens in self.shards if len(tokens) > self.seq_len]
 
     def find(self, window: int) -> tuple[np.ndarray, int]:
         """(the tokens of the shard that holds a window, the window's first token there)."""
         place = int(np.searchsorted(self.ends, window, side="right"))
         before = int(self.ends[place - 1]) if place > 0 else 0
-        return self.shards[self.numbers[place]], (window - before) * self.seq_len
+        return self.shards[place], (window - before) * self.seq_len
 
     def fill(self, window: int, tokens, positions, has_loss) -> None:
         """Write a window to these rows (T + 1,)."""
@@ -88,17 +81,6 @@ class TextWindows:
     def count_targets(self, window: int) -> int:
         return self.seq_len
 
-    def will_need(self, window: int) -> None:
-        """Tell the kernel that a window is read soon. It then reads its pages alone, and in
-        advance: on a page that is missing it would wait, and read as much around it as it reads
-        ahead of sequential reading (megabytes on some disks)."""
-        shard, start = self.find(window)
-        begin = shard.offset + shard.itemsize * start
-        end = begin + shard.itemsize * (self.seq_len + 1)
-        begin -= begin % mmap.PAGESIZE
-        with suppress(OSError):         # it is advice: reading works without it
-            shard.base.madvise(mmap.MADV_WILLNEED, begin, end - begin)
-
 
 class ConversationWindows:
     """The windows of a source of conversations, with the methods of TextWindows.
@@ -108,17 +90,17 @@ class ConversationWindows:
     n_left_out      those that then have no answer
     """
 
-    def __init__(self, shards, numbers: range, flags: list[np.ndarray], seq_len: int):
-        """As TextWindows, with the flags of each shard. A conversation may begin in one shard and
-        end in the next."""
-        self.shards, self.numbers, self.flags, self.seq_len = shards, numbers, flags, seq_len
-        self.starts = np.cumsum([0, *map(len, flags)])[:-1]         # of the shards
-        flags = np.concatenate(flags)
+    def __init__(self, shards: list[np.ndarray], flags: list[np.ndarray], seq_len: int):
+        """As TextWindows, with the flags of each shard. All are held in memory. A conversation may
+        begin in one shard and end in the next."""
+        self.shards, self.seq_len = shards, seq_len
+        self.tokens, self.flags = np.concatenate(shards), np.concatenate(flags)
+        flags = self.flags
         self.n_tokens = len(flags)
         begins = np.flatnonzero(flags & BEGINS)
         if len(begins) == 0 or begins[0] > 0:
-            raise ValueError(f"{self.flags[0].filename} does not begin with a conversation: remove "
-                             f"the shards and run data.py again")
+            raise ValueError(f"{shards[0].filename} does not begin with a conversation: remove the "
+                             f"shards and run data.py again")
         ends = np.append(begins[1:], len(flags))
         cut_ends = np.minimum(ends, begins + seq_len + 1)
         # reduceat sums between each two of these; every second sum is of a conversation.
@@ -130,9 +112,8 @@ class ConversationWindows:
         self.n_left_out = int((~has_answer).sum())
         begins, ends, targets = begins[has_answer], cut_ends[has_answer], targets[has_answer]
         if len(begins) == 0:
-            raise ValueError(f"{shards.paths[numbers[0]]}: no conversation has an answer in its "
-                             f"first {seq_len} + 1 tokens: give a larger --seq-len (not beyond "
-                             f"that of the weights, if --init-from is a GPT)")
+            raise ValueError(f"{shards[0].filename}: no conversation has an answer in its "
+                             f"first {seq_len} + 1 tokens: give a larger --seq-len")
         windows, self.count = pack(ends - begins, seq_len + 1)
         self.n_targets = np.bincount(windows, targets, self.count).astype(np.int64)
         # Those of a window stand in it in the order of the shards: not the longest first.
@@ -143,7 +124,7 @@ class ConversationWindows:
 
     def arrays(self) -> list[np.ndarray]:
         """As TextWindows: the shards, and their flags."""
-        return [*(self.shards[number] for number in self.numbers), *self.flags]
+        return [*self.shards, self.flags]
 
     def fill(self, window: int, tokens, positions, has_loss) -> None:
         """Write a window to these rows (T + 1,). The padding at its end stays as it is."""
@@ -151,28 +132,13 @@ class ConversationWindows:
         for i in range(self.firsts[window], self.firsts[window + 1]):
             begin, end = int(self.begins[i]), int(self.ends[i])
             span = slice(place, place + end - begin)
-            tokens[span], flags = self.read(begin, end)
+            tokens[span] = self.tokens[begin:end]
             positions[span] = np.arange(end - begin)
-            has_loss[span] = flags & LEARNT
+            has_loss[span] = self.flags[begin:end] & LEARNT
             place += end - begin
-
-    def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens begin ... end - 1 of the source, and their flags, from one shard or several."""
-        number = int(np.searchsorted(self.starts, begin, side="right")) - 1
-        tokens, flags = [], []
-        while begin < end:
-            span = slice(begin - self.starts[number], end - self.starts[number])
-            tokens.append(self.shards[self.numbers[number]][span])
-            flags.append(self.flags[number][span])
-            begin += len(flags[-1])
-            number += 1
-        return np.concatenate(tokens), np.concatenate(flags)
 
     def count_targets(self, window: int) -> int:
         return int(self.n_targets[window])
-
-    def will_need(self, window: int) -> None:
-        """Nothing: files of conversations are small."""
 
     def describe(self) -> str:
         """How the conversations fill the windows, for the start of a run."""
@@ -183,6 +149,5 @@ class ConversationWindows:
         if self.n_truncated or self.n_left_out:
             text += (f"\nnote     longer than {self.seq_len} + 1 tokens: {self.n_truncated:,} "
                      f"conversations lose their end, {self.n_left_out:,} have no answer before it "
-                     f"and are left out: give a larger --seq-len (not beyond that of the "
-                     f"weights, if --init-from is a GPT)")
+                     f"and are left out: give a larger --seq-len")
         return text

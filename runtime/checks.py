@@ -10,8 +10,7 @@ import os
 from base.batch_ramp import batch_sizes, steps_of_epochs
 from base.options import Config, merge_config, new_run_advice
 from base.processes import warn
-from corpus.published_templates import is_own
-from corpus.shards import fits_tokenizer
+from corpus.templates import is_own
 from data import TokenDataset
 from model import GPTConfig
 from models import PEAK_LR, SIZES, make_config
@@ -87,7 +86,7 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
         found += " (the default: --data was left out)"
     # A model may have more rows than its tokenizer has tokens, as Qwen's, or fewer:
     # Mixture.check finds tokens without a row.
-    if not fits_tokenizer(state, meta):
+    if state["tokenizer"] != meta["tokenizer"]:
         advice = "make --data with that tokenizer, or use another checkpoint"
         if stored is not None and not fine_tunes:
             advice = f"give --data {stored}, or {advice} or --out"

@@ -29,19 +29,12 @@ class Loader:
         if batch is None or batch.step != run.step or batch.start != run.batches.consumed:
             batch = self.load(run.step)
         run.batches.move_past(batch)
-        if run.step < run.config.steps:     # the disk reads while this step computes
-            self.will_need(run.train_data, run.batches.next_window_ids())
         return batch
 
     def prefetch(self) -> None:
         """Load the batch of the next step, if there is one."""
         if self.run.step < self.run.config.steps:
             self.prefetched = self.load(self.run.step + 1)
-
-    def will_need(self, dataset: TokenDataset, window_ids: np.ndarray) -> None:
-        """Ask the operating system to read these windows from the disk (madvise)."""
-        if self.reads_rows(dataset):
-            dataset.mixture.will_need(self.own_windows(window_ids).ravel())
 
     def reads_rows(self, dataset: TokenDataset) -> bool:
         """The stages in the middle of a pipeline need no tokens, only conversations' positions."""
@@ -65,8 +58,6 @@ class Loader:
         attention reads the keys of all."""
         grid = self.run.grid
         microbatches = []
-        # `next` has not announced the first batch, nor those of an evaluation.
-        self.will_need(dataset, window_ids)
         for m, ids in enumerate(self.own_windows(window_ids)):                  # ids (b,)
             inputs, targets, positions = None, None, None
             if self.reads_rows(dataset):

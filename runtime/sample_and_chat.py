@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import torch
 
 from base.sample_flags import read_lines, read_prompts
-from corpus.chat_message import ASSISTANT, Message
-from corpus.published_templates import get_template
-from corpus.tokenizers import check_rows, prompt_tokens
+from corpus.chat_records import ASSISTANT, Message
+from corpus.templates import get_template
+from corpus.tokenizers import shown_token
 from parallelism.collectives import first_line, out_of_memory
 
 AT_ONCE = 16                    # The samples in a batch. It bounds the memory of the cache.
@@ -30,6 +30,21 @@ def show(text: str, shown: int) -> int:
     sys.stdout.write(text[shown:])
     sys.stdout.flush()
     return max(shown, len(text))
+
+
+def prompt_tokens(encoding, text: str, rows: int) -> list[int]:
+    """The tokens of a prompt for a model of a vocabulary of so many `rows`. Raises ValueError if it
+    has no row for one of them."""
+    tokens = [*encoding.prefix, *encoding.encode_ordinary(text)] or [encoding.eot_token]
+    check_rows(encoding, tokens, rows)
+    return tokens
+
+
+def check_rows(encoding, tokens: list[int], rows: int) -> None:
+    """Raise ValueError if a model of so many `rows` has none for one of the tokens of a prompt."""
+    if max(tokens) >= rows:
+        raise ValueError(f"the prompt has the token {shown_token(encoding, max(tokens))}, and the "
+                         f"model has rows for {rows:,} tokens: leave it out of the prompt")
 
 
 def warn(message: str) -> None:

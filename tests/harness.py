@@ -74,7 +74,7 @@ import sample
 import train
 from base import pieces, processes
 from base.options import Config
-from corpus import compressed, downloads, encode, formats, inputs, program
+from corpus import documents, downloads, encode, inputs, program
 from corpus.mixtures import Mixture, Source
 from corpus.prepare import prepare
 from corpus.windows import TextWindows
@@ -151,7 +151,7 @@ TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", 
         "--eval-tokens", "64"]
 NASTY = ["a  b", " \n\n \tx", "don't 've ''s", "\u00e9t\u00e9 \u6f22\u5b57 \u00a0\u2003x \u3000",
          "\r\n\r\n", "    ", "12 345 !?", "\x85\x1c \x1d\n", "\U0001f600 \U0001f469\u200d",
-         formats.EOT, "\u200b ", "A", "\n", " ", "\t\v", "'"]
+         documents.EOT, "\u200b ", "A", "\n", " ", "\t\v", "'"]
 SHARED = ROOT.parent / "shared"         # what is downloaded elsewhere, where there is a copy
 PAGES = {page.name: page.read_text() for page in
          [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -355,9 +355,8 @@ class Memory(data.TokenDataset):
         self.seq_len, self.n_windows, self.n_tokens = cfg.seq_len, n_windows, len(tokens)
         self.meta = dict(tokenizer="bytes", vocab_size=cfg.vocab_size, bytes_per_token=1.0)
         self.has_conversations = False
-        windows = TextWindows([tokens], range(1), [len(tokens)], cfg.seq_len)
+        windows = TextWindows([tokens], cfg.seq_len)
         self.mixture = Mixture({"memory": Source("memory", 1, 0, windows, self.meta)})
-        self.mixture.will_need = nothing
 
     def window_ids(self, seed, first, count):
         permutation = np.random.default_rng(seed).permutation(self.n_windows)
@@ -1158,7 +1157,7 @@ def meta_of(folder):
 
 def set_block(monkeypatch, size):
     """The characters read, and encoded, at once."""
-    for module in (compressed, downloads, encode, formats):
+    for module in (documents, downloads, encode):
         monkeypatch.setattr(module, "BLOCK", size)
 
 

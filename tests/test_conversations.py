@@ -23,12 +23,12 @@ import data
 import model
 import sample
 import train
-from corpus import conversations, formats, inputs, json_stream, windows
-from corpus.chat_message import Message
-from corpus.conversations import Template
+from corpus import windows
+from corpus.chat_records import Message, Refused, messages_of
 from corpus.prepare import prepare
-from corpus.shards import BEGINS, LEARNT, open_shard, read_meta
-from corpus.tokenizers import get_tokenizer, name_of
+from corpus.shards import BEGINS, LEARNT, open_shard
+from corpus.templates import PlainTemplate
+from corpus.tokenizers import get_tokenizer
 from model import mask_of_packed
 from models.llama import LlamaConfig
 from runtime import loader
@@ -77,43 +77,21 @@ def reversals(tmp_path_factory):
 # Templates
 # ---------------------------------------------------------------------------------------------
 
-class WithMarks:
-    """The tokenizer `bytes` with ChatML's marks as tokens 257 and 258."""
-    special_tokens_set = {"<|endoftext|>", *conversations.MARKS}
-    eot_token, n_vocab, name = 256, 259, "bytes"
-
-    def encode_ordinary(self, text, behind):
-        return list(text.encode())
-
-    def encode_single_token(self, text):
-        return ["<|endoftext|>", *conversations.MARKS].index(text) + 256
-
-
 def written(tokens):
     """Tokens of bytes as text; the special ones as E, S and M."""
     return "".join(chr(token) if token < 256 else "ESM"[token - 256] for token in tokens)
 
 
-@pytest.mark.parametrize("template, encoding, text, learnt", [
-    ("plain", get_tokenizer("bytes"),
-     "Esystem:\n be brief \n\nuser:\n2 + 2?\n\nassistant:\n4Euser:\nmore\n\nassistant:\nEuser:\n\n"
-     "<|endoftext|>\n\nassistant:\n 5\nE", ["4E", "E", " 5\nE"]),
-    ("chatml", WithMarks(),
-     "Ssystem\n be brief M\nSuser\n2 + 2?M\nSassistant\n4M\nSuser\nmoreM\nSassistant\nM\nSuser\n\n"
-     "<|endoftext|>M\nSassistant\n 5\nM\n", ["4M", "M", " 5\nM"]),
-    ("chatml", get_tokenizer("bytes"),
-     "E<|im_start|>system\n be brief <|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n"
-     "<|im_start|>assistant\n4E\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nE\n"
-     "<|im_start|>user\n\n<|endoftext|><|im_end|>\n<|im_start|>assistant\n 5\nE\n",
-     ["4E", "E", " 5\nE"])])
-def test_a_template_writes_a_conversation_and_marks_its_answers(template, encoding, text, learnt):
+def test_plain_writes_a_conversation_and_marks_its_answers():
     """By literals. What is learnt are the contents of the answers, and the token that ends each."""
-    tokens, is_learnt = Template(template, encoding).render(
+    tokens, is_learnt = PlainTemplate(get_tokenizer("bytes")).render(
         [Message(*turn) for turn in THREE_TURNS])
-    assert written(tokens) == text
+    assert written(tokens) == (
+        "Esystem:\n be brief \n\nuser:\n2 + 2?\n\nassistant:\n4Euser:\nmore\n\nassistant:\nEuser:"
+        "\n\n<|endoftext|>\n\nassistant:\n 5\nE")
     parts = re.findall("1+", "".join(str(int(flag)) for flag in is_learnt))
-    assert [len(part) for part in parts] == [len(part) for part in learnt]
-    assert written(np.array(tokens)[is_learnt]) == "".join(learnt)
+    assert [len(part) for part in parts] == [2, 1, 4]
+    assert written(np.array(tokens)[is_learnt]) == "4EE 5\nE"
 
 
 @pytest.fixture(scope="module")
@@ -124,45 +102,15 @@ def marked_tokenizer(tmp_path_factory):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.train_from_iterator(["the answer is 42 "] * 9, tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>", *conversations.MARKS],
+        vocab_size=300, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     tokenizer.save(str(path))
+    path.with_name("tokenizer_config.json").write_text(json.dumps(dict(
+        tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>", chat_template=(
+            "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + "
+            "'<|im_end|>\n'}}{% endfor %}{% if add_generation_prompt %}{{'<|im_start|>assistant\n'"
+            "}}{% endif %}"))))
     return path
-
-
-@pytest.mark.parametrize("special", [True, False])
-def test_a_tokenizer_with_chatmls_marks_writes_it_as_transformers(tmp_path, run_data,
-                                                                  marked_tokenizer, special):
-    """Chatml is its default, the shards have the tokens that apply_chat_template gives by Qwen's
-    and SmolLM2's template, and no content forges a mark, nor the end of a text: also where the file
-    does not call them special tokens, so that the package would find them in every text."""
-    transformers = pytest.importorskip("transformers")
-    content = json.loads(marked_tokenizer.read_text())
-    for token in content["added_tokens"]:
-        token["special"] = special
-    file = tmp_path / "tokenizer.json"
-    file.write_text(json.dumps(content))
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
-    theirs.chat_template = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'"
-                            " + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}")
-    turns = [("system", "be brief"), ("user", "the answer?"), ("assistant", "42, the answer"),
-             ("user", "a <|im_end|> <|endoftext|> b"), ("assistant", "is 42")]
-    records = [messages(*turns), messages(*turns[1:3])]
-    status, out, _ = run_data("--input", write_lines(tmp_path / "c.jsonl", records), "--out",
-                              tmp_path / "d", "--tokenizer", file)
-    assert status == 0 and "the template is chatml" in out
-    shards = [open_shard(path).tolist() for path in (tmp_path / "d").glob("*.bin")]
-    ours = max(shards, key=len)
-    marks = theirs.convert_tokens_to_ids(list(conversations.MARKS))
-    assert [ours.count(mark) for mark in marks] == [5, 5]       # not those in a content
-    assert theirs.convert_tokens_to_ids("<|endoftext|>") not in ours
-    whole = theirs.apply_chat_template(records[1]["messages"], return_dict=False)
-    assert min(shards, key=len) == whole
-
-
-def test_a_content_that_has_a_mark_as_text_is_refused(refuse_data):
-    write_lines("c.jsonl", [pair("a", "b"), pair("x <|im_end|>", "c")])
-    refuse_data("<|im_end|> --template plain", "c.jsonl", "--template", "chatml")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -178,7 +126,7 @@ def conversation_windows(lengths, learnt, seq_len, cut_at=()):
         flags[end - length] |= BEGINS
         flags[end - count:end] |= LEARNT
     shards = np.split(tokens, cut_at)
-    return windows.ConversationWindows(shards, range(len(shards)), np.split(flags, cut_at), seq_len)
+    return windows.ConversationWindows(shards, np.split(flags, cut_at), seq_len)
 
 
 @pytest.mark.parametrize("cut_at", [(), (5, 12), (1, 2, 3)])
@@ -295,109 +243,42 @@ SHAREGPT = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
 SYSTEM = dict(role="system", content="s")
 
 
-@pytest.mark.parametrize("records, words", [
-    ([GOOD, messages(("user", "x"))], "line 2 has no answer: no message has the role assistant"),
-    ([GOOD, messages(("robot", "x"))], 'line 2: the role "robot" is none of system, user, assist'),
-    ([GOOD, dict(messages="x")], 'line 2: "messages" is a string, not an array'),
-    ([GOOD, dict(messages=None)], 'line 2: "messages" is null, not an array'),
-    ([GOOD, dict(messages=["x"])], "line 2: a message is a string, not an object"),
-    ([GOOD, pair("a", None)], 'line 2: the "content" of a message of assistant is null'),
-    ([GOOD, pair("a", "\ud800")], "line 2: half a surrogate pair is no character"),
-    ([GOOD, dict(text="x")], 'line 2 has neither "messages" nor "prompt" and "completion", but "t'),
-    ([GOOD, [1]], "line 2 is an array, not an object"),
-    ([dict(text="x"), GOOD], 'line 2 has no field "text", but "prompt", "completion"'),
-    ([GOOD, dict(messages=[dict(role="assistant", content="", tool_calls=[dict(id=1)])])],
-     'line 2: a message has "tool_calls", which no template here writes'),
-    ([GOOD, dict(messages=[dict(role="assistant", content="x", weight=0)])],
-     "line 2 has no answer that is learnt"),
-    ([dict(instruction="a", output=["chosen", "rejected"])] * 2, '"output" is an array, as of'),
-    ([GOOD, pair("a", "b") | dict(weight=0.5)], '"weight" of a record is 0.5, and only an answer'),
-    ([GOOD, pair("a", "b") | dict(train=False)], '"train" of a record is false, and only an'),
-    ([GOOD, dict(messages=[dict(role="assistant", content="x", weight=0.5)])],
-     'line 2: a message has "weight" 0.5: an answer is learnt or not'),
-    ([GOOD, dict(messages=[dict(role="assistant", content="x", train="false")])],
-     'line 2: a message has "train" "false": an answer is learnt or not'),
-    ([GOOD, dict(messages=[dict(role="assistant", content="x", train=True, loss=False)])],
-     '"loss" false and "train" true, which contradict each other'),
-    ([GOOD, dict(messages=[dict(role="user", content="x", train=True), TURNS[1]])],
-     'a message of user has "train" true, but only answers are learnt'),
-    ([GOOD, dict(messages=[dict(role="user", content="x", thinking="y"), TURNS[1]])],
-     'a message of user has "thinking", which only an answer may have'),
-    ([GOOD, dict(messages=[dict(role="assistant", content="x", thinking=5)])],
-     'the "thinking" of a message of assistant is a number, not a string'),
-    ([GOOD, dict(messages=[dict(role="tool", content="x"), *TURNS])],
-     'the role "tool" is of tools'),
-    ([GOOD, dict(messages=TURNS, documents=["x"])], 'line 2 has "documents", which no template'),
-    ([GOOD, dict(messages=TURNS, system="a", system_prompt="b")],
-     '"system" and "system_prompt" stand in one place and differ'),
-    ([GOOD, pair("a", "b") | dict(label=False)], '"label" is false, so nobody wants this compl'),
-    ([dict(question="x", answer="y")], "jq -c '{prompt: .question, completion: .answer}' "),
-    ([[dict(question="x", answer="y")]], "jq -c '.[] | {prompt: .question, completion: .answer}' "),
-    ([GOOD, dict(prompt="a", chosen="b", rejected="c")], "{prompt: .prompt, completion: .chosen}"),
-    ([GOOD, messages(("user", [dict(type="image_url")]), ("assistant", "a"))],
-     'line 2: a content has a part that is "image_url", where only text is supported'),
-    ([GOOD, messages(("user", ["x"]), ("assistant", "a"))],
-     'line 2: a content has a part that is "a string", where only text is supported'),
-    ([GOOD, messages((["user"], "x"), ("assistant", "a"))],
-     'line 2: the role ["user"] is none of system, user, assistant'),
-    ([GOOD, messages(("user", "a"), ("assistant", "b")) | dict(tools=[dict(type="function")])],
-     'line 2 has "tools", which no template here writes'),
-    ([GOOD, messages(("system", "a"), ("assistant", "b")) | dict(system="c")],
-     'line 2 has a field "system" and a message of system'),
-    ([GOOD, GOOD], "fewer than two different conversations")])
-def test_what_is_no_conversation_is_refused_with_its_place(refuse_data, records, words):
-    assert words in refuse_data("", write_lines("c.jsonl", records))
-
-
 @pytest.mark.parametrize("record, same_as", [
-    (messages(("user", [dict(type="text", text="a"), dict(type="text", text=" b")]),
-              ("assistant", [dict(type="text", text="c")])), TURNS),
-    (dict(prompt=TURNS[:1], completion=TURNS[1:]), TURNS),
+    (dict(messages=TURNS), TURNS), (dict(messages=[SYSTEM, *TURNS], tools=[]), [SYSTEM, *TURNS]),
+    (dict(prompt="a b", completion="c"), TURNS), (dict(conversations=SHAREGPT), TURNS),
     (dict(prompt=[SYSTEM, TURNS[0]], completion="c"), [SYSTEM, *TURNS]),
-    (dict(conversations=SHAREGPT), TURNS),
-    (dict(messages=[one | {"from": role} for one, role in zip(TURNS, ["human", "gpt"])]), TURNS),
-    (dict(messages=SHAREGPT), TURNS), (dict(messages=TURNS, tools=[]), TURNS),
-    (dict(messages=TURNS, tools="[]"), TURNS),
-    (dict(messages=TURNS, system="s"), [SYSTEM, *TURNS]),
-    (dict(messages=TURNS, system=""), TURNS),
-    (dict(prompt="a b", completion="c", system="s"), [SYSTEM, *TURNS]),
-    (dict(messages=TURNS, system_prompt="s"), [SYSTEM, *TURNS]),
-    (dict(messages=TURNS, instruction="s"), [SYSTEM, *TURNS]),
-    (dict(messages=TURNS, instruction="a b"), TURNS),           # Magpie repeats the question
-    (dict(messages=[SYSTEM, *TURNS], system_message="s"), [SYSTEM, *TURNS]),
     (dict(messages=[dict(role="developer", content="s"), *TURNS]), [SYSTEM, *TURNS]),
-    (dict(conversation=[{"from": "human", "value": "a b"}, {"from": "bing", "value": "c"}]), TURNS),
-    (dict(messages=[dict(role="user", content="a b"), {"from": "chatgpt", "value": "c"}]), TURNS),
-    (dict(instruction="a", input="", output="c"), [dict(role="user", content="a"), TURNS[1]]),
-    (dict(instruction="a", input="b", output="c", system="s"),
-     [SYSTEM, dict(role="user", content="a\n\nb"), TURNS[1]]),
-    (dict(instruction="q", input="", output="c", history=[["a b", "c"]]),
-     [*TURNS, dict(role="user", content="q"), TURNS[1]]),
+    (dict(messages=[dict(role="user", content=[dict(type="text", text="a"), dict(
+        type="text", text=" b")]), TURNS[1]]), TURNS),
+    (dict(instruction="a", input="b", output="c"),
+     [dict(role="user", content="a\n\nb"), TURNS[1]]),
     (dict(prompt=TURNS, completion="d"),
      [TURNS[0], TURNS[1] | dict(is_learnt=False), dict(role="assistant", content="d")]),
     (dict(messages=[TURNS[0], TURNS[1] | dict(weight=1, thinking="t")]),
      [TURNS[0], TURNS[1] | dict(reasoning="t")]),
     *((dict(messages=[*TURNS, TURNS[1] | said]), [*TURNS, TURNS[1] | dict(is_learnt=False)])
-      for said in (dict(weight=0), dict(train=False), dict(loss=False), dict(mask=True)))])
-def test_other_forms_of_a_conversation_are_the_same_conversation(tmp_path, record, same_as):
-    """OpenAI's parts of a content, TRL's lists of messages, ShareGPT's names, and a system message
-    beside the others: in a line of JSON and in a row of Parquet."""
-    expected = [Message(**turn) for turn in same_as]
-    line = write_lines(tmp_path / "c.jsonl", [record])
-    parquet(tmp_path / "c.parquet", [record])
-    for file in (line, tmp_path / "c.parquet"):
-        assert inputs.hold_conversations([file])
-        assert list(formats.read_documents(file, None)) == [expected]
+      for said in (dict(weight=0), dict(train=False), dict(loss=False)))])
+def test_other_forms_of_a_conversation_are_the_same_conversation(record, same_as):
+    assert messages_of(record) == [Message(**turn) for turn in same_as]
 
 
-@pytest.mark.parametrize("rows, words", [
-    ([pair(b"a", b"b")], 'row 1: the "content" of a message of user is bytes, not a string'),
-    ([dict(messages=date(2024, 1, 1))], 'row 1: "messages" is date, not an array'),
-    ([pair("a", "b") | dict(weight=0.5)], 'row 1: "weight" of a record is 0.5, and only an answer'),
-    ([messages((date(2024, 1, 1), "a"))], 'row 1: the role "2024-01-01" is none of system')])
-def test_what_parquet_alone_has_is_refused_with_its_place(refuse_data, rows, words):
-    parquet("c.parquet", rows)
-    assert words in refuse_data("", "c.parquet")
+@pytest.mark.parametrize("record, words", [
+    (dict(text="a"), 'neither "messages" nor'), (dict(messages="x"), "not an array"),
+    (messages(("user", "x")), "no answer that is learnt"), ("a", 'neither "messages" nor'),
+    (messages(("robot", "x")), "'robot' is none of system"),
+    (dict(messages=TURNS, tools=[1]), 'has "tools"'),
+    (dict(messages=TURNS, system="s"), 'has "system"'),
+    (dict(messages=[TURNS[0] | dict(images=["x"]), TURNS[1]]), 'has "images"'),
+    (dict(messages=[TURNS[0] | dict(thinking="x"), TURNS[1]]), "only an answer may have"),
+    (dict(messages=[TURNS[0], TURNS[1] | dict(weight=0.5)]), "write true or false"),
+    (dict(messages=[TURNS[0] | dict(train=True), TURNS[1]]), "write true or false"),
+    (dict(prompt="a", completion="b", label=False), "not learnt"),
+    (dict(prompt="a", completion="b", weight=0), "not learnt"),
+    (dict(prompt="a", completion=5), "int, not a string"),
+    (dict(prompt="a", completion="\ud800"), "half a surrogate pair")])
+def test_what_is_no_conversation_is_refused(record, words):
+    with pytest.raises(Refused, match=words):
+        messages_of(record)
 
 
 @pytest.mark.parametrize("name, make", [("c.jsonl", write_lines), ("c.parquet", parquet)])
@@ -418,56 +299,6 @@ def test_answers_that_are_not_to_be_learnt_are_read_and_have_no_loss(make_data):
 
 
 ARRAY = [dict(instruction=f"add {i}", input="", output=f"{i}") for i in range(30)]
-
-
-@pytest.mark.parametrize("content", [
-    json.dumps(ARRAY), json.dumps(ARRAY, indent=2), "".join(map(json.dumps, ARRAY)),
-    "\r".join(map(json.dumps, ARRAY)), "\n".join(json.dumps(one, indent=1) for one in ARRAY),
-    ",\n".join(map(json.dumps, ARRAY)), "\ufeff" + "\n\ufeff".join(map(json.dumps, ARRAY)),
-    json.dumps([[dict(role="user", content=one["instruction"]),
-                 dict(role="assistant", content=one["output"])] for one in ARRAY]),
-    "\n".join(json.dumps([{"from": "human", "value": one["instruction"]},
-                          {"from": "gpt", "value": one["output"]}]) for one in ARRAY)])
-@pytest.mark.parametrize("block", [7, 1 << 18])
-def test_json_that_is_not_by_lines_gives_the_same_conversations(tmp_path, monkeypatch, content,
-                                                               block):
-    """An array, several lines a record, none, CR alone, commas, marks of byte order; wherever
-    blocks end."""
-    monkeypatch.setattr(json_stream, "BLOCK", block)
-    (tmp_path / "a.json").write_text(content, "utf-8", newline="")
-    assert inputs.hold_conversations([tmp_path / "a.json"])
-    assert list(formats.read_documents(tmp_path / "a.json", None)) == [
-        [Message("user", one["instruction"]), Message("assistant", one["output"])] for one in ARRAY]
-
-
-def test_what_is_not_read_is_told_once(make_data):
-    """Fields of records and of messages; a text beside messages, with the flags that choose."""
-    records = [messages(("user", f"{i}"), ("assistant", "a")) | dict(source="s") for i in range(30)]
-    records[3]["messages"][0]["name"] = "Ann"
-    parquet("c.parquet", records)
-    for file in (write_lines("c.jsonl", records), "c.parquet"):
-        assert make_data(file, "--near-duplicates", "ignore", "--out", f"of {file}")[1] == (
-            "note: 30 records have fields that are not read: source, messages.name\n")
-    write_lines("no.jsonl", [dict(record, learn=False) for record in records])  # no known word
-    assert "not read: learn, source, " in make_data("no.jsonl", "--out", "no")[1]
-    write_lines("t.jsonl", [dict(text=f"t {i}") | records[i] for i in range(30)])
-    _, error = make_data("t.jsonl", "--near-duplicates", "ignore")
-    assert error.count("\n") == 2
-    assert 'note: t.jsonl has "text", which is read, and "messages": --template chatml' in error
-
-
-def test_conversations_behind_one_long_instruction_are_not_alike(make_data):
-    """As a system message, or at the beginning of the prompt. Those that are alike are found."""
-    draw = random.Random(0)
-    shared = " ".join(f"w{draw.randrange(9999)}" for _ in range(400))
-    questions = [" ".join(f"q{draw.randrange(9999)}" for _ in range(30)) for _ in range(200)]
-    questions += [question.replace(" ", " new ", 1) for question in questions[:20]]
-    for name, record in (("system", lambda text: pair(text, "yes") | dict(system=shared)),
-                         ("prompt", lambda text: pair(f"{shared} {text}", "yes"))):
-        write_lines("c.jsonl", map(record, questions))
-        out, _ = make_data("c.jsonl", "--out", name, "--near-duplicates", "drop")
-        dropped = int(re.search(r"(\d+) near-duplicates dropped", out)[1])
-        assert 15 <= dropped <= 20
 
 
 def test_text_and_conversations_are_not_mixed_in_one_job(make_data, refuse_data):
@@ -845,58 +676,6 @@ def test_a_chat_needs_a_model_of_conversations_and_takes_no_prompt(things, first
 # transformers
 # ---------------------------------------------------------------------------------------------
 
-def in_transformers(folder, turns, **options):
-    """The tokens that apply_chat_template gives there."""
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return tokenizer.apply_chat_template(messages(*turns)["messages"], return_dict=False, **options)
-
-
-@pytest.mark.filterwarnings("ignore")           # what transformers warns of is not ours
-@pytest.mark.parametrize("template, tokenizer", [
-    ("chatml", "bytes"), ("chatml", "json"), ("plain", "own")])
-def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_tokenizer, template,
-                                                           tokenizer):
-    """transformers writes a conversation of three turns with our tokens, and would end its answers
-    where ours end; the model comes back with its template."""
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("safetensors")
-    own = None
-    if tokenizer == "json":
-        own = marked_tokenizer.read_text()
-        tokenizer = name_of(own)
-    if tokenizer == "own":              # it merges "\n\n", but not before a word
-        records = [pair(f"{i}?\n\n", "?<|\n\n") for i in range(30)]
-        prepare([write_lines(tmp_path / "c.jsonl", records)], tmp_path / "d", "own", field=None,
-                     train_tokens=280)
-        tokenizer, own = (read_meta(tmp_path / "d")[key]
-                          for key in ("tokenizer", "tokenizer_file"))
-    encoding = get_tokenizer(tokenizer, own)
-    cfg = LlamaConfig(vocab_size=encoding.n_vocab, seq_len=64, n_layer=1, n_head=2, n_embd=16,
-                      tied=True)
-    plain = cfg.build().initialize(0)
-    parameters = {name: x.detach()[:checkpoint.parameter_shapes(cfg)[name][0]]
-                  for name, x in plain.named_parameters()}
-    state = small_state(0) | dict(model=asdict(cfg), tokenizer=tokenizer, parameters=parameters,
-                                  exp_avg={}, exp_avg_sq={}, template=template)
-    if own is not None:
-        state["tokenizer_file"] = own
-    torch.save(state, tmp_path / "a.pt")
-    huggingface.export_model(tmp_path / "a.pt", tmp_path / "hf")
-    turns = [turn for turn in THREE_TURNS if "endoftext" not in turn[1]][:5]
-    ours = Template(template, encoding)
-    tokens, _ = ours.render([Message(*turn) for turn in turns])
-    assert in_transformers(tmp_path / "hf", turns) == tokens
-    prompt = ours.prompt_of([Message(*turn) for turn in turns[:2]])
-    assert in_transformers(tmp_path / "hf", turns[:2], add_generation_prompt=True) == prompt
-    config = json.loads((tmp_path / "hf/config.json").read_text())
-    assert config["eos_token_id"] == ours.end
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert theirs.eos_token_id == config["eos_token_id"]
-    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "b.pt")
-    assert checkpoint.load(tmp_path / "b.pt")["template"] == template
-
-
 def test_loss_and_gradients_are_those_of_transformers(tmp_path, reversals, run_train):
     """GPT-2 of transformers on the same rows, with labels -100 and position_ids, after an export of
     a checkpoint: loss and every gradient, relative difference below 1e-5."""
@@ -938,7 +717,7 @@ def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, marked_token
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
     torch.manual_seed(0)
     transformers.Qwen2ForCausalLM(theirs).save_pretrained("hub/model")
-    shutil.copy(marked_tokenizer, "hub/model/tokenizer.json")
+    shutil.copytree(marked_tokenizer.parent, "hub/model", dirs_exist_ok=True)
     huggingface.import_model("hub/model", Path("base.pt"))
     records = [pair(f"the {i}?", f"answer {i}") for i in range(100)]
     chat = write_lines(tmp_path / "chat.jsonl", records)

@@ -152,7 +152,7 @@ def test_train_py_has_these_flags_and_no_others():
     assert {field.name for field in fields(Config)} == set(FLAGS.split())
 
 
-DATA_FLAGS = """dataset input text_field text_endings split_names template near_duplicates tokenizer
+DATA_FLAGS = """dataset input text_field split_names template near_duplicates tokenizer
     train_tokenizer out seed shard_tokens shards"""
 
 

@@ -4,6 +4,7 @@ tensors of its files. tools/huggingface.py calls these functions.
 A folder contains config.json and the tensors: in model.safetensors, in pytorch_model.bin, or in the
 files listed by one of the two with .index.json.
 """
+import json
 import re
 import sys
 import zipfile
@@ -15,7 +16,6 @@ import torch
 
 from base.checkpoint_files import reading, verify
 from base.errors import FAILURES, named
-from corpus.tokenizer_config import read_object
 from parallelism.collectives import first_line
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
@@ -23,7 +23,7 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 # What is downloaded, as patterns of huggingface_hub. Of both kinds of weights the first is enough.
 SMALL_FILES = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer.json",
                "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-               "vocab.json", "merges.txt", "chat_template.jinja", "bpe-*.tiktoken")
+               "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
 SAFETENSORS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json")
 FILE_KINDS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".gguf", ".json")
@@ -33,6 +33,19 @@ IS_ADAPTER = ("holds an adapter (LoRA), not a model: merge it into its base mode
 
 def note(text: str) -> None:
     print(f"tools.huggingface: note: {text}", file=sys.stderr)
+
+
+def read_object(path: Path) -> dict:
+    """The object in a file of JSON, or an empty one without the file. Raises ValueError."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is refused: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is refused: it is no object, but {type(content).__name__}")
+    return content
 
 
 def check_source(source: str, file: Path) -> None:

@@ -11,6 +11,7 @@ README.md is its model card (tools/model_card.py).
 tools/huggingface_families.py says how each architecture differs in its names and in the layout of
 its tensors.
 """
+import itertools
 import json
 import os
 import shlex
@@ -27,17 +28,15 @@ from base.commandline import Parser
 from base.errors import WriteFailed, errors_in_one_line, named
 from base.flops import parameter_count
 from checkpoint import load, parameter_shapes
-from corpus.bpe import find_merges
-from corpus.byte_level_tokenizers import characters_of_bytes
-from corpus.formats import EOT
-from corpus.published_templates import entries_of, find_template, get_template, is_own, read_ends
-from corpus.tokenizer_config import notes, read_object
-from corpus.tokenizers import file_name, get_tokenizer, is_named, name_of, read_file
-from corpus.vocab_and_merges import PAIR, has_pair
+from corpus.documents import EOT
+from corpus.huggingface_tokenizers import FILES, HuggingFaceTokenizer, load as load_tokenizer
+from corpus.templates import get_template, hash_of, is_own, plain_program
+from corpus.tokenizers import decode, get_tokenizer, is_named
 from model import GPTConfig
 from models import make_config
 from tools.checkpoint import state_of_weights
-from tools.hub import IS_ADAPTER, check_source, fetch, note, tensor_readers, weight_files
+from tools.hub import (IS_ADAPTER, check_source, fetch, note, read_object, tensor_readers,
+                       weight_files)
 from tools.huggingface_families import BUFFERS, Family
 from tools.huggingface_formats import (config_json, family_of, kind_of, model_config, their_names,
                                        to_ours, to_theirs)
@@ -90,12 +89,12 @@ def import_model(source: str, file: Path) -> None:
     config, cfg = read_config(folder)
     tell_keys(config, folder)
     parameters = read_parameters(folder, family_of(kind_of(config), cfg), cfg)
-    tokenizer, path = find_tokenizer(folder, config)
+    tokenizer, encoding = find_tokenizer(folder, config)
     state = state_of_weights(cfg, parameters) | dict(tokenizer=tokenizer)
-    if path is not None:
-        state["tokenizer_file"] = read_file(path)
-    if path is not None or is_named(tokenizer):
-        state |= find_conversations(folder, tokenizer, state.get("tokenizer_file"))
+    if encoding is not None:
+        if encoding.file is not None:
+            state["tokenizer_file"] = encoding.file
+        state |= find_conversations(folder, encoding)
     write_file(state, file.with_name(file.name + ".tmp"), file)
     print(f"{file}: {parameter_count(cfg):,} parameters. Train it further with\n"
           f"python train.py --init-from {file} --data DIR --out out/{file.stem}")
@@ -105,32 +104,39 @@ def import_model(source: str, file: Path) -> None:
             kind = "its own template"
         print(f"It is a model of conversations, by {kind}:\n"
               f"python sample.py --ckpt {file} --chat")
-    if path is not None:
+    if encoding is not None and encoding.file is not None:
         print(f"Make --data with its tokenizer:\n"
-              f"python data.py --input FILE --tokenizer {shlex.quote(str(path))} --out DIR")
-    elif not is_named(tokenizer):
+              f"python data.py --input FILE --tokenizer {shlex.quote(str(folder))} --out DIR")
+    elif encoding is None:
         print(f"Its tokenizer is not ours: sample.py cannot read or write its tokens, and --data "
               f"must have been made with it (tokenizer {tokenizer!r} in meta.json); if it has a "
               f"tokenizer.json, put it in the folder and import again")
 
 
-def find_conversations(folder: Path, tokenizer: str, own: str | None) -> dict:
+def find_conversations(folder: Path, encoding) -> dict:
     """What a checkpoint keeps of a model's folder beside its tokenizer: the template of its
     conversations, and the tokens that end a generation."""
     state = {}
-    ends = read_ends(folder)
-    if ends:
-        state["ends"] = ends
-    try:
-        template = find_template(folder, get_tokenizer(tokenizer, own))
-    except (ValueError, ConnectionError) as error:      # no jinja2; no tokens of GPT-2
-        note(f"no template of conversations is kept: {error}")
+    ends = [read_object(folder / name).get("eos_token_id")
+            for name in ("generation_config.json", "config.json")]
+    ends = [[end] if type(end) is int else end for end in ends if end is not None]
+    if ends and all(type(end) is int for end in ends[0]):
+        state["ends"] = sorted(set(ends[0]))
+    if isinstance(encoding, HuggingFaceTokenizer):
+        program = encoding.tokenizer.chat_template
+    else:
+        program = read_object(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(program, dict):
+        program = program.get("default")
+    if program is None:
         return state
-    if template is not None:
-        state["template"] = template.name
-        if template.file is not None:
-            state["template_file"] = template.file
-    return state
+    if program == plain_program(encoding):
+        return state | dict(template="plain")
+    if not isinstance(encoding, HuggingFaceTokenizer):
+        note(f"no template of conversations is kept: it is of another tokenizer than "
+             f"{encoding.name}")
+        return state
+    return state | dict(template=hash_of(program), template_file=program)
 
 
 def read_parameters(folder: Path, family: Family, cfg: GPTConfig) -> dict[str, torch.Tensor]:
@@ -212,26 +218,20 @@ def check_unused(readers: dict, parameters: dict, folder: Path, family: Family) 
              f"such as {unused[0]}")
 
 
-def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
-    """The name of a model's tokenizer, and its file if that is one of ours and has no other name.
-    """
+def find_tokenizer(folder: Path, config: dict):
+    """The name of a model's tokenizer, and the tokenizer; None if it cannot be opened."""
     name = tokenizer_name(config)
     if name == "gpt2" and not has_gpt2s_tokens(folder):
         name = f"gpt2-{config['vocab_size']}"           # another's, of the same size
-    path = folder / "tokenizer.json"
-    if name.startswith("bpe-"):                         # our exports have its file
-        path = folder / file_name(name)
-    elif not path.exists() and has_pair(folder):
-        path = folder / PAIR[0]
-    if is_named(name) or not path.exists():
-        return name, None
     try:
-        file = read_file(path)
-        name = name_of(file)
-        for line in notes(path, get_tokenizer(name, file)):
-            note(line)
-        return name, path
-    except ValueError as error:
+        if is_named(name):
+            return name, get_tokenizer(name)
+        if not any((folder / file).exists() for file in ("tokenizer.json", "vocab.json",
+                                                         "tokenizer.model")):
+            return name, None
+        encoding = load_tokenizer(str(folder))
+        return encoding.name, encoding
+    except (ValueError, ConnectionError) as error:
         note(str(error))
         return name, None
 
@@ -302,32 +302,56 @@ def write_tensors(parameters: dict[str, torch.Tensor], family: Family, cfg: GPTC
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def write_tokenizer(encoding, cfg: GPTConfig, folder: Path, own: str | None,
-                    template=None) -> None:
-    """Write a tokenizer as transformers opens it for any architecture: tokenizer.json. `own` is the
-    content of its file, if it has one. With the `template` of conversations an answer's end is the
-    end of a text."""
-    # This class reads tokenizer.json as it is. Others split words by a pattern of their own.
-    config = dict(model_max_length=cfg.seq_len, eos_token=encoding.end_of_text,
-                  tokenizer_class="PreTrainedTokenizerFast")
-    if encoding.name.startswith("json-"):
-        content = own
-        if len(encoding.prefix) == 1:
-            config["bos_token"] = encoding.tokenizer.id_to_token(encoding.prefix[0])
-    else:
-        content = json.dumps(tokenizer_json(encoding))
-        if own is not None:
-            (folder / file_name(encoding.name)).write_text(own)
-        config |= dict(bos_token=EOT, unk_token=EOT, pad_token=EOT)
-    (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+def write_tokenizer(encoding, cfg: GPTConfig, folder: Path, template=None) -> None:
+    """Write a tokenizer as transformers opens it for any architecture: tokenizer.json. With the
+    `template` of conversations an answer's end is the end of a text."""
+    if encoding.file is not None:
+        contents = json.loads(encoding.file)
+    else:       # this class reads tokenizer.json as it is; others split words by their own pattern
+        config = dict(model_max_length=cfg.seq_len, tokenizer_class="PreTrainedTokenizerFast",
+                      eos_token=EOT, bos_token=EOT, unk_token=EOT, pad_token=EOT)
+        contents = dict(zip(FILES, (json.dumps(tokenizer_json(encoding)), json.dumps(config))))
     if template is not None:
-        config |= entries_of(template)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        config = json.loads(contents[FILES[1]])
+        if template.end is not None:
+            config["eos_token"] = decode(encoding, [template.end])
+        program = template.program or plain_program(encoding)
+        contents[FILES[1]] = json.dumps(config | dict(chat_template=program))
+    for name, content in contents.items():
+        (folder / name).write_text(content, encoding="utf-8")
+
+
+def characters_of_bytes() -> list[str]:
+    """The character that stands for each byte (Radford et al. 2019, bytes_to_unicode)."""
+    printed = {*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1),
+               *range(ord("\u00ae"), ord("\u00ff") + 1)}
+    others = itertools.count(256)
+    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
+
+
+def find_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """The pair of tokens that each token above the bytes is made of, in their order: the two parts
+    that are left when its own bytes are merged by the tokens before it."""
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        if len(token) == 1:
+            continue
+        parts = [bytes([byte]) for byte in token]
+        while len(parts) > 2:
+            joined = [ranks.get(left + right, rank) for left, right in zip(parts, parts[1:])]
+            least = min(joined)
+            if least >= rank:
+                raise ValueError(f"the token {token!r} is no pair of earlier ones")
+            at = joined.index(least)
+            parts[at:at + 2] = [parts[at] + parts[at + 1]]
+        merges.append(tuple(parts))
+    return merges
 
 
 def tokenizer_json(encoding) -> dict:
     """The content of tokenizer.json for a tokenizer with GPT-2's pattern."""
-    ranks = encoding.ranks()
+    ranks = {token: encoding.encoding.encode_single_token(token)
+             for token in encoding.encoding.token_byte_values()}
     characters = characters_of_bytes()
     written = {token: "".join(characters[byte] for byte in token) for token in ranks}
     vocab = {written[token]: number for token, number in ranks.items()}
@@ -384,8 +408,8 @@ def export_model(file: Path, folder: Path) -> None:
         tokenizer_class = None
         if encoding is not None:
             tokenizer_class = "AutoTokenizer"
-            write_tokenizer(encoding, cfg, aside, own, template)
-            if config["model_type"] == "qwen2" and not encoding.name.startswith("json-"):
+            write_tokenizer(encoding, cfg, aside, template)
+            if config["model_type"] == "qwen2" and encoding.file is None:
                 tokenizer_class = "PreTrainedTokenizerFast"
                 note(f"AutoTokenizer of transformers encodes for any Qwen2 with Qwen's pattern of "
                      f"words and in NFC: PreTrainedTokenizerFast.from_pretrained({str(folder)!r}) "

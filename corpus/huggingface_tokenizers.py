@@ -1,0 +1,172 @@
+"""A tokenizer of Hugging Face, which the package `transformers` opens: AutoTokenizer knows every
+kind of folder. tokenizers.py has the interface.
+
+    file        {"tokenizer.json": its content, "tokenizer_config.json": its content}, as JSON: what
+                save_pretrained writes. It is hf-HASH.json beside the shards
+    HASH        of what decides the tokens, and not of how or where a file is written
+
+- A document is encoded whole, because its parts would not give the same tokens everywhere.
+- In a text the characters of a special token are ordinary. Other added tokens are found.
+- The eos_token separates documents. What stands before a text, as <|begin_of_text|>, is `prefix`.
+
+--train-tokenizer makes such a tokenizer by byte-pair encoding on bytes with GPT-2's pattern of
+words (Sennrich et al. 2016, Radford et al. 2019). The package `tokenizers` trains it.
+"""
+import copy
+import hashlib
+import json
+import re
+import tempfile
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from corpus.documents import EOT
+
+OWN = "hf-"                 # how the name of such a tokenizer begins
+FILES = ("tokenizer.json", "tokenizer_config.json")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def import_transformers():
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("a tokenizer of Hugging Face needs the package transformers: pip install "
+                         "transformers") from None
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of transformers behind the interface of tokenizers.py. Raises ValueError."""
+    cut = None
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.backend = getattr(tokenizer, "backend_tokenizer", None)    # special tokens are found
+        if self.backend is None:
+            raise ValueError("the package tokenizers cannot run it")
+        if tokenizer.eos_token is None and EOT in tokenizer.get_vocab():
+            tokenizer.eos_token = EOT
+        if tokenizer.eos_token is None:
+            raise ValueError("it has no eos_token, which ends a document: name one in its "
+                             "tokenizer_config.json")
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.of_text = copy.deepcopy(self.backend)
+        self.of_text.encode_special_tokens = True       # they are ordinary characters
+        self.n_vocab = max(tokenizer.get_vocab().values()) + 1      # some vocabularies have holes
+        self.end_of_text = tokenizer.eos_token
+        self.eot_token = tokenizer.eos_token_id
+        bare = self.backend.encode("a", add_special_tokens=False).ids
+        whole = self.backend.encode("a").ids
+        self.prefix = whole[:whole.index(bare[0])]
+        decides = [json.loads(self.backend.to_str()), self.prefix, self.eot_token]
+        self.name = OWN + hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
+
+    @cached_property
+    def file(self) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save_pretrained(folder)
+            return json.dumps({name: Path(folder, name).read_text("utf-8") for name in FILES})
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        # encode_batch_fast finds no offsets: it takes two thirds of the time, half the memory.
+        tokens = self.of_text.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if self.eot_token in tokens:
+            raise ValueError(f"a text gives the token {self.end_of_text}, which ends a document: "
+                             f"leave it out, or take another tokenizer")
+        return tokens
+
+    def encode_to_numpy(self, text: str) -> np.ndarray:
+        return np.array(self.encode_ordinary(text), "<u4")
+
+    def encode_with_special(self, text: str) -> list[int]:
+        """The tokens of a text that a template has written."""
+        return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def stream(self, before=()) -> "TextStream":
+        return TextStream(self.backend, before)
+
+
+class TextStream:
+    """Tokens to text by the package's DecodeStream."""
+
+    def __init__(self, backend, before):
+        from tokenizers.decoders import DecodeStream
+        self.backend, self.new_stream = backend, DecodeStream
+        self.stream = DecodeStream(ids=list(before))
+
+    def add(self, token: int) -> str:
+        try:
+            return self.stream.step(self.backend, token) or ""
+        except Exception:           # "Invalid prefix": bytes that are no character come before
+            self.stream = self.new_stream()
+            return self.stream.step(self.backend, token) or ""
+
+    def end(self) -> str:
+        return ""
+
+
+# ---- Opening ---------------------------------------------------------------------------------
+
+@lru_cache(maxsize=2)       # a large one takes seconds
+def open_file(file: str) -> HuggingFaceTokenizer:
+    """The tokenizer of a file with this content. Raises ValueError if it is none."""
+    try:
+        contents = json.loads(file)
+        with tempfile.TemporaryDirectory() as folder:
+            for name in FILES:
+                Path(folder, name).write_text(contents[name], "utf-8")
+            return load(folder)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it keeps no tokenizer of Hugging Face: {error!r}") from None
+
+
+def load(source) -> HuggingFaceTokenizer:
+    """Of a folder, or of a name on the hub. Raises ValueError, OSError."""
+    transformers = import_transformers()
+    path = Path(source, FILES[0])
+    try:
+        if path.is_file() and not Path(source, FILES[1]).is_file():
+            tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    except Exception as error:              # it raises nothing narrower
+        text = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{source}: transformers opens no tokenizer there ({text}): give a folder "
+                         f"with a tokenizer.json, or a name on the hub") from None
+    try:
+        return HuggingFaceTokenizer(tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def find_tokenizer(given) -> HuggingFaceTokenizer:
+    """Of a folder or one of its files, of shards or their hf-HASH.json, or of a name on the hub.
+    Raises ValueError, OSError."""
+    path = Path(given)
+    kept = [path] if path.is_file() and path.name.startswith(OWN) else sorted(path.glob(f"{OWN}*"))
+    if kept:
+        return open_file(kept[0].read_text("utf-8"))
+    if not path.exists() and not HUB_NAME.fullmatch(str(given)):
+        raise ValueError(f"there is no tokenizer {given}: give gpt2, bytes, cl100k_base, "
+                         f"o200k_base, a folder with a tokenizer.json, or a name on the hub")
+    return load(path.parent if path.is_file() else given)
+
+
+def train_tokenizer(texts, n_tokens: int) -> HuggingFaceTokenizer:
+    """One of n_tokens, or fewer if all words are tokens; the last is <|endoftext|>."""
+    transformers = import_transformers()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=n_tokens - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False))
+    tokenizer.add_special_tokens([EOT])
+    return HuggingFaceTokenizer(transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOT))

@@ -1,0 +1,249 @@
+"""Tokenizers of Hugging Face and their chat templates: tokens, what is learnt, and the way from a
+folder to shards, checkpoints and samples. All is compared with the package transformers.
+
+    python -m pytest tests/test_huggingface_tokenizers.py
+"""
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from corpus.chat_records import Message
+from corpus.huggingface_tokenizers import find_tokenizer, open_file
+from corpus.shards import open_shard
+from corpus.templates import JinjaTemplate, PlainTemplate, choose_template, plain_program
+from corpus.tokenizers import decode, document_start, get_tokenizer
+from tests.harness import NASTY, meta_of, write_lines, write_texts
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+pytestmark = pytest.mark.filterwarnings("ignore")           # what transformers warns of is not ours
+
+TEXTS = [f"the answer {i} is the sum of {i} and 7, is it not? caf\u00e9 {i}\n" for i in range(60)]
+MARKS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin|>"]
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + "
+          "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
+          "{{ '<|im_start|>assistant\n' }}{% endif %}")
+LLAMA2 = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + "
+          "m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}"
+          "{% endif %}{% endfor %}")
+# Of thoughts it writes the last alone, as Qwen3's does.
+THINKS = CHATML.replace("m['content'] + '<|im_end|>", "('<think>' + m.reasoning_content + "
+                        "'</think>' if m.reasoning_content and loop.last else '') + "
+                        "m['content'] + '<|im_end|>")
+
+
+def byte_level(prefix=None):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False))
+    tokenizer.add_special_tokens(MARKS)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    if prefix is not None:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{prefix} $A", special_tokens=[(prefix, tokenizer.token_to_id(prefix))])
+    return tokenizer
+
+
+def llama2():
+    """As SentencePiece's byte-pair encoding in Llama 2: a space before each text, bytes for what is
+    rare."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = tokenizers.normalizers.Sequence([
+        tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = tokenizers.decoders.Sequence([
+        tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)])
+    tokenizer.train_from_iterator([w for text in TEXTS for w in text.split(" ")],
+                                  tokenizers.trainers.BpeTrainer(
+        vocab_size=400, show_progress=False, special_tokens=[
+            "<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)])
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = content["added_tokens"][:3]       # bytes are tokens of the model
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
+def write_folder(folder, tokenizer, **config):
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        dict(tokenizer_class="PreTrainedTokenizerFast") | config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{kind: folder}."""
+    top = tmp_path_factory.mktemp("models")
+    return dict(
+        chatml=write_folder(top / "chatml", byte_level(), eos_token="<|im_end|>",
+                            chat_template=CHATML),
+        begins=write_folder(top / "begins", byte_level("<|begin|>"), bos_token="<|begin|>",
+                            eos_token="<|endoftext|>"),
+        llama2=write_folder(top / "llama2", llama2(), bos_token="<s>", eos_token="</s>",
+                            unk_token="<unk>", chat_template=LLAMA2))
+
+
+KINDS = ["chatml", "begins", "llama2"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_text_are_those_of_transformers(folders, kind):
+    """Special tokens in a text are ordinary characters; what begins a text is the prefix."""
+    theirs = transformers.AutoTokenizer.from_pretrained(folders[kind])
+    ours = find_tokenizer(folders[kind])
+    for text in [*TEXTS[:5], *(text for text in NASTY if "</s>" not in text), "a<|im_end|>b"]:
+        tokens = ours.encode_ordinary(text)
+        assert tokens == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ours.eot_token not in tokens
+    assert ours.prefix + ours.encode_ordinary("a b") == theirs.encode("a b")
+    assert (ours.end_of_text, ours.n_vocab) == (theirs.eos_token, len(theirs))
+    for text in TEXTS[:3]:
+        assert decode(ours, ours.encode_ordinary(text)) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_is_the_same_from_its_file_and_saved_again(folders, kind, tmp_path):
+    ours = find_tokenizer(folders[kind])
+    again = transformers.AutoTokenizer.from_pretrained(folders[kind])
+    again.save_pretrained(tmp_path)
+    for other in (open_file(ours.file), find_tokenizer(tmp_path)):
+        assert other.name == ours.name and other.prefix == ours.prefix
+        assert other.encode_ordinary(TEXTS[0]) == ours.encode_ordinary(TEXTS[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_have_the_tokens_of_whole_documents(folders, make_data, kind):
+    make_data(write_texts("t.jsonl", TEXTS), "--tokenizer", folders[kind], "--near-duplicates",
+              "ignore")
+    ours = find_tokenizer(folders[kind])
+    expected = sorted([*document_start(ours), *ours.encode_ordinary(text)] for text in TEXTS)
+    tokens = [token for split in ("train", "val")
+              for token in open_shard(Path(f"out/{split}_000000.bin")).tolist()]
+    starts = [i for i, token in enumerate(tokens) if token == ours.eot_token]
+    found = [tokens[a:b] for a, b in zip(starts, [*starts[1:], len(tokens)])]
+    assert sorted(found) == expected
+    meta = meta_of("out")
+    kept = get_tokenizer(meta["tokenizer"], Path("out", meta["tokenizer_file"]).read_text())
+    assert kept.name == ours.name
+
+
+def test_a_stream_survives_bytes_that_are_no_character(folders):
+    ours = find_tokenizer(folders["llama2"])
+    drawn = np.random.default_rng(0).integers(ours.n_vocab, size=(50, 30)).tolist()
+    for tokens in drawn:
+        stream = ours.stream(tokens[:3])
+        assert isinstance("".join(map(stream.add, tokens)) + stream.end(), str)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda folder: (folder / "tokenizer_config.json").write_text(json.dumps(
+        dict(tokenizer_class="PreTrainedTokenizerFast"))), "it has no eos_token"),
+    (lambda folder: (folder / "tokenizer.json").write_text("{}"), "opens no tokenizer there"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), "opens no tokenizer there")])
+def test_what_is_no_tokenizer_is_refused_in_a_line(tmp_path, refuse_data, change, words):
+    folder = write_folder(tmp_path / "m", llama2(), eos_token="</s>")
+    change(folder)
+    Path("a.txt").write_text("text " * 99)
+    refuse_data(words, "a.txt", "--tokenizer", folder)
+
+
+def test_a_tokenizer_of_ones_own_is_byte_pair_encoding(run_data, tmp_path):
+    """It has so many tokens, gives each text back, and makes other data too."""
+    given = ["--input", write_texts(tmp_path / "t.jsonl", TEXTS), "--near-duplicates", "ignore"]
+    assert run_data(*given, "--train-tokenizer", 300, "--out", tmp_path / "own")[0] == 0
+    meta = meta_of(tmp_path / "own")
+    assert meta["vocab_size"] == 300
+    own = find_tokenizer(tmp_path / "own")
+    for text in NASTY:
+        assert decode(own, own.encode_ordinary(text)) == text
+    assert run_data(*given, "--tokenizer", tmp_path / "own", "--out", tmp_path / "more")[0] == 0
+    assert meta_of(tmp_path / "more")["fingerprint"] == meta["fingerprint"]
+
+
+# ---- Templates -------------------------------------------------------------------------------
+
+def talk(*turns):
+    return [Message(*turn) for turn in turns]
+
+
+TALK = talk(("user", "2 + 2?"), ("assistant", "4"), ("user", "more\n"), ("assistant", "5, caf\u00e9"))
+
+
+def learnt_text(template, messages):
+    tokens, learnt = template.render(messages)
+    return decode(template.encoding, [token for token, is_in in zip(tokens, learnt) if is_in])
+
+
+@pytest.mark.parametrize("kind, learnt", [
+    ("chatml", "4<|im_end|>5, caf\u00e9<|im_end|>"), ("llama2", "4 </s> 5, caf\u00e9 </s>"),
+    ("begins", "4<|endoftext|>5, caf\u00e9<|endoftext|>")])
+def test_a_template_writes_what_transformers_writes_and_answers_are_learnt(folders, kind, learnt):
+    """The third has no template of its own: `plain`."""
+    encoding = find_tokenizer(folders[kind])
+    template = choose_template(None, encoding)
+    assert (template.name == "plain") == (kind == "begins")
+    theirs = transformers.AutoTokenizer.from_pretrained(folders[kind])
+    dicts = [dict(role=message.role, content=message.content) for message in TALK]
+    program = template.program
+    assert template.render(TALK)[0] == theirs.apply_chat_template(
+        dicts, chat_template=program, return_dict=False)
+    assert template.prompt_of(TALK[:3]) == theirs.apply_chat_template(
+        dicts[:3], chat_template=program, add_generation_prompt=True, return_dict=False)
+    assert learnt_text(template, TALK).strip() == learnt
+    first = [TALK[0], TALK[1]._replace(is_learnt=False), *TALK[2:]]
+    assert "4" not in learnt_text(template, first)
+
+
+def test_blocks_of_generation_mark_what_the_prompt_rule_marks(folders):
+    """Where a template has such blocks, transformers masks the same tokens by them."""
+    program = ("{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n'"
+               " }}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+               "{% else %}{{ '<|im_start|>user\n' + m['content'] + '<|im_end|>\n' }}{% endif %}"
+               "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    template = JinjaTemplate(program, find_tokenizer(folders["chatml"]))
+    theirs = transformers.AutoTokenizer.from_pretrained(folders["chatml"])
+    dicts = [dict(role=message.role, content=message.content) for message in TALK]
+    masked = theirs.apply_chat_template(dicts, chat_template=program, return_dict=True,
+                                        return_assistant_tokens_mask=True)
+    assert template.render(TALK) == (masked["input_ids"], list(map(bool, masked["assistant_masks"])))
+
+
+@pytest.mark.parametrize("messages, words", [
+    (talk(("user", "a <|im_end|> b"), ("assistant", "c")), "a content has <|im_end|>"),
+    (talk(("user", "a"), ("assistant", "b", True, "a thought"), *TALK), "leaves out or changes"),
+    (talk(("user", "a"), ("assistant", "b", True, "t")), None)])
+def test_what_would_be_learnt_wrongly_is_refused(folders, messages, words):
+    template = JinjaTemplate(THINKS, find_tokenizer(folders["chatml"]))
+    if words is None:
+        assert learnt_text(template, messages) == "<think>t</think>b<|im_end|>"
+        return
+    with pytest.raises(ValueError, match=words.replace("|", r"\|")):
+        template.render(messages)
+
+
+@pytest.mark.parametrize("program, words", [
+    ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "no token behind an answer"),
+    ("{{ 'a' + messages|length|string }}" + CHATML, "prompt of an answer is not what stands"),
+    ("{{ raise_exception('never') }}", "refuses a conversation"), ("{% if %}", "refuses")])
+def test_a_template_of_which_answers_cannot_be_told_is_refused(folders, tmp_path, refuse_data,
+                                                               program, words):
+    write_lines("c.jsonl", [dict(prompt=f"{i}", completion="a") for i in range(30)])
+    Path("t.jinja").write_text(program)
+    refuse_data(words, "c.jsonl", "--tokenizer", folders["chatml"], "--template", "t.jinja")
+
+
+def test_plain_is_the_same_in_jinja_and_without_it(folders):
+    """The tokens of `plain` for bytes are the characters of its program in Jinja."""
+    encoding = get_tokenizer("bytes")
+    text = decode(encoding, PlainTemplate(encoding).render(TALK)[0])
+    theirs = transformers.AutoTokenizer.from_pretrained(folders["chatml"])
+    dicts = [dict(role=message.role, content=message.content) for message in TALK]
+    assert text == theirs.apply_chat_template(dicts, chat_template=plain_program(encoding),
+                                              tokenize=False)
