@@ -373,8 +373,7 @@ def test_a_model_keeps_its_template_from_import_to_export(folder, tmp_path, make
     state = checkpoint.load(Path("out/latest.pt"))
     assert state["template_file"] == checkpoint.load(Path("base.pt"))["template_file"]
     huggingface.export_model(Path("out/latest.pt"), Path("hf"))
-    config = json.loads(Path("hf/tokenizer_config.json").read_text())
-    assert config["chat_template"] == STYLES[style]
+    assert Path("hf/chat_template.jinja").read_text() == STYLES[style]
     model = transformers.AutoModelForCausalLM.from_pretrained("hf", dtype=torch.float32)
     capsys.readouterr()
     tokenizer = transformers.AutoTokenizer.from_pretrained("hf")
