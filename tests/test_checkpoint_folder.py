@@ -36,7 +36,6 @@ from runtime import directory
 from tests.harness import (CFG, INTERLEAVED, TINY, assert_same_state, names_in, no_file_above,
                            run_main, saved_file, settings, trained, watched)
 from tools import checkpoint as tool
-from tools.bench import checkpoint_plans
 
 
 def random_spec(rng):
@@ -176,21 +175,6 @@ def test_pytorch_alone_opens_a_folder(pool, tmp_path):
     whole = torch.load(tmp_path / "theirs.pt")
     assert whole.keys() == names.keys()
     assert all(tensor.equal(whole[name]) for name, tensor in names.items())
-
-
-def test_the_benchs_plans_are_those_of_a_real_save(pool, tmp_path):
-    """tools.bench checkpoint_plans counts, without tensors, as many chunks as a run writes."""
-    trained(pool, (2, 2, 2), tmp_path, steps=1, checkpoint_format="folder", zero=1)
-    table = read_table(step_file(tmp_path, 1, "folder"))
-    layout = checkpoint_plans.Layout(CFG, 2, 2, 2, num_shards=2)
-    (tmp_path / "bench").mkdir()
-    column = checkpoint_plans.save(layout, tmp_path / "bench")
-    assert column["chunks in all"] == f"{len(table.storage_data):,}" and column["ranks"] == "8"
-    ours = read_table(tmp_path / "bench")
-    assert ours.storage_data.keys() == table.storage_data.keys()
-    assert all(abs(where.length - table.storage_data[index].length) <= 8
-               for index, where in ours.storage_data.items())
-    assert "a rank finds its chunks, s" in checkpoint_plans.load(layout, tmp_path / "bench")
 
 
 def write_folders(tmp_path, steps, **flags):

@@ -927,7 +927,8 @@ def test_a_killed_run_of_four_ranks_ends_on_eight_with_the_bits_of_one_process(s
 
 def test_a_plan_has_total_and_active_parameters_and_the_rows_of_experts():
     flags = ["--model", "mixtral-8x7b", "--world", "64", "--gpu", "h100", "--tp", "2", "--ep", "8",
-             "--dtype", "bf16", "--seq-len", "4096", "--zero", "1", "--micro-batch", "1"]
+             "--dtype", "bf16", "--seq-len", "4096", "--zero", "1", "--micro-batch", "1",
+             "--batch-size", "512"]
     text = answer(flags)
     assert "46,702,792,704 parameters, of which a token uses 12,879,925,248: 32 layers" in text
     plan = json.loads(answer([*flags, "--json"]))
