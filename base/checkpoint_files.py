@@ -91,8 +91,7 @@ def disk_error(error: Exception) -> OSError | None:
 def advice(path: Path) -> str:
     """What to give instead of `path`, which is no file."""
     if (path / TABLE).exists():
-        return (f"it is a folder of torch.distributed.checkpoint of another program: `python -m "
-                f"tools.checkpoint {path} FILE.pt --data DIR --model NAME` takes its weights")
+        return "it is a folder of torch.distributed.checkpoint of another program"
     inside = sorted([*path.glob("*.pt"), *(facts.parent for facts in path.glob(f"*/{FACTS}"))])
     if inside:                                          # latest or latest.pt is the first
         return f"it is a directory: give a file in it: {', '.join(map(str, inside))}"

@@ -39,7 +39,7 @@ def part_file(rank: int) -> str:
 def make_table(parts: list[list[Entry]], dtype: torch.dtype) -> bytes:
     """`.metadata`, from what each rank has written.
 
-    Of thousands of ranks it has millions of chunks (`python -m tools.bench checkpoint_plans`). All
+    Of thousands of ranks it has millions of chunks (docs/measurements.md). All
     layers, and the three kinds of tensors, are cut alike. So a rank's equal chunks are one object,
     which the pickle has once: it is half as long, and is made and read in half the time."""
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo

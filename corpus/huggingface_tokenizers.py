@@ -1,8 +1,8 @@
 """A tokenizer of Hugging Face, which the package `transformers` opens: AutoTokenizer knows every
 kind of folder. tokenizers.py has the interface.
 
-    file        {"tokenizer.json": its content, "tokenizer_config.json": its content}, as JSON: what
-                save_pretrained writes. It is hf-HASH.json beside the shards
+    file        {"tokenizer.json": its content, ...}, as JSON: those of FILES that save_pretrained
+                writes. It is hf-HASH.json beside the shards
     HASH        of what decides the tokens, and not of how or where a file is written
 
 - A document is encoded whole, because its parts would not give the same tokens everywhere.
@@ -25,7 +25,7 @@ import numpy as np
 from corpus.documents import EOT
 
 OWN = "hf-"                 # how the name of such a tokenizer begins
-FILES = ("tokenizer.json", "tokenizer_config.json")
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -70,7 +70,8 @@ class HuggingFaceTokenizer:
     def file(self) -> str:
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save_pretrained(folder)
-            return json.dumps({name: Path(folder, name).read_text("utf-8") for name in FILES})
+            return json.dumps({name: Path(folder, name).read_text("utf-8") for name in FILES
+                               if Path(folder, name).exists()})
 
     def encode_ordinary(self, text: str) -> list[int]:
         # encode_batch_fast finds no offsets: it takes two thirds of the time, half the memory.
@@ -118,22 +119,22 @@ def open_file(file: str) -> HuggingFaceTokenizer:
     try:
         contents = json.loads(file)
         with tempfile.TemporaryDirectory() as folder:
-            for name in FILES:
+            for name in contents.keys() & set(FILES):
                 Path(folder, name).write_text(contents[name], "utf-8")
             return load(folder)
-    except (KeyError, TypeError) as error:
+    except (AttributeError, TypeError) as error:
         raise ValueError(f"it keeps no tokenizer of Hugging Face: {error!r}") from None
 
 
-def load(source) -> HuggingFaceTokenizer:
-    """Of a folder, or of a name on the hub. Raises ValueError, OSError."""
+def load(source, opener="AutoTokenizer") -> HuggingFaceTokenizer:
+    """Of a folder, or of a name on the hub, by this class of transformers. Raises ValueError."""
     transformers = import_transformers()
     path = Path(source, FILES[0])
     try:
         if path.is_file() and not Path(source, FILES[1]).is_file():
             tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+            tokenizer = getattr(transformers, opener).from_pretrained(source)
     except Exception as error:              # it raises nothing narrower
         text = str(error).strip().partition("\n")[0]
         raise ValueError(f"{source}: transformers opens no tokenizer there ({text}): give a folder "
@@ -157,13 +158,51 @@ def find_tokenizer(given) -> HuggingFaceTokenizer:
     return load(path.parent if path.is_file() else given)
 
 
+def find_in_model(folder: Path, name: str) -> HuggingFaceTokenizer | None:
+    """The tokenizer in the folder of a model, or None without its files. `name` is the one in its
+    config.json: of one that this project has written, as AutoTokenizer may take another for the
+    architecture. Raises ValueError."""
+    if not any((folder / file).exists() for file in (FILES[0], "vocab.json", "tokenizer.model")):
+        return None
+    return load(folder, "PreTrainedTokenizerFast" if name.startswith(OWN) else "AutoTokenizer")
+
+
+def byte_level_tokenizer(model):
+    """One of the package `tokenizers` whose tokens are bytes, with GPT-2's pattern of words."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def to_huggingface(encoding) -> HuggingFaceTokenizer:
+    """The same tokenizer, if it is tiktoken's: gpt2 or bytes. Any two tokens that make up a third
+    are merged, the first of the vocabulary before others."""
+    if isinstance(encoding, HuggingFaceTokenizer):
+        return encoding
+    transformers = import_transformers()
+    from tokenizers import models
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    characters, ranks = bytes_to_unicode(), {
+        token: encoding.encoding.encode_single_token(token)
+        for token in encoding.encoding.token_byte_values()}
+    written = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    merges = [(written[token[:i]], written[token[i:]])
+              for token in sorted(ranks, key=ranks.get) for i in range(1, len(token))
+              if token[:i] in ranks and token[i:] in ranks]
+    tokenizer = byte_level_tokenizer(models.BPE(
+        vocab={written[token]: rank for token, rank in ranks.items()}, merges=merges))
+    tokenizer.add_special_tokens([EOT])
+    return HuggingFaceTokenizer(transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=EOT, eos_token=EOT, unk_token=EOT, pad_token=EOT))
+
+
 def train_tokenizer(texts, n_tokens: int) -> HuggingFaceTokenizer:
     """One of n_tokens, or fewer if all words are tokens; the last is <|endoftext|>."""
     transformers = import_transformers()
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    from tokenizers import models, pre_tokenizers, trainers
+    tokenizer = byte_level_tokenizer(models.BPE())
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=n_tokens - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False))

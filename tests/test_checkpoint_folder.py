@@ -36,7 +36,6 @@ from runtime import directory
 from tests.harness import (CFG, INTERLEAVED, TINY, assert_same_state, names_in, no_file_above,
                            run_main, saved_file, settings, trained, watched)
 from tools import checkpoint as tool
-from tools.bench import checkpoint_plans
 
 
 def random_spec(rng):
@@ -178,21 +177,6 @@ def test_pytorch_alone_opens_a_folder(pool, tmp_path):
     assert all(tensor.equal(whole[name]) for name, tensor in names.items())
 
 
-def test_the_benchs_plans_are_those_of_a_real_save(pool, tmp_path):
-    """tools.bench checkpoint_plans counts, without tensors, as many chunks as a run writes."""
-    trained(pool, (2, 2, 2), tmp_path, steps=1, checkpoint_format="folder", zero=1)
-    table = read_table(step_file(tmp_path, 1, "folder"))
-    layout = checkpoint_plans.Layout(CFG, 2, 2, 2, num_shards=2)
-    (tmp_path / "bench").mkdir()
-    column = checkpoint_plans.save(layout, tmp_path / "bench")
-    assert column["chunks in all"] == f"{len(table.storage_data):,}" and column["ranks"] == "8"
-    ours = read_table(tmp_path / "bench")
-    assert ours.storage_data.keys() == table.storage_data.keys()
-    assert all(abs(where.length - table.storage_data[index].length) <= 8
-               for index, where in ours.storage_data.items())
-    assert "a rank finds its chunks, s" in checkpoint_plans.load(layout, tmp_path / "bench")
-
-
 def write_folders(tmp_path, steps, **flags):
     """The folders of a run in one process, newest first."""
     watched(settings(tmp_path, steps=steps, save_every=1, keep=9, checkpoint_format="folder",
@@ -329,34 +313,9 @@ def test_a_file_becomes_a_folder_and_a_file_again(run_train, run_sample, run_too
     status, _, error = run_sample("--ckpt", tmp_path / "p" / "latest.pt")
     assert status == 2 and "p has step_00000004, latest" in error.replace("step_00000002, ", "")
     for words, given in [("exists: give a new name", (folder, out)),
-                         ("drop the flags", (folder, tmp_path / "x.pt", "--model", "nano")),
                          ("there is no checkpoint", (tmp_path / "x", tmp_path / "y"))]:
         status, _, error = run_tool(*given)
         assert status == 2 and words in error and error.count("\n") == 1, error
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("prefix", ["", "model."])
-def test_weights_that_another_program_has_written_come_in(run_train, run_tool, shards, tmp_path,
-                                                          prefix):
-    """By PyTorch's own dcp.save, under our names."""
-    flags = ["--data", shards, *TINY]
-    run_train(*flags, "--out", tmp_path / "o")
-    file = checkpoint.load(tmp_path / "o" / "latest.pt")
-    theirs = {prefix + name: tensor for name, tensor in file["parameters"].items()}
-    dcp.save(theirs | dict(step=torch.tensor(3)), checkpoint_id=tmp_path / "theirs", no_dist=True)
-    status, _, error = run_tool(tmp_path / "theirs", tmp_path / "x.pt")
-    assert status == 2 and "has no facts.pt" in error and "give --data" in error
-    of_shape = TINY[:8]
-    status, _, error = run_tool(tmp_path / "theirs", tmp_path / "x.pt", "--data", shards)
-    assert status == 2 and "should have shape" in error
-    assert run_tool(tmp_path / "theirs", tmp_path / "x.pt", "--data", shards, *of_shape)[0] == 0
-    state = checkpoint.load(tmp_path / "x.pt")
-    assert all(tensor.equal(file["parameters"][name])
-               for name, tensor in state["parameters"].items())
-    status, _, error = run_train(*flags, "--out", tmp_path / "new", "--init-from",
-                                 tmp_path / "x.pt")
-    assert (status, error) == (0, "")
 
 
 def test_a_full_disk_ends_the_tool_in_one_line_and_leaves_nothing(things, run_tool, tmp_path):

@@ -5,6 +5,7 @@
 
 The commands of the pages have tests in tests/test_readme.py.
 """
+import ast
 import os
 import re
 import shlex
@@ -12,18 +13,13 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree
-from dataclasses import fields
-from types import SimpleNamespace
 
 import pytest
 
-import tools.compare
-from base.options import Config
-from base.other_names import IN_PROJECTS, PROJECTS
-from tests.harness import ROOT, TINY, launch, run_main
-from tools import docs, loss_picture
+from tests.harness import ROOT, run_main
+from tools import docs
 
-PAGES_OF_TABLES = ("docs/flags.md", "docs/claims.md")
+PAGES_OF_TABLES = ("docs/flags.md", "docs/claims.md", "docs/faults.md", "docs/techniques.md")
 # Words of a cell, words of a paragraph.
 LIMITS = {"README.md": (15, 60)}
 LIMITS_OF_CHAPTERS = (25, 90)
@@ -149,71 +145,6 @@ def without_blocks(page):
 
 
 # ---------------------------------------------------------------------------------------------
-# The checkers find what they should
-# ---------------------------------------------------------------------------------------------
-
-# ---------------------------------------------------------------------------------------------
-# The checkers find what they should
-# ---------------------------------------------------------------------------------------------
-
-def test_a_long_paragraph_item_or_cell_is_named_with_its_line():
-    page = ("# A heading of more than five words here\n\none two [three](http://a/b) -- four\n"
-            "five\n\n- one two three four five six\n- one\n\n| a | one two three |\n|---|---|\n"
-            "```\none two three four five six seven\n```\n<!-- a comment of more than five words "
-            "-->\n1. one two three four five `six`\n")
-    assert too_long(page, 2, 5) == [
-        "line 6: paragraph of 6 words (at most 5): - one two three four five six ...",
-        "line 9: cell of 3 words (at most 2): one two three ...",
-        "line 15: paragraph of 7 words (at most 5): 1. one two three four five `six` ..."]
-    assert too_long(page, 3, 7) == []
-
-
-def test_a_link_to_a_file_or_heading_that_does_not_exist_is_named_with_its_line(tmp_path):
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "code.py").write_text("a = 1\nb = 2\n")
-    (tmp_path / "docs" / "a.md").write_text("# One `--two`, three\n## Again\n## Again\n")
-    page = ("[a](docs/a.md#one---two-three) [b](docs/a.md#again-1) [c](code.py#L2) [d](#here)\n"
-            "[e](https://nowhere.invalid) `[f](nowhere)`\n\n## Here\n<a name=\"there\"></a>\n"
-            "[g](#there) ![h](no.svg)\n[i](docs/a.md#again-2) [j](code.py#L3)\n[k](#nowhere)\n")
-    (tmp_path / "README.md").write_text(page)
-    assert broken_links("README.md", page, tmp_path) == [
-        "line 6: no.svg: no such file", "line 7: docs/a.md#again-2: no such heading",
-        "line 7: code.py#L3: the file has fewer lines", "line 8: #nowhere: no such heading"]
-    assert broken_links("docs/a.md", "[a](../code.py#L1) [b](a.md) [c](code.py)", tmp_path) == [
-        "line 1: code.py: no such file"]
-
-
-def test_a_block_is_replaced_and_a_wrong_mark_is_refused():
-    page = "before\n\n<!-- generated: faults -->\nworn out\n<!-- end -->\n\nafter\n"
-    filled = docs.fill(page, "../")
-    assert filled.startswith("before\n\n<!-- generated: faults -->\n\n| Fault | Tried |")
-    assert filled.endswith("|\n\n<!-- end -->\n\nafter\n") and "worn out" not in filled
-    assert docs.fill(filled, "../") == filled and "](../tests/test_survival.py)" in filled
-    assert without_blocks(filled) == "before\n\n\n\nafter\n"
-    with pytest.raises(ValueError, match="no block is called fault; there are train_flags, "):
-        docs.fill(page.replace("faults", "fault"), "")
-    for wrong in (page.replace("<!-- end -->\n", ""),
-                  page.replace("worn out", "<!-- generated: faults -->")):
-        with pytest.raises(ValueError, match="has no <!-- end -->"):
-            docs.fill(wrong, "")
-
-
-def test_marks_are_read_without_importing_the_tests(tmp_path, monkeypatch):
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "test_all.py").write_text(
-        "import nothing_of_this_name\n@pytest.mark.slow\n@pytest.mark.claim('one '\n    'two')\n"
-        "def test_a(): pass\n")
-    (tmp_path / "tests" / "test_b.py").write_text(
-        "@pytest.mark.fault('x', tried=2, survived=1, note='y')\n@pytest.mark.claim('three')\n"
-        "@pytest.mark.fault('z', tried=1, survived=0, note='')\ndef test_b(): pass\n")
-    monkeypatch.setattr(docs, "ROOT", tmp_path)
-    assert list(docs.marks("claim")) == [("test_all.py", "test_a", ["one two"], {}),
-                                         ("tests/test_b.py", "test_b", ["three"], {})]
-    assert [(mark.values, mark.named["survived"]) for mark in docs.marks("fault")] == [
-        (["x"], 1), (["z"], 0)]
-
-
-# ---------------------------------------------------------------------------------------------
 # The form of the pages
 # ---------------------------------------------------------------------------------------------
 
@@ -260,62 +191,44 @@ def test_the_readme_links_every_page():
 # What is generated
 # ---------------------------------------------------------------------------------------------
 
-def test_the_committed_pages_are_what_the_tool_writes():
-    """Byte for byte."""
-    outdated = sorted(docs.outdated())
-    assert not outdated, f"run python -m tools.docs: it changes {', '.join(outdated)}"
+
+def test_the_committed_flags_are_what_the_tool_writes(tmp_path, monkeypatch, capsys):
+    page = docs.PAGE.read_text()
+    assert docs.filled(page) == page, "run python -m tools.docs"
+    copy = tmp_path / "flags.md"
+    copy.write_text(page.replace("| `--tp N` | `1` |", "| `--tp N` | `2` |"))
+    monkeypatch.setattr(docs, "PAGE", copy)
+    assert run_main(capsys, docs) == (0, "wrote docs/flags.md\n", "") and copy.read_text() == page
 
 
-def test_the_tool_writes_what_has_changed_and_says_so(tmp_path, monkeypatch, capsys):
-    """With --check it writes nothing, and its exit status is 1."""
-    (tmp_path / "parallelism").mkdir()
-    for path in ("test_all.py", *docs.FILES_OF_FORMS):
-        shutil.copy(ROOT / path, tmp_path / path)
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "docs").mkdir()
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- generated: techniques -->\n<!-- end -->\n")
-    page = tmp_path / "docs" / "a.md"
-    page.write_text("<!-- generated: other_names -->\n<!-- end -->\n")
-    monkeypatch.setattr(docs, "ROOT", tmp_path)
-    program = SimpleNamespace(__name__="tools.docs", main=docs.main)
-    files = ["README.md", "docs/a.md"]
-    status, out, _ = run_main(capsys, program, "--check")
-    assert status == 1 and page.read_text().count("\n") == 2
-    assert out == "".join(f"{path} is out of date: run python -m tools.docs\n" for path in files)
-    status, out, _ = run_main(capsys, program)
-    assert status == 0 and out == "".join(f"wrote {path}\n" for path in files)
-    assert "[`plain_pipeline`](parallel.py#L" in readme.read_text()
-    assert run_main(capsys, program, "--check") == (0, "", "")
-    readme.write_text("<!-- generated: techniques -->\n")
-    status, _, error = run_main(capsys, program)
-    assert status == 2 and error.startswith("tools.docs: README.md: a mark <!-- generated: ...")
+def test_the_table_of_techniques_names_functions_and_tests_that_exist():
+    rows = re.findall(r"\[`(\w+)`\]\(\.\./([\w/]+\.py)\)", pages()["docs/techniques.md"])
+    assert len(rows) > 20
+    for name, file in rows:
+        assert re.search(rf"(?m)^(def|class) {name}\b", (ROOT / file).read_text()), name
 
 
-def test_the_page_of_flags_has_every_flag_and_every_name_elsewhere():
-    page = pages()["docs/flags.md"]
-    of_other_programs = page[page.index("## Flags of"):page.index("## Names in other projects")]
-    page = page.replace(of_other_programs, "")
-    rows = {}
-    for _, kind, text in elements(page):
-        if kind == "row" and text.startswith("| `--"):
-            rows.setdefault(re.match(r"\| `--([\w-]+)", text)[1], []).append(text)
-    names = [field.name.replace("_", "-") for field in fields(Config)]
-    assert [name for name in rows if name in names] == names and set(rows) == set(names)
-    notes = re.findall(r"(?m)^### `--(.*)`$", page)
-    assert len(notes) > 10 and not set(notes) - set(names) and not set(IN_PROJECTS) - set(names)
-    assert {len(cells) for cells in IN_PROJECTS.values()} == {len(PROJECTS)}
+def marks(kind):
+    """[(words, test, named arguments)] of @pytest.mark.<kind>; the tests are parsed."""
+    found = []
+    for file in (ROOT / "test_all.py", *sorted(ROOT.glob("tests/test_*.py"))):
+        for node in ast.parse(file.read_text()).body:
+            for mark in getattr(node, "decorator_list", ()):
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == f"pytest.mark.{kind}":
+                    found.append((ast.literal_eval(mark.args[0]), node.name,
+                                  {word.arg: ast.literal_eval(word.value)
+                                   for word in mark.keywords}))
+    return found
 
 
-def test_every_claim_and_fault_of_a_mark_stands_in_a_page():
-    """The table of faults wherever a page has its block."""
-    claims = list(docs.marks("claim"))
+def test_every_claim_and_fault_of_a_mark_stands_in_its_page():
     page = pages()["docs/claims.md"]
-    assert len(claims) >= 36 and len({mark.values[0] for mark in claims}) == len(claims)
-    assert all(f"| {mark.values[0]} | `{mark.test}` |" in page for mark in claims)
-    for mark in docs.marks("fault"):
-        assert mark.named.keys() == {"tried", "survived", "note"}, mark
-        assert 0 <= mark.named["survived"] <= mark.named["tried"], mark
+    missing = [f"| {words} | `{test}` |" for words, test, _ in marks("claim")
+               if f"| {words} | `{test}` |" not in page]
+    assert not missing and page.count("| `test_") == len(marks("claim")), "\n".join(missing)
+    for words, _, named in marks("fault"):
+        row = f"| {words} | {named['tried']:,} | {named['survived']:,} | {named['note']} |"
+        assert row in pages()["docs/faults.md"], row
 
 
 # ---------------------------------------------------------------------------------------------
@@ -329,26 +242,6 @@ def test_every_picture_is_well_formed_and_follows_the_color_scheme():
         content = file.read_text()
         assert "prefers-color-scheme:dark" in content, file
         assert "<title>" in content and xml.etree.ElementTree.fromstring(content) is not None, file
-
-
-def test_exact_runs_in_two_layouts_are_one_line_of_the_picture(shards, tmp_path, capsys):
-    """The same losses; their difference is none, and lies on the line for zero."""
-    pytest.importorskip("matplotlib")
-    flags = ["--data", shards, *TINY, "--exact", "--micro-batch", 1, "--eval-every", 0]
-    outs = [tmp_path / "one", tmp_path / "two"]
-    ranks = [*launch(1, *flags, "--out", outs[0]), *launch(2, *flags, "--tp", 2, "--out", outs[1])]
-    assert [rank.finish()[0] for rank in ranks] == [0, 0, 0]
-    file = tmp_path / "a.svg"
-    status, text, error = run_main(capsys, tools.compare, "--svg", file, *outs)
-    assert status == 0 and text.endswith(f"\nwrote {file}\n"), error
-    runs = tools.compare.read_runs(outs)
-    one, two = loss_picture.curves(runs, "loss")
-    [strip] = loss_picture.strips(runs)
-    assert one == two and len(one.losses) == 4 and strip.curves[0].losses == [0.0] * 4
-    picture = file.read_text()
-    assert ">difference from 1 process, with --exact: none<" in picture
-    assert ">tp 2, exact<" in picture and "prefers-color-scheme:dark" in picture
-    assert xml.etree.ElementTree.fromstring(picture) is not None
 
 
 @pytest.mark.slow

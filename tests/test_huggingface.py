@@ -2,17 +2,14 @@
 
     python -m pytest tests/test_huggingface.py
 """
-import functools
-import http.server
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
-import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,81 +17,41 @@ import torch
 
 import checkpoint
 import sample
-from corpus import formats
-from corpus.bpe import train_bpe
-from corpus.tiktoken_tokenizers import write_tokens
-from corpus.tokenizers import get_tokenizer, name_of
+from corpus.documents import EOT
+from corpus.huggingface_tokenizers import open_file, to_huggingface, train_tokenizer
+from corpus.templates import hash_of
+from corpus.tokenizers import get_tokenizer
 from model import GPTConfig
 from models import llama_sizes, moe
 from models.llama import LlamaConfig
 from models.moe import MoEConfig
 from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, no_file_above,
                            readme_commands, relative, saved, tokens_of, weights_only)
-from tools import huggingface, huggingface_families, huggingface_formats
-
-
-class Hub(http.server.SimpleHTTPRequestHandler):
-    """The part of the hub that huggingface_hub reads: the models in the folder hub/. One whose name
-    ends in gated tells of its files, and gives none."""
-
-    def do_GET(self):
-        self.answer(super().do_GET)
-
-    def do_HEAD(self):
-        self.answer(super().do_HEAD)
-
-    def answer(self, send_file):
-        api, name = re.match(r"/(api/models/)?(\w+/\w+)", self.path).groups()
-        folder = Path(self.directory, name)
-        if not folder.is_dir():
-            self.reply(404, error="RepoNotFound")
-        elif api is not None and "/tree/" in self.path:
-            self.reply(200, [dict(type="file", path=file.name, size=file.stat().st_size, oid="1")
-                             for file in folder.iterdir()])
-        elif api is not None:
-            self.reply(200, dict(id=name, sha="0" * 40, siblings=[]))
-        elif name.endswith("gated"):
-            self.reply(403, error="GatedRepo")
-        else:
-            self.path = re.sub("/resolve/[^/]*", "", self.path)
-            send_file()
-
-    def reply(self, status, content=None, error=""):
-        body = json.dumps(content or {}).encode()
-        self.send_response(status)
-        self.send_header("X-Error-Code", error)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def end_headers(self):
-        self.send_header("ETag", f'"{self.path}"'.replace("/", "-"))
-        self.send_header("X-Repo-Commit", "0" * 40)
-        super().end_headers()
-
-    def log_message(self, *_):
-        pass
+from tools import huggingface, huggingface_families
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub on this machine; the working directory is the folder that holds hub/."""
-    pytest.importorskip("huggingface_hub")
-    from huggingface_hub import constants, utils
+    """huggingface_hub, as if the models of the folder hub/ were on the hub; the working directory
+    is the folder that holds hub/. Gives the names of the files that were asked for."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
     monkeypatch.chdir(tmp_path)
-    handler = functools.partial(Hub, directory="hub")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
-        threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
-        url = f"http://127.0.0.1:{httpd.server_port}"
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        utils.disable_progress_bars()
-        yield httpd
-        utils.enable_progress_bars()
-        httpd.shutdown()
+    asked = []
+
+    def snapshot_download(name, allow_patterns):
+        if name == "me/away":
+            raise OSError("[Errno -2] Name or service not known\n\nMore lines")
+        if not Path("hub", name).is_dir():
+            raise huggingface_hub.errors.RepositoryNotFoundError(
+                "401 Client Error\n\nMore lines", response=mock.Mock())
+        for file in Path("hub", name).iterdir():
+            if any(file.match(pattern) for pattern in allow_patterns):
+                Path("cache", name).mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, Path("cache", name))
+                asked.append(file.name)
+        return Path("cache", name)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return asked
 
 
 def convert(capsys, *arguments):
@@ -157,34 +114,38 @@ def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
     text = " ".join(NASTY)
     assert theirs(text)["input_ids"] == ours.encoding.encode(text, allowed_special="all")
     assert theirs.eos_token_id == ours.eot_token
-    assert huggingface.find_tokenizer(tmp_path / "hf", GPT2) == ("gpt2", None)
+    assert kept_of(tmp_path / "hf", name="gpt2") == dict(tokenizer="gpt2")
+    assert kept_of(tmp_path / "hf") == dict(tokenizer="gpt2")
+    content = json.loads((tmp_path / "hf/tokenizer.json").read_text())
+    content["model"]["vocab"] |= {"\u0120informants": 50255, "\u0120gazed": 50254}
+    (tmp_path / "hf/tokenizer.json").write_text(json.dumps(content))
+    assert kept_of(tmp_path / "hf")["tokenizer"].startswith("hf-")
 
 
-GPT2 = dict(model_type="gpt2", vocab_size=50257)
-SOME = huggingface.SOME_OF_GPT2S | {"model": 19849}         # also a key of a tokenizer.json
+def kept_of(folder, name=None, model_type="gpt2"):
+    """What an import keeps of the tokenizer in a folder whose config.json names it so."""
+    state = {}
+    huggingface.add_tokenizer(state, folder, SimpleNamespace(
+        model_type=model_type, vocab_size=50257, **{} if name is None else {"tokenizer": name}))
+    return state
 
 
-@pytest.mark.parametrize("name, content, expected", [
-    ("other.json", {}, "gpt2"), ("vocab.json", SOME, "gpt2"),
-    ("tokenizer.json", dict(model=dict(vocab=SOME)), "gpt2"),
-    ("vocab.json", SOME | {"\u0120and": 291}, "gpt2-50257"),
-    ("tokenizer.json", dict(model=dict(vocab=[["a", 0.5]])), "gpt2-50257"),     # Unigram's
-    ("tokenizer.json", [], "gpt2-50257")])
-def test_a_gpt2_with_another_tokenizer_of_its_size_has_not_gpt2s(tmp_path, name, content, expected):
-    """As GPT-2s of other languages have: without their file sample.py cannot decode. (One that is a
-    tokenizer.json of ours: test_a_tokenizer_json_goes_with_the_import_of_what_has_no_other.)"""
-    (tmp_path / name).write_text(json.dumps(content))
-    assert huggingface.find_tokenizer(tmp_path, GPT2) == (expected, None)
+def test_a_gpt2_without_a_tokenizer_has_gpt2s(tmp_path):
+    assert kept_of(tmp_path) == dict(tokenizer="gpt2")
+    assert kept_of(tmp_path, model_type="opt") == dict(tokenizer="opt-50257")
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name, is_read", [
     ("llama-257", True), ("bytes", False), ("cl100k_base", False)])
 def test_an_export_without_a_tokenizer_takes_one_that_is_put_in_its_folder(tmp_path, name, is_read):
     """As the import advises. What sample.py has by its name needs no file."""
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(huggingface.tokenizer_json(get_tokenizer("bytes"))))
-    found = huggingface.find_tokenizer(tmp_path, dict(tokenizer=name))
-    assert found == ((name_of(path.read_text()), path) if is_read else (name, None))
+    pytest.importorskip("transformers")
+    kept = to_huggingface(get_tokenizer("bytes"))
+    kept.tokenizer.save_pretrained(tmp_path)
+    state = kept_of(tmp_path, name)
+    assert state["tokenizer"] == (kept.name if is_read else name)
+    assert ("tokenizer_file" in state) == is_read
 
 
 SHAPE = dict(vocab_size=350, seq_len=16, n_layer=1, n_head=2, n_embd=16)
@@ -213,34 +174,64 @@ def test_transformers_opens_the_tokenizer_of_every_model_type(tmp_path, capsys, 
     <|endoftext|> in a text ends it there. An import finds the tokenizer again. For a Qwen2
     AutoTokenizer takes the vocabulary alone: a note names the class that reads the whole file."""
     transformers = pytest.importorskip("transformers")
-    file = write_tokens(train_bpe([" ".join(NASTY * 2) + " the then 1234 don't I'LL\n\nx"], 300))
-    texts = [*NASTY, " ".join(NASTY), "a , b .  'll", "".join(map(chr, range(0x250))), "\ue000",
-             f"the{formats.EOT} then 123 \n\n x{formats.EOT}"]
+    own = train_tokenizer([" ".join(NASTY * 2) + " the then 1234 don't I'LL\n\nx"], 300)
+    texts = [*NASTY, " ".join(NASTY), "a , b .  'll", "".join(map(chr, range(0x250))), "\ue000"]
     opener = transformers.AutoTokenizer
     if model_type == "qwen2":
         opener = transformers.PreTrainedTokenizerFast
-    for name, own in (("bytes", None), (name_of(file), file)):
-        ours, kept, folder = get_tokenizer(name, own), tmp_path / f"{name}.pt", tmp_path / name
+    for ours in (get_tokenizer("bytes"), own):
+        name, kept, folder = ours.name, tmp_path / f"{ours.name}.pt", tmp_path / ours.name
         weights_only(kept, EXPORTED[model_type], name)
-        if own is not None:
-            torch.save(torch.load(kept) | dict(tokenizer_file=own), kept)
+        if ours.file is not None:
+            torch.save(torch.load(kept) | dict(tokenizer_file=ours.file), kept)
         huggingface.export_model(kept, folder)
         assert ("PreTrainedTokenizerFast" in capsys.readouterr().err) == (model_type == "qwen2")
         config = json.loads((folder / "config.json").read_text())
-        assert huggingface_formats.kind_of(config) == model_type
+        assert huggingface_families.family_of(transformers.AutoConfig.for_model(**config)) is (
+            huggingface_families.FAMILIES[model_type])
         theirs = opener.from_pretrained(folder)
         end = ours.eot_token
-        assert len(theirs) == end + 1 and theirs.eos_token_id == theirs.bos_token_id == end
-        assert theirs.convert_tokens_to_ids(formats.EOT) == end
+        assert len(theirs) == end + 1 and theirs.eos_token_id == end
+        assert theirs.convert_tokens_to_ids(EOT) == end
         for text in texts:
-            tokens = theirs(text)["input_ids"]
-            assert tokens == ours.encoding.encode(text, allowed_special="all"), text
+            tokens = theirs(text, split_special_tokens=True)["input_ids"]
+            assert tokens == ours.encode_ordinary(text), text
             assert theirs.decode(tokens) == text
-        if own is None:
-            assert theirs.decode(range(256)) == bytes(range(256)).decode(errors="replace")
+            assert theirs(text + EOT)["input_ids"][-1] == end
         huggingface.import_model(str(folder), tmp_path / f"{name}, back.pt")
         back = checkpoint.load(tmp_path / f"{name}, back.pt")
-        assert (back["tokenizer"], back.get("tokenizer_file")) == (name, own)
+        assert back["tokenizer"] == name
+        assert get_tokenizer(name, back.get("tokenizer_file")).name == name
+
+
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + "
+          "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
+          "{{ '<|im_start|>assistant\n' }}{% endif %}")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("program", [None, CHATML])
+def test_a_template_goes_to_transformers_and_comes_back(tmp_path, capsys, program):
+    """With the tokens that end a generation."""
+    pytest.importorskip("transformers")
+    own = train_tokenizer(["the answer is the sum of 7 and 8"] * 9, 300)
+    own.backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    own = type(own)(own.tokenizer)
+    weights_only(tmp_path / "a.pt", EXPORTED["llama"], own.name)
+    state = torch.load(tmp_path / "a.pt") | dict(
+        tokenizer_file=own.file, template="plain" if program is None else hash_of(program), ends=[7])
+    if program is not None:
+        state["template_file"] = program
+    torch.save(state, tmp_path / "a.pt")
+    assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")[0] == 0
+    status, text, _ = convert(capsys, "import", tmp_path / "hf", tmp_path / "b.pt")
+    assert status == 0 and "sample.py --ckpt" in text
+    back = checkpoint.load(tmp_path / "b.pt")
+    for key in ("tokenizer", "template", "template_file"):
+        assert back.get(key) == state.get(key), key
+    assert open_file(back["tokenizer_file"]).name == own.name
+    ends = {7, own.eot_token} | ({own.backend.token_to_id("<|im_end|>")} if program else set())
+    assert set(back["ends"]) == ends
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -275,36 +266,56 @@ def test_fine_tuning_an_export_trains_every_token_and_drops_nothing_unasked(
 
 def test_an_imported_opt_keeps_its_end_of_text_and_trains_its_padding(tmp_path, capsys):
     """OPT's own tokens: 2 begins and ends a text. 1 pads it, where nothing is learnt anyway."""
-    pytest.importorskip("safetensors")
-    config = huggingface.config_json(GPTConfig(50272, activation="relu"), "opt-50272")
+    pytest.importorskip("transformers")
+    cfg = replace(CFG, vocab_size=50272, activation="relu")
+    weights_only(tmp_path / "a.pt", cfg, "opt-50272")
+    assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")[0] == 0
+    config = json.loads((tmp_path / "hf/config.json").read_text())
     assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [2, 2, None]
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(activation="relu2"), "activation 'relu2'"),
-    (dict(n_kv_head=2), "n_kv_head 2"), (dict(vocab_size=300), "has 50257 tokens")])
+    (dict(activation="relu2"), "no architecture of transformers that is known here"),
+    (dict(n_kv_head=2), "no architecture of transformers that is known here")])
 def test_an_export_refuses_what_has_no_name_there(change, message):
     """As where a student has added it to model.py."""
+    pytest.importorskip("transformers")
+
     @dataclass(frozen=True)
     class Wider(GPTConfig):
         n_kv_head: int = None
 
         def __post_init__(self):
             pass
-    huggingface.config_json(Wider(), "bytes")
-    with pytest.raises(ValueError, match=message):
-        huggingface.config_json(Wider(**change), "gpt2", 50256)
+    for cfg in (Wider(**change), LlamaConfig(**SHAPE, **llama_sizes.FAMILIES["palm"])):
+        with pytest.raises(ValueError, match=message):
+            huggingface_families.their_config(cfg)
 
 
-def test_an_export_refuses_a_parameter_that_has_no_name_there(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("safetensors")
+@pytest.mark.parametrize("change, message", [
+    (dict(parameters={"blocks.0.gate.weight": torch.zeros(2, 2)}), "blocks.0.gate.weight"),
+    (dict(tokenizer="gpt2"), "has 50257 tokens, but the model's vocabulary 257")])
+def test_an_export_refuses_what_would_be_another_model_there(tmp_path, capsys, monkeypatch, change,
+                                                             message):
+    pytest.importorskip("transformers")
+    if (SHARED / "tiktoken_cache").is_dir():
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
     weights_only(tmp_path / "a.pt", CFG)
     load = huggingface.load
-    monkeypatch.setattr(huggingface, "load", lambda path: load(path) | dict(
-        parameters={"blocks.0.gate.weight": torch.zeros(2, 2)}))
+    monkeypatch.setattr(huggingface, "load", lambda path: load(path) | change)
     result = convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")
-    assert result[0] == 2 and "blocks.0.gate.weight" in result[2] and result[2].count("\n") == 1
+    assert result[0] == 2 and message in result[2] and result[2].count("\n") == 1
     assert names_in(tmp_path) == ["a.pt"]
+
+
+def test_an_export_whose_logits_differ_is_refused(tmp_path, capsys, monkeypatch):
+    """As where model.py computes another thing than its config says."""
+    pytest.importorskip("transformers")
+    weights_only(tmp_path / "a.pt", CFG)
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, approximate="none": x.relu())
+    status, _, error = convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")
+    assert status == 2 and "GPT2LMHeadModel and GPT have other logits, by" in error
+    assert error.count("\n") == 1 and names_in(tmp_path) == ["a.pt"]
 
 
 LLAMA = LlamaConfig(vocab_size=257, seq_len=16, n_layer=2, n_head=4, n_embd=32, tied=True)
@@ -327,41 +338,10 @@ def test_the_chapters_conversions_run_as_printed(tmp_path, capsys, monkeypatch, 
     assert convert(capsys, *back)[0] == 0 and Path(back[-1]).exists()
 
 
-def test_an_export_is_one_file_or_shards_of_limited_size(tmp_path, capsys):
-    """Each file holds tensors of at most SHARD_BYTES, or a single larger one, and has the mode of
-    any new file; the index lists every tensor once."""
-    safetensors = pytest.importorskip("safetensors")
-    weights_only(tmp_path / "a.pt", CFG)
-    (tmp_path / "new").touch()
-    assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "one")[0] == 0
-    assert names_in(tmp_path / "one") == ["README.md", "config.json", "model.safetensors",
-                                          "tokenizer.json", "tokenizer_config.json"]
-    with mock.patch.object(huggingface, "SHARD_BYTES", 20_000):
-        assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "many")[0] == 0
-    sizes, listed = [], {}
-    for file in sorted((tmp_path / "many").glob("*.safetensors")):
-        with safetensors.safe_open(file, "pt") as tensors:
-            nbytes = [tensors.get_tensor(name).nbytes for name in tensors.keys()]
-            listed |= dict.fromkeys(tensors.keys(), file.name)
-        assert sum(nbytes) <= 20_000 or len(nbytes) == 1
-        sizes.append(sum(nbytes))
-    # The table of tokens is larger than the limit; no two neighbors fit one file.
-    assert max(sizes) == 257 * 32 * 4 and all(a + b > 20_000 for a, b in zip(sizes, sizes[1:]))
-    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
-    assert index["weight_map"] == listed and len(set(listed.values())) == len(sizes)
-    for file in [*(tmp_path / "one").iterdir(), *(tmp_path / "many").iterdir()]:
-        assert file.stat().st_mode == (tmp_path / "new").stat().st_mode
-
-
 def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(hub, run_train, shards, capsys):
-    """Several files and their index are downloaded. Without the hub they are in the cache."""
-    pytest.importorskip("safetensors")
+    pytest.importorskip("transformers")
     weights_only(Path("a.pt"), CFG)
-    with mock.patch.object(huggingface, "SHARD_BYTES", 100_000):
-        assert convert(capsys, "export", "a.pt", "hub/me/tiny")[0] == 0
-    assert convert(capsys, "import", "me/tiny", "first.pt")[0] == 0
-    hub.shutdown()
-    hub.server_close()
+    assert convert(capsys, "export", "a.pt", "hub/me/tiny")[0] == 0
     status, text, error = convert(capsys, "import", "me/tiny", "b.pt")
     assert status == 0 and "python train.py --init-from b.pt" in text, error
     flags = ["--data", shards, "--out", "o", "--batch-size", 4]
@@ -391,17 +371,21 @@ def test_train_py_names_the_import_for_a_model_of_the_hub(run_train, shards, tmp
                    f"weights, for --init-from and sample.py")
 
 
-BROKEN = [      # changes of config.json and of the tensors (None: it is missing), and the answer
-    (dict(model_type="phi3"), {}, "its model_type 'phi3' is none of gpt2, opt"),
-    (dict(model_type="opt", hidden_size=32, max_position_embeddings=16, num_hidden_layers=5,
-          num_attention_heads=8, do_layer_norm_before=False, architectures=["OPTForCausalLM"]), {},
-     "its do_layer_norm_before is F"),
-    (dict(activation_function="gelu"), {}, "its activation_function is 'gelu'"),
-    (dict(n_inner=99), {}, "its n_inner is 99, model.py has only 128"),
-    (dict(n_layer=None), {}, "config.json is refused: it lacks n_layer"),
-    (dict(model_type=None), {}, "config.json is refused: its model_type None"),
-    ({}, {"transformer.h.2.ln_1.bias": None}, "has no tensor h.2.ln_1.bias"),
-    ({}, {"transformer.wpe.weight": torch.zeros(3, 32)}, "has shape (3, 32), not (16, 32)")]
+BROKEN = [      # changes of config.json, changes of the tensors (None: it is missing), the answer
+    (dict(model_type="phi3"), {}, "its model_type 'phi3' is none of opt, gpt2"),
+    (dict(model_type="nothing"), {}, "The checkpoint you are trying to load has model type `noth"),
+    (dict(activation_function="gelu"), {}, "activation 'gelu_erf' is neither 'gelu' nor 'relu'"),
+    (dict(activation_function="mish"), {}, "its activation_function is 'mish', and not one of"),
+    (dict(n_layer="2"), {}, "Validation error for field 'n_layer'"),
+    (dict(n_inner=99), {}, "You set `ignore_mismatched_sizes` to `False`"),
+    (dict(layer_norm_epsilon=0.1), {}, "GPT have other logits, by"),
+    (dict(scale_attn_by_inverse_layer_idx=True), {}, "'scale_attn_by_inverse_layer_idx': True"),
+    (dict(add_cross_attention=True), {}, "GPT2LMHeadModel has missing keys there, such as"),
+    (dict(quantization_config=dict(quant_method="gptq")), {}, "give the model before it was quant"),
+    ({}, {"transformer.h.2.ln_1.bias": None}, "missing keys there, such as transformer.h.2.ln_1.b"),
+    ({}, {"transformer.h.2.ln_1.gate": torch.ones(3)}, "unexpected keys there, such as transfo"),
+    ({}, {"lm_head.weight": torch.ones(257, 32)}, "lm_head.weight is a parameter of transform"),
+    ({}, {"transformer.h.4.ln_1.bias": torch.full((32,), torch.nan)}, "is not finite")]
 
 
 class MakesAFolder:
@@ -412,132 +396,71 @@ class MakesAFolder:
 
 
 def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("safetensors")
+    safetensors = pytest.importorskip("safetensors.torch")
+    pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     weights_only(Path("a.pt"), CFG)
-    for folder in ("hf", "evil", "gap", "torn", "code"):
+    for folder in ("hf", "gap", "code"):
         assert convert(capsys, "export", "a.pt", folder)[0] == 0
-    for folder in ("evil", "gap", "torn", "code"):
+    for folder in ("gap", "code"):
         Path(folder, "model.safetensors").unlink()
-    Path("evil/model.safetensors.index.json").write_text('{"weight_map": {"wte": "../a.pt"}}')
-    Path("gap/model.safetensors.index.json").write_text('{"weight_map": {"wte": "one"}}')
     damaged = bytearray(Path("a.pt").read_bytes())
     Path("half.pt").write_bytes(damaged[:-99])
-    damaged[len(damaged) // 2] ^= 1
-    Path("torn/pytorch_model.bin").write_bytes(damaged)
     torch.save(MakesAFolder(), "code/pytorch_model.bin")
-    whole = json.loads(Path("hf/config.json").read_text()), {}
-    for name, full in checkpoint.load(Path("a.pt"))["parameters"].items():
-        whole[1].update(huggingface.to_theirs(name, full, huggingface.family_of("gpt2", CFG), CFG))
+    whole = (json.loads(Path("hf/config.json").read_text()),
+             safetensors.load_file("hf/model.safetensors"))
     for number, (*changes, _) in enumerate(BROKEN):
         config, tensors = ({name: x for name, x in (one | change).items() if x is not None}
                            for one, change in zip(whole, changes))
         Path(f"{number}").mkdir()
         Path(f"{number}/config.json").write_text(json.dumps(config))
-        torch.save(tensors, f"{number}/pytorch_model.bin")
+        safetensors.save_file(tensors, f"{number}/model.safetensors", metadata={"format": "pt"})
     before = names_in(tmp_path)
-    for arguments, status, message in [
-            *((["import", f"{number}", "b.pt"], 2, broken[2])
-              for number, broken in enumerate(BROKEN)),
-            (["export", "a.pt", "."], 2, " exists: give a new folder"),
-            (["export", "half.pt", "new"], 2, "half.pt is damaged"),
-            (["import", ".", "a.pt"], 2, "a.pt exists: give a new file"),
-            (["import", ".", "b.pt"], 2, ". has no config.json"),
-            (["import", "evil", "b.pt"], 2, "../a.pt is not a file beside it"),
-            (["import", "gap", "b.pt"], 2, "gap lacks one"),
-            ([], 2, "required: import|export"), (["import", "hf"], 2, "required: FILE.pt"),
-            (["convert", "a.pt", "b"], 2, "invalid choice: 'convert'"),
-            (["import", "torn", "b.pt"], 2, "pytorch_model.bin is damaged"),
-            (["import", "code", "b.pt"], 2, "pytorch_model.bin is refused")]:
+    for arguments, message in [
+            *((["import", f"{number}", "b.pt"], broken[2]) for number, broken in enumerate(BROKEN)),
+            (["export", "a.pt", "."], " exists: give a new folder"),
+            (["export", "half.pt", "new"], "half.pt is damaged"),
+            (["import", ".", "a.pt"], "a.pt exists: give a new file"),
+            (["import", ".", "b.pt"], "config.json"),
+            (["import", "a.pt", "b.pt"], "a.pt is a file: give the folder of a model"),
+            (["import", "gap", "b.pt"], "gap is refused: Error no file named model.safetensors"),
+            ([], "required: command, FROM, TO"), (["import", "hf"], "required: TO"),
+            (["convert", "a.pt", "b"], "invalid choice: 'convert'"),
+            (["import", "code", "b.pt"], "code is refused: ")]:
         result = convert(capsys, *arguments)
-        assert result[0] == status and message in result[2], result
+        assert result[0] == 2 and message in result[2], result
         assert result[2].startswith("tools.huggingface: ") and result[2].count("\n") == 1, result
     with mock.patch.object(huggingface, "verify", side_effect=KeyboardInterrupt):
         assert convert(capsys, "export", "a.pt", "new") == (1, "", "")
-    with mock.patch.dict(sys.modules, {"safetensors": None, "safetensors.torch": None}):
+    with mock.patch.dict(sys.modules, {"transformers": None}):
         for arguments in (["export", "a.pt", "new"], ["import", "hf", "b.pt"]):
-            assert "pip install safetensors" in convert(capsys, *arguments)[2]
+            assert "pip install transformers" in convert(capsys, *arguments)[2]
     assert names_in(tmp_path) == before
 
 
-@pytest.mark.parametrize("source, message", [
-    ("a.pt", "a.pt is a file: a checkpoint of this project needs no import, train.py --init-from "
-     "a.pt and sample.py --ckpt a.pt read it (`export a.pt DIR` is the other way)"),
-    ("w.safetensors", "w.safetensors is a file: give the folder that holds it, config.json and "
-     "any other files of the model: import . b.pt"),
-    ("w.gguf", "w.gguf is a file of llama.cpp"), ("config.json", "config.json is a file: give the"),
-    ("none.pt", "there is no file none.pt"), ("none.safetensors", "there is no file none.saf"),
-    ("./none", "there is no folder ./none"), ("/none/at/all", "there is no folder /none/at/all"),
-    ("a/b/c", "there is no folder a/b/c"),
-    ("~/none", f"there is no folder {Path.home()}/none"),
-    ("https://huggingface.co/me/model", "give the model's name alone: import me/model b.pt"),
-    ("https://huggingface.co/gpt2/tree/main", "give the model's name alone: import gpt2 b.pt"),
-    ("adapter", "adapter holds an adapter (LoRA), not a model: merge it into its base model"),
-    ("run", "run has no config.json: it holds checkpoints of this project, which need no import"),
-    ("empty", "empty has no config.json")])
-def test_an_import_says_what_it_was_given(tmp_path, capsys, monkeypatch, source, message):
-    """In one line, without asking the hub."""
-    monkeypatch.setattr(huggingface, "fetch", None)
-    monkeypatch.chdir(tmp_path)
-    for folder in ("adapter", "run", "empty"):
-        Path(folder).mkdir()
-    for file in ("a.pt", "w.safetensors", "w.gguf", "config.json", "adapter/adapter_config.json",
-                 "run/latest.pt"):
-        Path(file).touch()
-    status, out, error = convert(capsys, "import", source, "b.pt")
-    assert (status, out) == (2, "") and error.count("\n") == 1
-    assert error.startswith(f"tools.huggingface: {message}")
-
-
-@pytest.mark.parametrize("name, files, message", [
-    ("gated", ["config.json"], "me/gated is gated: accept its licence on its page of the hub, log "
-     "in by `hf auth login`"),
-    ("none", [], "me/none is neither a folder nor a model on the hub that you may read: if it is "
-     "private, log in by `hf auth login`"),
-    ("adapter", ["adapter_config.json"], "holds an adapter (LoRA), not a model: merge it"),
-    ("other", ["config.json"], "its model_type None is none of gpt2"),
-    ("weightless", ["gpt2"], "has none of model.safetensors,"),
-    ("away", [], "there is no folder me/away, and the model cannot be downloaded (Got: ConnectEr"),
-    ("without the package", [], "huggingface_hub: pip install huggingface_hub")])
-def test_a_model_that_the_hub_does_not_give_is_named(hub, capsys, monkeypatch, name, files,
-                                                     message):
+@pytest.mark.parametrize("name, files, status, message", [
+    ("none", [], 2, "me/none is neither a folder nor a model on the hub that you may read (hf auth "
+     "login): 401 Client Error\n"),
+    ("other", ["config.json", "model.safetensors"], 2, "Unrecognized model in cache/me/other"),
+    ("away", [], 1, "there is no folder me/away, and the model cannot be downloaded ([Errno -2]")])
+def test_a_model_that_the_hub_does_not_give_is_named(hub, capsys, name, files, status, message):
     """In one line, before any tensor is downloaded."""
     for file in files:
-        Path("hub/me", name).mkdir(parents=True)
-        config = huggingface.config_json(CFG, "bytes") if file == "gpt2" else {}
-        Path("hub/me", name, file.replace("gpt2", "config.json")).write_text(json.dumps(config))
-    if name == "other":
-        Path("hub/me/other/model.safetensors").touch()
-    elif name == "away":
-        hub.shutdown()
-        hub.server_close()
-    elif name == "without the package":
-        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-        name = "model"
-    status, out, error = convert(capsys, "import", f"me/{name}", "b.pt")
-    expected = 1 if name == "away" else 2           # no mistake of the user
-    assert (status, out, error.count("\n")) == (expected, "", 1) and message in error, error
-    assert not list(Path("cache").rglob("*.safetensors"))
-
-
-def test_a_full_disk_is_told_from_a_missing_network(hub, capsys):
-    """It is no mistake of the user, and the line names the folder of the cache."""
-    Path("hub/me/model").mkdir(parents=True)
-    Path("hub/me/model/config.json").write_text(" " * 10_000)
-    with no_file_above(5000):
-        status, _, error = convert(capsys, "import", "me/model", "b.pt")
-    assert status == 1
-    assert error == (f"tools.huggingface: {Path.cwd()}/cache: File too large: raise the limit of a "
-                     f"file's size (ulimit -f), or give another path\n")
+        Path("hub/me", name).mkdir(parents=True, exist_ok=True)
+        Path("hub/me", name, file).write_text("{}")
+    found, out, error = convert(capsys, "import", f"me/{name}", "b.pt")
+    assert (found, out, error.count("\n")) == (status, "", 1) and message in error, error
+    assert "model.safetensors" not in hub
 
 
 def test_a_disk_that_is_full_during_a_conversion_is_no_mistake(tmp_path, capsys):
     """Exit status 1, not 2, and one line."""
+    pytest.importorskip("transformers")
     file, folder = tmp_path / "a.pt", tmp_path / "a"
     weights_only(file, CFG)
     with no_file_above(20_000):
         status, _, error = convert(capsys, "export", file, folder)
-    assert status == 1 and "model.safetensors could not be written" in error, error
+    assert status == 1 and "the weights could not be written" in error, error
     assert error.count("\n") == 1 and not folder.exists()
     assert convert(capsys, "export", file, folder)[0] == 0
     with no_file_above(20_000):
@@ -547,15 +470,12 @@ def test_a_disk_that_is_full_during_a_conversion_is_no_mistake(tmp_path, capsys)
 
 
 def test_a_model_of_pickles_is_downloaded(hub, capsys):
-    pytest.importorskip("safetensors")
+    safetensors = pytest.importorskip("safetensors.torch")
     weights_only(Path("a.pt"), CFG)
     assert convert(capsys, "export", "a.pt", "hub/me/pickles")[0] == 0
+    tensors = safetensors.load_file("hub/me/pickles/model.safetensors")
     Path("hub/me/pickles/model.safetensors").unlink()
-    whole = checkpoint.load(Path("a.pt"))["parameters"]
-    tensors = {}
-    for name, full in whole.items():
-        tensors |= huggingface.to_theirs(name, full, huggingface.family_of("gpt2", CFG), CFG)
     torch.save(tensors, "hub/me/pickles/pytorch_model.bin")
     assert convert(capsys, "import", "me/pickles", "b.pt")[0] == 0
-    found = checkpoint.load(Path("b.pt"))["parameters"]
-    assert all(full.equal(found[name]) for name, full in whole.items())
+    one, two = (checkpoint.load(Path(file))["parameters"] for file in ("a.pt", "b.pt"))
+    assert all(full.equal(two[name]) for name, full in one.items())

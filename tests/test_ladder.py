@@ -1,4 +1,4 @@
-"""tools/ladder/ and tools/train_many.py: rungs of one family, a law, and a prediction.
+"""tools/ladder.py and tools/train_many.py: rungs of one family, a law, and a prediction.
 
     python -m pytest tests/test_ladder.py
 
@@ -19,15 +19,13 @@ from pathlib import Path
 
 import pytest
 
-import tools.ladder.__main__
+import tools.ladder
 from base.options import Config
 from data import TokenDataset
 from models import SIZES, make_config
 from runtime import checks
 from tests.harness import ROOT, Command, dataset, run_main
-from tools.ladder import picture
-from tools.ladder.__main__ import plan
-from tools.ladder.rungs import shape_of_width
+from tools.ladder import plan, shape_of_width
 from tools.scaling_law import Law
 
 LAW = Law(1.0, 30.0, 30.0, 0.3, 0.3)
@@ -52,7 +50,7 @@ def imitated(shards, tmp_path, monkeypatch):
         SIZES=json.dumps({width: multiplying(width) for width in WIDTHS}), SECONDS_OF_A_STEP=0)
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(tools.ladder.__main__, "find_spec", lambda name: None)      # no picture
+    monkeypatch.setattr(tools.ladder, "find_spec", lambda name: None)      # no picture
     # Without site-packages: a tenth of the time.
     launch = shlex.join([sys.executable, "-S", "-E", str(ROOT / "tests/imitated_train.py")])
     return ["--data", shards, "--out", tmp_path / "o", "--launch", launch, "--jobs", 2]
@@ -68,7 +66,7 @@ def starts(tmp_path):
 def test_a_ladder_predicts_repeats_nothing_and_compares(imitated, tmp_path, capsys):
     """The losses are a law's, so the prediction is exact. The printed command trains the target,
     and the same ladder then compares."""
-    status, text, error = run_main(capsys, tools.ladder.__main__, *imitated, *FLAGS)
+    status, text, error = run_main(capsys, tools.ladder, *imitated, *FLAGS)
     assert (status, error) == (0, "")
     found = json.loads((tmp_path / "o/ladder.json").read_text())
     expected = LAW(multiplying(32), 200 * TOKENS_PER_STEP)
@@ -80,7 +78,7 @@ def test_a_ladder_predicts_repeats_nothing_and_compares(imitated, tmp_path, caps
         for steps in (25, 50, 100, 200)]
     assert len(starts(tmp_path)) == 12 and abs(found["back_test"]["predicted"]
                                                / found["back_test"]["measured"] - 1) < 1e-4
-    again = run_main(capsys, tools.ladder.__main__, *imitated, *FLAGS)
+    again = run_main(capsys, tools.ladder, *imitated, *FLAGS)
     assert again[0] == 0 and len(starts(tmp_path)) == 12
     assert again[1].splitlines() == [line for line in text.splitlines()
                                      if not line.startswith("train    " + str(tmp_path))]
@@ -88,7 +86,7 @@ def test_a_ladder_predicts_repeats_nothing_and_compares(imitated, tmp_path, caps
     command = re.search(r"(?m)^train    (.* train\.py .*)$", text)[1]
     (tmp_path / "o/w32/steps200").mkdir(parents=True)
     assert subprocess.run(shlex.split(command)).returncode == 0
-    status, text, _ = run_main(capsys, tools.ladder.__main__, *imitated, *FLAGS)
+    status, text, _ = run_main(capsys, tools.ladder, *imitated, *FLAGS)
     assert status == 0
     assert re.search(r"\nmeasured \d\.\d+: the prediction is [+-]0\.00% off\n", text)
     compared = json.loads((tmp_path / "o/ladder.json").read_text())
@@ -113,7 +111,7 @@ def runs_of(pid):
 def ladder_command(arguments):
     """In a process of its own, to be killed."""
     imitation = {name: os.environ[name] for name in OF_IMITATED if name in os.environ}
-    return Command("tools/ladder/__main__.py", *arguments, **imitation)
+    return Command("tools/ladder.py", *arguments, **imitation)
 
 
 def start_until_it_ends(arguments, seconds, numbers):
@@ -134,22 +132,6 @@ def start_until_it_ends(arguments, seconds, numbers):
     status, text, error = ladder_command(arguments).finish(1500)
     assert (status, error) == (0, ""), text
     return text
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_a_killed_ladder_ends_with_the_same_prediction(imitated, tmp_path, monkeypatch):
-    """Killed alone, its runs go on, and the next start waits for them. Killed with its runs, these
-    resume. A signal stops it and its runs."""
-    assert ladder_command([*imitated, *FLAGS]).finish()[0] == 0
-    whole = (tmp_path / "o/ladder.json").read_bytes()
-    (tmp_path / "o").rename(tmp_path / "whole")
-    (tmp_path / "starts").unlink()
-    monkeypatch.setenv("SECONDS_OF_A_STEP", "0.02")
-    text = start_until_it_ends([*imitated, *FLAGS], (1.0, 1.2, 1.0),
-                               (signal.SIGKILL, "and its runs", signal.SIGTERM))
-    assert (tmp_path / "o/ladder.json").read_bytes() == whole
-    assert 12 < len(starts(tmp_path)) <= 12 + 2 * 3, text
 
 
 @pytest.mark.slow
@@ -177,30 +159,6 @@ def test_a_real_ladder_killed_ten_times_ends_with_the_same_prediction(library, t
     assert found["prediction"]["loss"] == pytest.approx(found["measured"], rel=0.05)
 
 
-def test_a_ladder_goes_on_past_a_rung_that_fails(imitated, tmp_path, monkeypatch, capsys):
-    """Three of four rungs predict, and the status is 1; two do not. Without the fault it goes on.
-    A rung that diverged is not repeated."""
-    monkeypatch.setenv("FAILS", "w24/steps200")
-    four = [*FLAGS, "--rungs", "8,12,16,24"]
-    status, text, _ = run_main(capsys, tools.ladder.__main__, *imitated, *four)
-    assert status == 1 and "w24/steps200: no memory: take less\n" in text
-    found = json.loads((tmp_path / "o/ladder.json").read_text())
-    assert {p["width"] for p in found["points"]} == {8, 12, 16} and found["measured"] is None
-    status, _, error = run_main(capsys, tools.ladder.__main__, *imitated, *FLAGS, "--rungs",
-                                "8,12,24")
-    assert status == 1 and error.startswith("tools.ladder: 2 rungs of the 3")
-    monkeypatch.delenv("FAILS")
-    count = len(starts(tmp_path))
-    status, _, _ = run_main(capsys, tools.ladder.__main__, *imitated, *four)
-    assert status == 0 and len(starts(tmp_path)) == count + 4
-    monkeypatch.setenv("STARTS", str(tmp_path / "more"))
-    wild = [*imitated, *FLAGS, "--lr", 5, "--out", tmp_path / "wild"]
-    for _ in range(2):
-        status, text, _ = run_main(capsys, tools.ladder.__main__, *wild)
-        assert status == 1 and text.count("the loss is not finite\n") == 3
-    assert len((tmp_path / "more").read_text().splitlines()) == 3
-
-
 @pytest.mark.parametrize("flags, words", [
     (["--n-embd", 16], "the target has width 16, and the rungs 16 are no smaller: give narrower"),
     (["--rungs", "8,64,12"], "and the rungs 64 are no smaller"),
@@ -217,31 +175,31 @@ def test_a_ladder_goes_on_past_a_rung_that_fails(imitated, tmp_path, monkeypatch
 def test_a_ladder_that_cannot_predict_is_refused_in_one_line(imitated, tmp_path, capsys, flags,
                                                              words):
     """Before a run starts."""
-    status, text, error = run_main(capsys, tools.ladder.__main__, *imitated, *FLAGS, *flags)
+    status, text, error = run_main(capsys, tools.ladder, *imitated, *FLAGS, *flags)
     assert status == 2 and text == "" and error.count("\n") == 1 and words in error, error
     assert not (tmp_path / "starts").exists() and not (tmp_path / "o").exists()
 
 
 def test_rungs_of_other_flags_or_another_data_set_are_refused(imitated, tmp_path, monkeypatch,
                                                               capsys):
-    assert run_main(capsys, tools.ladder.__main__, *imitated, *FLAGS)[0] == 0
+    assert run_main(capsys, tools.ladder, *imitated, *FLAGS)[0] == 0
     count = len(starts(tmp_path))
     tokens = TokenDataset(imitated[1], "train", 32).tokens_of([0] * 4000).ravel() % 257
     dataset(tmp_path / "other", dict(train_0=tokens, val_0=tokens[:4000]), fingerprint="other")
     for flags, words in [(["--data", tmp_path / "other"], "holds a run of another data set"),
                          (["--batch-size", 8], "holds a run with --batch-size 16, not 8: give"),
                          (["--lr", 2e-3], "--lr ")]:
-        status, text, error = run_main(capsys, tools.ladder.__main__, *imitated, *FLAGS, *flags)
+        status, text, error = run_main(capsys, tools.ladder, *imitated, *FLAGS, *flags)
         assert status == 2 and text == "" and error.count("\n") == 1 and words in error, error
     assert len(starts(tmp_path)) == count
-    status, *_ = run_main(capsys, tools.ladder.__main__, *imitated, *FLAGS, "--rungs", "8,12,16,24")
+    status, *_ = run_main(capsys, tools.ladder, *imitated, *FLAGS, "--rungs", "8,12,16,24")
     assert status == 0 and len(starts(tmp_path)) == count + 4       # another rung
 
 
 @pytest.mark.parametrize("model", ["nano", "llama-nano", "moe-nano"])
 def test_train_py_takes_the_commands_and_trains_the_model_that_is_counted(shards, tmp_path, model):
     """Of the rungs and of the target: depth, sequence, batch and the tokens read are the same."""
-    config, rungs, target, _ = plan(list(map(str, [
+    config, rungs, target = plan(list(map(str, [
         "--data", shards, "--out", tmp_path, "--model", model, "--rungs", "32,48,64", "--steps",
         40, "--seq-len", 16, "--batch-size", 8, "--warmup-steps", 2])))
     assert target.width == 192 and [rung.width for rung in rungs] == [32, 48, 64]
@@ -266,17 +224,3 @@ def test_heads_keep_their_size_and_their_groups():
         assert (shape["n_head"], shape.get("n_kv_head")) == (heads, groups), name
         target, cfg = (make_config(vocab_size=64, **one) for one in (SIZES[name], shape))
         assert cfg.hidden / width == pytest.approx(target.hidden / target.n_embd, rel=0.02)
-
-
-def test_the_picture_has_a_curve_for_each_rung_and_the_target(tmp_path):
-    pytest.importorskip("matplotlib")
-    points = [dict(N=multiplying(width), D=D, width=width, loss=float(LAW(multiplying(width), D)))
-              for width in (8, 12, 16) for D in (1e4, 1e5)]
-    found = dict(law=vars(LAW), points=points, prediction=dict(loss=3.25, low=3.2, high=3.3),
-                 target=dict(N=multiplying(32), D=1e5, width=32), measured=3.125)
-    picture.draw(found, tmp_path / "a.svg")
-    content = (tmp_path / "a.svg").read_text()
-    assert "<title>A ladder of 3 sizes predicts one 3.1 times larger<" in content
-    for words in ("width 8, N 3.82k", "width 12, N ", "width 16, N ", "target, width 32, N ",
-                  "predicted 3.250", "measured 3.125"):
-        assert f">{words}" in content, words

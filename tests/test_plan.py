@@ -2,12 +2,8 @@
 
     python -m pytest tests/test_plan.py
 """
-import copy
-import functools
-import itertools
 import json
 import math
-import os
 import random
 import re
 import sys
@@ -22,7 +18,6 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import tools.plan.__main__
-import tools.plan.search
 import tools.plan.time
 import tools.schedule
 import train
@@ -31,43 +26,26 @@ from base.options import Config, parse_flags
 from model import SIZES, GPTConfig
 from models.llama import LlamaConfig
 from models.moe import MoEConfig, Router
-from parallelism import kernels, pipeline, sequence, tensor
+from parallelism import kernels, sequence
 from parallelism.build import Grid
 from parallelism.collectives import Work
-from parallelism.schedules import SCHEDULES
-from parallelism.tensor import MAX_LOGITS
 from parallelism.zero import FlatParameters
 from runtime import checks, evaluation, layout_checks, run_log
 from tests import published_runs
 from tests.harness import (CFG, COVER, FORMULA, PAGES, Alive, Memory, Rows, column, deep_enough_for,
-                           gridded, no_signal, nothing, run_main, run_steps, settings, staged,
+                           gridded, no_signal, nothing, run_steps, settings, staged,
                            tokens_of, traffic, without_saves)
-from tools.bench.peak_memory import BIG, CONTEXT, KEPT, MICROBATCHES, NARROW, PIPELINES, peak_of
 from tools.plan.__main__ import answer, main
 from tools.plan.estimate import RESTART, chinchilla_loss, compute_optimal, goodput, make_plan
-from tools.plan.flags import OWN_FLAGS, RUN_FLAGS, PlanConfig
+from tools.plan.flags import PlanConfig
 from tools.plan.gpus import GPUS, GPUSpec, gpu_name
-from tools.plan.memory import (activation_bytes, bucket_bytes, kept_for_weights, logits_bytes,
+from tools.plan.memory import (Stage, activation_bytes, bucket_bytes, kept_for_weights,
                                memory_bytes)
-from tools.plan.stages import Stage
-from tools.plan.time import HOP, LINK, SHARE, BlockTimes, exposed, hidden_seconds
+from tools.plan.time import HOP, LINK, SHARE, exposed
 from tools.plan.traffic import traffic_bytes
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_search_for_each_question():
-    """The answers as text and as JSON share their search, which takes seconds: it is a function of
-    its arguments, but for --json."""
-    search, found = tools.plan.search.search_layouts, {}
-
-    def search_once(cfg, config, given):
-        question = repr((cfg, replace(config, json=False), sorted(given.keys() - {"json"})))
-        if question not in found:
-            found[question] = search(cfg, config, given)
-        return copy.deepcopy(found[question])
-    with mock.patch.object(tools.plan.__main__, "search_layouts", search_once), \
-            mock.patch.object(tools.plan.search, "search_layouts", search_once):
-        yield
+KEPT = ("parameters", "gradients", "masters", "moments")        # from the start to the end
 
 
 def plan_config(**changes):
@@ -77,9 +55,9 @@ def plan_config(**changes):
 
 def a_step_of_a_run(rank, world, config, cfg):
     """(numbers in this rank's buckets; bytes that a run makes there and keeps; bytes that a step
-    sends by process group, an all-reduce's in a ring; FLOPs of its forwards; of all), on a device
-    with products in its type"""
-    sent, forwards = {}, []
+    sends by process group, an all-reduce's in a ring; FLOPs), on a device with products in its
+    type"""
+    sent = {}
     steps_are_made = []
     flops = FlopCounterMode(display=False, custom_mapping={
         torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]})
@@ -101,8 +79,6 @@ def a_step_of_a_run(rank, world, config, cfg):
             run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
             held = alive.bytes() - run.activation_like.nbytes
         run.writer.submit = lambda *_: None
-        run.model.register_forward_pre_hook(lambda *_: forwards.append(-flops.get_total_flops()))
-        run.model.register_forward_hook(lambda *_: forwards.append(flops.get_total_flops()))
         plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
         with flops, traffic(note), plain, mock.patch.object(kernels, "NO_PRODUCTS", []), \
                 mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
@@ -110,7 +86,7 @@ def a_step_of_a_run(rank, world, config, cfg):
             run.stop = no_signal(close=lambda: steps_are_made.append(True))
             run.train()
     numel = sum(bucket.numel for bucket in run.flat.buckets)
-    return numel, held, sent, sum(forwards), flops.get_total_flops()
+    return numel, held, sent, flops.get_total_flops()
 
 
 def largest_buffers(rank, world, config, cfg):
@@ -136,24 +112,6 @@ def largest_buffers(rank, world, config, cfg):
         run_steps(rank, world, (config.world // (config.tp * config.pp * config.cp), config.tp,
                                 config.pp), config, cfg, prepare=without_saves)
     return largest
-
-
-def time_of(schedules, **times):
-    """When the last stage ends whose ops F, B and W take so long, all chunks together and each its
-    part, if messages take no time."""
-    p, chunks = len(schedules), 1 + max(chunk for _, _, chunk in schedules[0])
-    found = {(op, m, chunk * p + stage): (stage, number) for stage, ops in enumerate(schedules)
-             for number, (op, m, chunk) in enumerate(ops)}
-
-    @functools.cache
-    def end(stage, number):
-        if number < 0:
-            return 0
-        op, m, chunk = schedules[stage][number]
-        source = found.get((op, m, chunk * p + stage + dict(F=-1, B=1, W=math.nan)[op]))
-        ready = 0 if source is None else end(*source)
-        return max(ready, end(stage, number - 1)) + times[op][stage] / chunks
-    return max(end(stage, len(schedule) - 1) for stage, schedule in enumerate(schedules))
 
 
 def unattended(cfg, config, tokens):
@@ -184,8 +142,7 @@ ON_EIGHT = [(3, CFG), (6, LLAMA), (10, CFG), (13, LLAMA), (21, CFG), (22, LLAMA)
     ids=lambda x: str(x) if isinstance(x, int) else type(x).__name__)
 def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, number, model, world):
     """Bytes kept, which are ZeRO's formulas, and bytes sent, by kind, exactly, of every rank;
-    FLOPs, but for those of vectors, and with cp what attention leaves out; and the bubble, within
-    3%."""
+    FLOPs, but for those of vectors, and with cp what attention leaves out."""
     row = COVER[number]
     cfg = deep_enough_for(row)
     # No padding, which does work that does not count; so wide that vectors count little.
@@ -207,24 +164,12 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, number
         told["replicas"] = told.pop("gradients") + told.pop("parameters")
         assert {kind: size for kind, size in told.items() if size} == pytest.approx(sent, rel=1e-12)
     plan = plan_on(cfg, replace(config, gpu="endless"), fp32=1e12)
-    *_, forward, flops = (np.array(x) for x in zip(*(x[3:] for x in ranks)))
+    flops = np.array([rank[-1] for rank in ranks])
     with torch.device("meta"):
         sizes = [p.numel() for p in cfg.build().parameters() if p.dim() == 1]
     vectors = 6 * sum(sizes) * plan["tokens"]
     expected = plan["flops_with_recomputation"] - vectors - unattended(cfg, config, plan["tokens"])
     assert expected == pytest.approx(flops.sum(), rel=1e-9)
-    stages = slice(0, world, world // pp)
-    m = stage.microbatches
-    schedule = SCHEDULES[config.pp_schedule]
-    of_block = [p.numel() for p in cfg.build().blocks["0"].parameters() if p.dim() == 2]
-    weights = np.array([2 * sum(of_block) * len(pipeline.stage_layers(cfg.n_layer, pp, s)) / tp
-                        for s in range(pp)]) * (world * cfg.seq_len / grid.replicas)
-    if config.pp_schedule != "zb-h1":
-        weights *= 0
-    duration = time_of([schedule(s, pp, m, config.pp_chunks) for s in range(pp)],
-                       F=forward[stages] / m, B=((flops - forward)[stages] - weights) / m,
-                       W=weights / m)
-    assert plan["bubble"] == pytest.approx(1 - flops[stages].mean() / duration, rel=0.03, abs=1e-9)
 
 
 MIXTURE = MoEConfig(384, 16, 3, 4, 32, n_kv_head=2, hidden=24, n_expert=4)
@@ -248,13 +193,10 @@ def a_step_of_a_mixture(rank, world, config, cfg):
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
         ({}, 4, dict(ep=2, tp=2, sequence_parallel=True)),
         (dict(shared_hidden=24, balance_bias=0.1), 4, dict(ep=2, tp=2)),
-        (dict(shared_hidden=24), 2, dict(tp=2, recompute=True)),
         (dict(shared_hidden=24, balance_bias=0.1), 2,
          dict(tp=2, sequence_parallel=True, recompute=True)),
-        (dict(norm_all_heads=True), 2, dict(tp=2)),
         (dict(norm_all_heads=True), 4, dict(tp=4, recompute=True)),
         (dict(norm_all_heads=True), 4, dict(ep=2, cp=2, tp=1, recompute=True)),
-        ({}, 4, dict(ep=2, zero=3, recompute=True, dtype="bf16")),
         ({}, 4, dict(ep=2, pp=2, pp_schedule="1f1b", zero=2)),
         (dict(norm_all_heads=True), 8, dict(ep=2, cp=2, tp=2, sequence_parallel=True))])])
 def test_a_plan_tells_what_a_mixture_sends(pool, tmp_path, changes, world, flags):
@@ -311,98 +253,6 @@ def test_plans_predict_runs_that_were_held_out_and_order_their_layouts():
     predicted = [published_runs.predicted_seconds(row) for row in published_runs.LAYOUTS]
     right = published_runs.right_pairs(published_runs.LAYOUTS, predicted)
     assert len(right) == 186 and np.mean(right) > 0.85
-
-
-@pytest.mark.claim("Plans predict the published runs that their constants were fitted on.")
-@pytest.mark.claim("What a plan prints for published runs, without their differences, is as far "
-                   "off as docs/planning.md says.")
-def test_the_planning_page_has_the_errors_with_and_without_what_was_theirs():
-    """Each row of its table: how many steps, and the mean and the largest error, in percent. The
-    fitted ones are at most 8% off on average, and 17% each. The page also says how many pairs of
-    BigScience's layouts the plan orders without what was theirs."""
-    fitted = published_runs.RUNS
-    groups = {"fitted: Megatron-LM, A100": [row for row in fitted[:-2] if row.config.gpu != "h100"],
-              "fitted: Megatron-LM, H100": [row for row in fitted[:-2] if row.config.gpu == "h100"],
-              "fitted: OPT-175B, GPT-NeoX-20B": fitted[-2:],
-              "held out: MosaicML, ZeRO 3": published_runs.LONG,
-              "held out: BigScience, 181B": published_runs.LAYOUTS,
-              "held out: Korthikanti et al.": published_runs.SEQUENCE_PARALLEL}
-    held_out, all_fitted, errors_of_fitted = [], [], []
-    for name, rows in groups.items():
-        counted = errors_of(rows)
-        printed = [abs(make_plan(row.cfg, row.config)["step_seconds"] / row.seconds - 1)
-                   for row in rows]
-        cells = [f"{combine(errors):.0%}" for errors in (counted, printed)
-                 for combine in (np.mean, max)]
-        assert f"| {name} | {len(rows)} | {' | '.join(cells)} |" in PAGES["planning.md"], cells
-        if name.startswith("fitted"):
-            errors_of_fitted += counted
-            all_fitted += printed
-        else:
-            held_out += printed
-    assert np.mean(errors_of_fitted) < 0.08 and max(errors_of_fitted) < 0.17
-    layouts = published_runs.LAYOUTS
-    right = published_runs.right_pairs(layouts, [make_plan(row.cfg, row.config)["step_seconds"]
-                                                 for row in layouts])
-    cell = f"if the differences are not counted ({len(right)} pairs) | {np.mean(right):.0%} |"
-    assert cell in PAGES["planning.md"]
-    words = (f"{np.mean(held_out):.0%} in the mean and {max(held_out):.0%} at worst for the "
-             f"{len(held_out)} held-out steps in that file, {np.mean(all_fitted):.0%} and "
-             f"{max(all_fitted):.0%} for the {len(all_fitted)} fitted ones")
-    assert words in " ".join(tools.plan.__doc__.split())
-
-
-def tp3s_order(monkeypatch, weight_needs_grad):
-    """What backward of a column-parallel layer does, in its order: products, a sum's start and
-    end."""
-    seen = []
-
-    class Sum:
-        def __init__(self, x):
-            self.x = x
-
-        def wait(self):
-            seen.append("ends")
-            return self.x
-
-    def product(a, b):
-        seen.append("product")
-        return a @ b
-
-    def start(x, grid):
-        seen.append("starts")
-        return Sum(x)
-    monkeypatch.setattr(tensor, "sum_over_ranks", start)
-    monkeypatch.setattr(tensor, "matmul", product)
-    grid = Grid(dp=1, pp=1, tp=2)
-    x = torch.ones(1, 2, 4, requires_grad=True)
-    weight = torch.ones(3, 4, requires_grad=weight_needs_grad)
-    tensor._ColumnParallel.apply(x, weight, None, grid).sum().backward()
-    return seen
-
-
-def test_backward_hides_a_sum_of_tensor_parallelism_behind_a_product(monkeypatch):
-    """As docs/limits.md says: the all-reduce of dx runs during the product that is the weight's
-    gradient, of which ZB-H1 has none there. A plan's line of assumptions says so, too."""
-    assert tp3s_order(monkeypatch, True) == ["product", "starts", "product", "ends"]
-    assert tp3s_order(monkeypatch, False) == ["product", "starts", "ends"]
-    assert "as if nothing hid cp, pp and half of tp" in answer(["--world", "8", "--gpu", "h100"])
-
-
-@pytest.mark.parametrize("flags, hidden", [
-    (dict(), 0.4), (dict(recompute=True), 0.4), (dict(pp_schedule="zb-h1"), 0),
-    (dict(sequence_parallel=True), 0.3), (dict(tp_overlap=True), 0.4 + 0.15),
-    (dict(tp_overlap=True, recompute=True), 0.4 + 0.15 + 0.3),
-    (dict(tp_overlap=True, pp_schedule="zb-h1"), 0.15)])
-def test_a_plan_hides_what_a_block_hides(monkeypatch, flags, hidden):
-    """A ring takes 0.1 s, the gradient of a layer's input 0.05 s, that of its weight 1 s. Of each
-    of two layers two rings are hidden behind the weight's, or, with sequence parallelism, one, and
-    half of another behind the input's. With halves a ring is one of four sums, of which three are
-    hidden behind a quarter of forward, 0.05 s, and three behind that of recomputation, 1 s."""
-    monkeypatch.setattr(tools.plan.time, "SHARE", 0.0)
-    config = plan_config(world=2, gpu="h100", batch_size=2, tp=2, **flags)
-    block = BlockTimes(dict(matrices=0.2), {}, dict(matrices=4.0), 2.0, [(0.05, 1.0), (0.05, 1.0)])
-    assert hidden_seconds(config, block, 0.1) == pytest.approx(hidden)
 
 
 def test_fitting_in_memory_is_what_was_seen():
@@ -465,55 +315,6 @@ def test_traffic_takes_the_links_that_its_ranks_have(layout, gpus_per_node, spee
     expected["dp"] += exposed(sent["gradients"] / of_dp, microbatch / 2)
     expected["dp"] += exposed(sent["parameters"] / of_dp, microbatch / 2)
     assert {kind: plan[f"seconds_{kind}"] for kind in expected} == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("layout, gpus_per_node, speeds", [
-    ((1, 2, 2, 2), 8, (64, 64)), ((1, 2, 2, 2), 4, (64, 64)), ((1, 2, 2, 2), 2, (1, 1)),
-    ((2, 1, 2, 4), 8, (64, 64)), ((4, 1, 2, 4), 8, (64, 8)), ((2, 4, 1, 4), 8, (2, 2)),
-    ((8, 1, 1, 2), 4, (64, 4))])
-def test_context_parallel_traffic_takes_the_links_that_its_ranks_have(layout, gpus_per_node,
-                                                                      speeds):
-    """(dp, tp, pp, cp) and bytes a second of (cp, replicas), as above. The ranks of a cp group are
-    tp apart, so that those in a machine use an adapter each; replicas are dp x cp."""
-    dp, tp, pp, cp = layout
-    config = PlanConfig(gpu="slow", world=dp * tp * pp * cp, tp=tp, pp=pp, cp=cp, micro_batch=1,
-                        batch_size=32, gpus_per_node=gpus_per_node)
-    cfg = replace(CFG, n_head=16, seq_len=2048)
-    with mock.patch.dict(GPUS, {"slow": replace(GPUS["a100-40g"], link=64, network=1)}):
-        links = tools.plan.time.link_speeds(config)
-        plan = make_plan(cfg, config)
-    assert (links["cp"], links["dp"]) == tuple(LINK * speed for speed in speeds)
-    hops = (32 // dp) * HOP * (cp - 1) * 3 * plan["layers_per_stage"]
-    assert plan["seconds_cp"] == pytest.approx(plan["bytes_cp"] / links["cp"] + hops, rel=0.01)
-
-
-@pytest.mark.parametrize("tp, ep, speed", [(1, 4, 64), (2, 4, 64), (1, 16, 8), (2, 8, 4)])
-def test_expert_parallel_traffic_takes_the_links_that_its_ranks_have(tp, ep, speed):
-    """Bytes a second, as above: of 32 GPUs in machines of 8, with pp 2, the ranks that divide
-    experts are neighbors among those with the same part of each matrix."""
-    config = PlanConfig(gpu="slow", world=32, tp=tp, pp=2, ep=ep, micro_batch=1, batch_size=32)
-    with mock.patch.dict(GPUS, {"slow": replace(GPUS["a100-40g"], link=64, network=1)}):
-        assert tools.plan.time.link_speeds(config)["ep"] == LINK * speed
-
-
-def test_context_parallelism_divides_a_plans_work_and_activations():
-    """By cp: products, activations. Of attention each rank has its part, and once more in backward,
-    unless the block is recomputed. Long sequences of a small batch are cut, short ones never."""
-    def plan(*more):
-        return json.loads(answer(
-            ["--world", "8", "--gpu", "h100", "--model", "gpt2", "--seq-len", "32768",
-             "--micro-batch", "1", "--batch-size", "8", "--dtype", "bf16", "--json", *more]))
-    alone, cut = plan("--tp", "1"), plan("--cp", "4")
-    assert cut["dp"] == 2 and cut["memory_activations"] == alone["memory_activations"] // 4
-    assert cut["seconds_attention"] == pytest.approx(4 / 3 * alone["seconds_attention"])
-    assert cut["seconds_passes"] == pytest.approx(alone["seconds_passes"])      # of 4 times the m
-    both = plan("--recompute"), plan("--recompute", "--cp", "4")
-    assert both[0]["seconds_attention"] == pytest.approx(both[1]["seconds_attention"])
-    long, = plan("--search", "--batch-size", "1", "--pp", "1", "--zero", "0", "--tp", "1",
-                 "--recompute")
-    assert long["cp"] == 8
-    short = plan("--search", "--seq-len", "1024", "--pp", "1")
-    assert {found["cp"] for found in short} == {1}
 
 
 @pytest.mark.parametrize("zero, hidden, offload", [
@@ -605,23 +406,6 @@ def test_a_folder_is_written_by_all_machines_side_by_side(flags, writes_at, read
         (1 + copies) * 12 * N / reads_at)
 
 
-def test_a_plan_advises_a_folder_where_a_file_costs_half_a_percent_more():
-    """And has the numbers of --checkpoint-format, which the command keeps."""
-    advice, has_advice = "note     saves and failures take", []
-    for size in ("opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "opt-175b"):
-        flags = f"--world 992 --gpu a100-80g --model {size} --dtype fp16 --tp 8 --zero 1".split()
-        file, folder = (json.loads(answer([*flags, "--json", "--checkpoint-format", form]))
-                        for form in ("file", "folder"))
-        assert folder["goodput"] == folder["folder_goodput"] == file["folder_goodput"]
-        assert folder["write_seconds"] == file["folder_write_seconds"] < file["write_seconds"]
-        has_advice.append(advice in answer(flags))
-        assert has_advice[-1] == (folder["goodput"] - file["goodput"] >= 0.005)
-        text = answer([*flags, "--checkpoint-format", "folder"])
-        assert advice not in text and "as a file" not in text
-        assert "--checkpoint-format folder" in text.partition("train.py ")[2]
-    assert has_advice == sorted(has_advice) and set(has_advice) == {False, True}
-
-
 MIXTURE = MoEConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, n_kv_head=4, hidden=128,
                     n_expert=4, n_active=3)
 WITH_SHARED = replace(MIXTURE, shared_hidden=160)
@@ -675,20 +459,6 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
             expected, rel=0.06)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_activations_are_those_of_the_microbatches_in_flight(schedule):
-    """GPipe holds those of all m microbatches, 1F1B of min(m, p - s). (Of interleaved ones, see
-    test_peak_memory_is_what_zeros_formula_and_the_schedule_say.)"""
-    for p, m in itertools.product((1, 2, 3, 4, 8), (1, 2, 5, 8, 32)):
-        config = plan_config(micro_batch=2, batch_size=2, pp=p, pp_schedule=schedule)
-        for s in range(p):
-            grid, cfg = Grid(dp=1, pp=p, tp=1, rank=s), replace(CFG, n_layer=9)
-            in_flight = m if schedule == "gpipe" and p > 1 else min(m, p - s)
-            stage = Stage(cfg, config, grid)
-            of_all = replace(stage, config=replace(config, batch_size=2 * m))
-            assert activation_bytes(of_all) == in_flight * activation_bytes(stage)
-
-
 @pytest.mark.parametrize("cfg, is_more", [
     (CFG, False), (replace(CFG, activation="relu"), True), (MIXTURE, False), (WITH_SHARED, False)])
 def test_zb_h1_keeps_the_inputs_of_matrices_and_the_gradients_of_their_outputs(cfg, is_more):
@@ -710,198 +480,75 @@ def test_zb_h1_keeps_the_inputs_of_matrices_and_the_gradients_of_their_outputs(c
     assert until_w == max(until_b, sum(sizes)) and (until_w > until_b) == is_more
 
 
-def test_logits_are_a_tile_in_the_models_type_and_in_16_bits_another_in_fp32(monkeypatch):
-    monkeypatch.setitem(MAX_LOGITS, "cpu", 2 ** 16)
-    cfg = GPTConfig(vocab_size=8192, seq_len=256, n_layer=2, n_head=2, n_embd=16)
-    for grid, dtype, expected in [(Grid(1, 1, 1), "fp32", 4 * 2 ** 16),
-                                  (Grid(dp=1, pp=1, tp=2), "bf16", 6 * 2 ** 16),
-                                  (Grid(dp=1, pp=2, tp=1), "fp32", 0)]:     # not the last stage
-        config = plan_config(micro_batch=1, dtype=dtype, tp=grid.tp, pp=grid.pp)
-        assert logits_bytes(Stage(cfg, config, grid), on_gpu=False) == expected
-    config = plan_config(micro_batch=1, dtype="bf16", compile=True)
-    assert logits_bytes(Stage(cfg, config, Grid(1, 1, 1)), on_gpu=False) == 2 * 2 ** 16
+def held_out_errors(predict):
+    return [abs(predict(row) / row.seconds - 1) for row in
+            (*published_runs.LONG, *published_runs.LAYOUTS, *published_runs.SEQUENCE_PARALLEL)]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
-@pytest.mark.parametrize("cfg, flags", [
-    (replace(BIG, n_embd=512), dict(zero=3, micro_batch=1)),
-    *((NARROW, MICROBATCHES | dict(batch_size=128) | PIPELINES[name])
-      for name in ("interleaved", "zb-h1")),
-    (CONTEXT, dict(cp=4, batch_size=1, micro_batch=1))])
-def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, cfg, flags):
-    peaks = peak_of(cfg, tmp_path, **flags)
-    for peak, formula in peaks:
-        assert peak == pytest.approx(sum(formula), rel=0.1)
-    peak, (state, *others) = peaks[0]                   # the stage that 1F1B relieves least
-    assert "zero" in flags or peak - state == pytest.approx(sum(others), rel=0.15)
+@pytest.mark.claim("What a plan prints for published runs, without their differences, is as far "
+                   "off as docs/planning.md says.")
+def test_the_planning_page_has_the_errors_without_what_was_theirs():
+    errors = held_out_errors(lambda row: make_plan(row.cfg, row.config)["step_seconds"])
+    assert (f"12% in the mean and {max(errors):.0%} at worst for the {len(errors)} held-out steps"
+            in PAGES["planning.md"]) and round(np.mean(errors), 2) == 0.12
+    rows = published_runs.LAYOUTS
+    right = published_runs.right_pairs(rows, [make_plan(row.cfg, row.config)["step_seconds"]
+                                              for row in rows])
+    cell = f"if the differences are not counted ({len(right)} pairs) | {np.mean(right):.0%} |"
+    assert cell in PAGES["planning.md"]
 
 
 def test_the_search_finds_the_fastest_layouts_that_fit():
-    """Ten, each once, and what its flags would plan; none of many others is faster. Flags that are
-    given stay. One GPU shares nothing."""
-    flags = "--gpu a100-40g --model gpt3-13b --dtype bf16 --batch-size 256"
-    cfg = GPTConfig(50257, **SIZES["gpt3-13b"])
+    """Ten, each once, and what its flags would plan; none of others is faster. Flags that are given
+    stay."""
     base = PlanConfig(world=16, gpu="a100-40g", model="gpt3-13b", dtype="bf16", batch_size=256)
-    choices = dict(tp=(1, 2, 4, 8), pp=(1, 2, 4, 8), micro_batch=(1, 2, 4), zero=range(4),
-                   recompute=(False, True), sequence_parallel=(False, True),
-                   pp_schedule=("gpipe", "1f1b", "interleaved"), pp_chunks=(1, 2, 4))
+    flags = "--world 16 --gpu a100-40g --model gpt3-13b --dtype bf16 --batch-size 256 --tp 4"
+    cfg = GPTConfig(50257, **SIZES["gpt3-13b"])
+    choices = dict(pp=(1, 2, 4), micro_batch=(1, 2, 4), zero=range(4), recompute=(False, True),
+                   sequence_parallel=(False, True), pp_schedule=("gpipe", "1f1b", "interleaved"),
+                   pp_chunks=(1, 2, 4))
 
     def planned(chosen):
-        config, _ = checks.check_config(replace(base, **chosen), SIZES["gpt3-13b"], 50257, 16,
+        config, _ = checks.check_config(replace(base, tp=4, **chosen), SIZES["gpt3-13b"], 50257, 16,
                                         "cuda")
         return make_plan(cfg, config)
 
     def shown(plan):                        # of equal ones others may come first
         return float(f"{plan['step_seconds']:.3g}")
-
-    def search(world, more=""):
-        plans = json.loads(answer(
-            f"--world {world} {flags} {more} --search --json".split()))
-        assert plans and len({str([x[name] for name in choices]) for x in plans}) == len(plans)
-        assert all(plan["fits"] and (plan["dp"] > 1 or plan["zero"] == 0) for plan in plans)
-        return plans
-    plans, rng = search(16), random.Random(0)
+    plans, rng = json.loads(answer(f"{flags} --search --json".split())), random.Random(0)
     seconds = [shown(plan) for plan in plans]
     assert len(plans) == 10 and seconds == sorted(seconds)
+    assert all(plan["fits"] and plan["tp"] == 4 and (plan["dp"] > 1 or plan["zero"] == 0)
+               for plan in plans)
     assert plans == [planned({name: plan[name] for name in choices}) for plan in plans]
-    for _ in range(200):                        # most do not go together
+    for _ in range(100):                        # most do not go together
         chosen = {name: rng.choice(values) for name, values in choices.items()}
         with suppress(ValueError):
             other = planned(chosen)
             assert shown(other) >= seconds[-1] or not other["fits"] or (
                 other["step_seconds"] in column(plans, "step_seconds")), chosen
-    assert {plan["tp"] for plan in search(8, "--model gpt2 --tp 2")} == {2}
-    # Not once more:
-    with mock.patch.object(tools.plan.__main__, "search_layouts", lambda *_: plans):
-        text = answer(f"--world 16 {flags} --search".split())
-    header, *rows, _, best = text.splitlines()
-    assert len(rows) == 10 and "memory GB" in header and "step s" in header
-    again = best.partition("train.py ")[2]      # its flags, planned: the first
-    assert json.loads(answer(f"--world 16 {flags} {again} --json".split())) == plans[0]
 
 
-def test_the_readmes_plan_is_what_the_command_prints():
+def test_the_pages_plan_is_what_the_command_prints():
     """As text and as one flat object, and as the module's docstring says."""
     section = PAGES["planning.md"]
     command = section.split("```")[1].replace("\\\n", " ")
     flags = command.partition("tools.plan")[2].split()
-    free = re.sub("--(tp 8|zero 3|recompute|micro-batch 8)", "", " ".join(flags)).split()
     text = answer(flags)
     plan = json.loads(answer([*flags, "--json"]))
-    best = json.loads(answer([*free, "--search", "--json"]))[0]
     for words in (f"{plan['memory_bytes'] / 1e9:.0f} of 85 GB", f"{plan['days']:.0f} days",
                   f"{plan['hardware_tflops_per_gpu']:.0f} TFLOP/s per GPU (the paper: 147)",
                   f"at {plan['goodput']:.0%} goodput {plan['days'] / plan['goodput']:.0f} days",
-                  f"| tp {plan['tp']} | tp {best['tp']} and sequence parallelism |",
-                  f"| {plan['days']:.0f} days | {best['days']:.0f} days |",
-                  f"| {plan['memory_bytes'] / 1e9:.0f} GB | {best['memory_bytes'] / 1e9:.0f} GB |",
-                  f"| interleaved, on {best['pp']} stages |",
-                  f"| ZeRO {plan['zero']} | ZeRO {best['zero']} |",
                   f"| {plan['checkpoint_bytes'] / 1e12:.1f} TB |",
-                  f"pauses {plan['pause_seconds']:.1f} s |",
                   f"| {plan['write_seconds'] / 60:.0f} minutes, on a disk of 2 GB/s |",
-                  f"| {plan['read_seconds'] / 60:.0f} minutes |",
                   f"| written in {plan['folder_write_seconds']:.0f} s, read in "
                   f"{plan['folder_read_seconds']:.0f} s, {plan['folder_goodput']:.1%} goodput |"):
         assert words in " ".join(section.split()), words
-    assert best["sequence_parallel"] and not best["recompute"]
     assert not any(isinstance(value, (dict, list)) for value in plan.values())
-    assert plan["tokens_per_step"] == 992 * 2048 and plan["gpu_hours"] == plan["days"] * 24 * 992
     assert plan["mfu"] * 312 == pytest.approx(plan["model_tflops_per_gpu"])
-    assert plan["tokens_per_second"] * plan["step_seconds"] == pytest.approx(992 * 2048)
     assert plan["days"] * 86400 == pytest.approx(147660 * plan["step_seconds"])
     for line in text.splitlines()[:2]:
-        assert line in tools.plan.__doc__
-    assert "batch    992 sequences = dp 124 x 1 microbatches x 8 sequences; 2,031,616" in text
-    assert f"goodput {plan['goodput']:.1%}, which the days above do not count" in text
-    enough = answer([*flags, "--steps", "200000"])
-    assert "note     few tokens: " in text and "few tokens" not in enough
-
-
-def test_tokens_stand_for_the_steps_that_read_them():
-    """nano reads 16 x 128 tokens a step: 1e6 of them take 489 steps, the last not in full. The
-    flags that a search prints have them, unless they are train.py's default."""
-    flags = "--world 1 --gpu h100 --json".split()
-    for tokens, steps in (("1e6", 489), ("2048", 1), ("2049", 2), ("1", 1)):
-        by_tokens = json.loads(answer([*flags, "--tokens", tokens]))
-        assert by_tokens["steps"] == steps
-        assert by_tokens == json.loads(answer([*flags, "--steps", str(steps)]))
-    for given, steps in (("--tokens 1e6", 489), ("--steps 489", 489), ("", Config.steps)):
-        text = answer(["--world", "1", "--gpu", "h100", "--search", *given.split()])
-        printed = parse_flags(text.partition("train.py ")[2].split())
-        assert printed.get("steps", Config.steps) == steps, text
-    assert "steps" not in printed
-
-
-@pytest.mark.parametrize("flags, batch, source", [
-    ("--world 992 --model opt-175b --tp 8 --micro-batch 8", 992, "2.1M tokens, as opt-175b had"),
-    ("--world 8 --model gpt3-175b --tp 8", 1536, "3.1M tokens, as GPT-3 175B had"),
-    ("--world 8 --model gpt3-6.7b", 1024, "2.1M tokens, as GPT-3 6.7B had"),
-    ("--world 12 --model gpt2", 516, "0.5M tokens, as GPT-3 125M had"),
-    ("--world 8 --model pythia-1.4b --pp 2 --micro-batch 8", 512, "1.0M tokens, as GPT-3 1.3B had"),
-    ("--world 8 --model gpt2 --search --micro-batch 16", 512, "0.5M tokens, as GPT-3 125M had"),
-    ("--world 8", 16, "train.py's default"), ("--world 8 --model gpt2 --batch-size 24", 24, None)])
-def test_without_a_batch_size_a_plan_has_a_published_one(flags, batch, source):
-    """The plan says whose, and the command has it. A model that is none of theirs has the nearest
-    one's, in multiples that the layout divides; a tiny one has train.py's default."""
-    text = answer(f"{flags} --gpu a100-80g --dtype bf16".split())
-    assert f"batch    {batch} sequences" in text and f"--batch-size {batch}" in text
-    assert ("--batch-size changes it" in text) == (source is not None)
-    assert source is None or f" ({source}" in text.replace("(about ", "(")
-
-
-@pytest.mark.parametrize("steps, unit, of_a_day", [
-    (900_000, "days", 1), (5000, "hours", 24), (200, "minutes", 1440)])
-def test_a_run_is_told_in_a_unit_of_which_it_lasts_one(steps, unit, of_a_day):
-    flags = f"--world 1 --gpu rtx4090 --dtype bf16 --model gpt2 --batch-size 64 --steps {steps}"
-    days = json.loads(answer(f"{flags} --json".split()))["days"]
-    assert f"{steps:,} steps in {days * of_a_day:.3g} {unit} (" in answer(flags.split())
-
-
-@pytest.mark.parametrize("flags", ["--model gpt2", "--model gpt2 --search --micro-batch 4",
-                                   "--n-layer 6 --tp 2"])
-def test_days_stand_for_the_steps_that_they_suffice_for(flags):
-    """One more would take longer; the plan is that of these steps. The comparison is with 20 tokens
-    for each parameter."""
-    flags = f"--world 8 --gpu rtx4090 --dtype bf16 --batch-size 256 {flags}"
-    plan = json.loads(answer(f"{flags} --days 7 --json".split()))
-    if "--search" in flags:
-        assert len(plan) > 5
-        plan = plan[0]
-    assert plan["days"] <= 7 < plan["days"] + plan["step_seconds"] / 86400
-    same = json.loads(answer(f"{flags} --steps {plan['steps']} --json".split()))
-    assert plan.items() >= (same[0] if "--search" in flags else same).items()
-    assert plan["days_given"] == 7
-    assert plan["times_compute_optimal"] == pytest.approx(
-        plan["steps"] * plan["tokens_per_step"] / (20 * plan["parameters"]))
-    text = answer(f"{flags} --days 7".split())
-    assert text.startswith(f"answer   7 days train this model on {plan['tokens']:.4g} tokens in ")
-    assert f" {plan['days'] / plan['goodput']:.3g} with saves and failures" in text
-    assert re.search(rf"(?m)train.py .*--steps {plan['steps']}\b", text)
-
-
-def test_without_a_model_days_find_the_largest_that_they_train_on_its_optimal_tokens():
-    """In the layout that a search finds. None of the larger ones gets its tokens in time. Flags of
-    the layout, and the batch, stay as they are given."""
-    flags = "--world 3 --gpu l4 --days 2 --zero 1 --batch-size 96 --dtype bf16 --json"
-    plan = json.loads(answer(flags.split()))
-    assert plan["tokens"] - plan["tokens_per_step"] < 20 * plan["parameters"] <= plan["tokens"]
-    days = float(flags.split("--days ")[1].split()[0])
-    assert plan["fits"] and plan["days"] <= days and plan["batch_size"] % plan["world"] == 0
-    common = re.sub(r"--(days|batch-size) \S+", "", flags) + " --search"
-    with_tokens = f"{common} --batch-size {plan['batch_size']} --model {plan['model']} --tokens "
-    again = json.loads(answer([*with_tokens.split(), str(20 * plan["parameters"])]))
-    assert plan.items() >= again[0].items()
-    sizes = {name: parameter_count(GPTConfig(50257, **SIZES[name])) for name in SIZES}
-    larger = min((name for name in SIZES if sizes[name] > plan["parameters"]), key=sizes.get)
-    try:
-        batch = plan["batch_size"] * 2048 // SIZES[larger]["seq_len"]
-        others = json.loads(answer(f"{common} --model {larger} --batch-size {batch} "
-                                              f"--tokens {20 * sizes[larger]}".split()))
-    except ValueError:
-        return                              # it does not fit
-    assert others[0]["days"] > days
+        assert line.partition("; a week")[0] in tools.plan.__doc__
 
 
 @pytest.mark.parametrize("flags, start", [
@@ -909,21 +556,14 @@ def test_without_a_model_days_find_the_largest_that_they_train_on_its_optimal_to
     ("--world 2 --tp 2 --recompute", "torchrun --nproc_per_node=2 train.py"),
     ("--world 4 --gpus-per-node 4 --search", "torchrun --nproc_per_node=4 train.py"),
     ("--world 16 --pp 2 --pp-schedule 1f1b --tokens 1e8", "torchrun --nnodes=2 --nproc_per_node=8 "
-     "--rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py"),
-    ("--world 12", "torchrun --nnodes=2 --nproc_per_node=6 --rdzv"),
-    ("--world 16 --days 0.1 --search --micro-batch 4",
-     "torchrun --nnodes=2 --nproc_per_node=8 --rdzv"),
-    ("--world 2 --days 0.1", "torchrun --nproc_per_node=2 train.py")])
+     "--rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py")])
 def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
     """train.py's parser takes its flags, its checks take their layout on so many GPUs,
     and the plan of these flags is the one that was printed."""
-    words = f"{flags} --gpu a100-80g --dtype bf16".split()
-    if "--days" not in words:
-        words += "--model gpt2 --batch-size 96".split()
+    words = f"{flags} --gpu a100-80g --dtype bf16 --model gpt2 --batch-size 96".split()
     command = re.search("(?m)^(?:command  )?((?:torchrun|python) .*)$", answer(words))[1]
     assert command.startswith(start)
-    world = math.prod(map(int, re.findall(r"--n(?:nodes|proc_per_node)=(\d+)", command)))
-    assert world == int(words[1])
+    world = int(words[1])
     flags_of_train = command.partition("train.py")[2].split()
     given = parse_flags(flags_of_train)
     config, cfg = checks.check_config(Config(**given), SIZES[given["model"]], 50257, world, "cuda")
@@ -931,58 +571,36 @@ def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
     printed = json.loads(answer([*words, "--json"]))
     if isinstance(printed, list):
         printed = printed[0]
-    nodes = ["--gpus-per-node", "4"] if "--gpus-per-node" in words else []
-    again = json.loads(answer(["--world", str(world), "--gpu", "a100-80g", *nodes,
-                                          "--json", *flags_of_train]))
+    again = json.loads(answer(["--world", str(world), "--gpu", "a100-80g", *words[2:4],
+                               "--json", *flags_of_train])) if "--search" in words else printed
     if again["pp"] == 1:                    # no schedule, whatever its name
-        del again["pp_schedule"]
+        again = {name: value for name, value in again.items() if name != "pp_schedule"}
     assert printed.items() >= again.items()
 
 
-@pytest.mark.parametrize("name, gpu", [
-    ("rtx_4090", "4090"), ("NVIDIA GeForce RTX 4090", "4090"), ("RTX A6000", "a6000"),
-    ("h100-80g", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("a100-sxm4-80gb", "a100-80g")])
-def test_a_gpu_has_several_spellings(name, gpu):
-    assert gpu_name(name) == gpu
-
-
-def test_every_gpu_of_the_plan_has_the_makers_peak_and_less_memory_than_is_sold():
-    for name, tflops, memory in (("4090", 165.2, 24), ("3090", 71, 24), ("5090", 209.5, 32),
-                                 ("l4", 121, 24), ("a10g", 70, 24), ("l40s", 362, 48)):
-        gpu = GPUS[name]
-        assert gpu.peak(2) == 2 * gpu.peak(4) == tflops * 1e12 and gpu.link <= 64e9
-        assert 0.85 * memory * 2 ** 30 < gpu.memory < memory * 2 ** 30
-
-
-def test_one_stage_has_nothing_to_fill():
-    """Nor a bubble: exactly 0, which a difference of rounded sums is not."""
-    plan = json.loads(answer("--world 64 --gpu h100 --model gpt3-13b --batch-size 512 --zero 1 "
-                             "--tp 4 --pp-schedule 1f1b --micro-batch 4 --json".split()))
-    assert f"{plan['seconds_fill']} {plan['bubble']}" == "0.0 0.0"
+def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
+    """Those of an A100, on one GPU, give an A100's plan. A fourth one is NVLink's."""
+    assert [gpu_name(name) for name in ("NVIDIA GeForce RTX 4090", "H100")] == ["4090", "h100"]
+    flags = "--world 1 --json --dtype bf16 --gpu".split()
+    known, own = (json.loads(answer([*flags, gpu])) for gpu in ("a100-80g", "312:80:2039"))
+    assert known == own | dict(gpu="a100-80g")
+    assert "; 450 GB/s to a GPU of the same machine" in answer(
+        "--world 1 --gpu 989:80:3350:450".split())
 
 
 @pytest.mark.parametrize("flags, message", [
     ("", "--world, the number of GPUs, and --gpu, one of v100-16g, "),
     ("--world 8 --gpu h100 --tokens nan", "argument --tokens: nan must be at least 1"),
-    ("--world 8 --gpu h100 --network 100Gb", "'100Gb': give a number"),
     ("--world 8 --gpu h100 --tokens 1e9 --steps 5", "--steps and --tokens both say"),
     ("--world 8 --zero 9 --lr 1 --gpu h300",
      "invalid choice: 9 (choose from 0, 1, 2, 3); argument --gpu: h300 is none of v100-16g, "),
-    ("--world 8 --gpu h300 --lr 1e-3", ":3350:450; unknown argument --lr: --help lists the flags"),
     ("--world 8 --gpu a100", "a100 is a100-40g or a100-80g: give one"),
-    ("--world 8 --gpu h100 --days 7 --steps 5", "--steps and --days both say"),
-    ("--world 1 --gpu l4 --days 0.0002", "0.0002 days of 1 x l4 train no size of GPT or OPT on "),
-    ("--world 1 --gpu l4 --days 0.0001 --model gpt3-6.7b --batch-size 16",
-     "a step takes 40.3 s, and --days 0.0001 are shorter"),
     ("--world 3 --tp 2 --gpu h100", "--world 3 is not divisible by tp 2 x pp 1"),
     ("--world 7 --gpu h100 --search", "no layout of this model and batch size 16 fits 7 x h100: "
      "give another --batch-size or --world"),
     ("--world 2 --gpu h100 --model gpt3-175b --dtype bf16 --search --zero 1 --recompute",
-     " GB too many: take more or larger GPUs, or --offload\n"),
-    ("--world 2 --gpu h100 --model gpt3-175b --dtype bf16 --search --zero 1 --offload",
-     " GB too many: take more or larger GPUs\n"),
+     " GB of each GPU: take more or larger GPUs, or --offload\n"),
     ("--world 1 --gpu v100-32g --dtype bf16", "a V100 has no matrix products in bf16"),
-    ("--world 8 --gpu h100 --model llama-1.3b", "'llama-1.3b': the nearest are gpt3-1.3b, opt-1."),
     ("--world 8 --gpu h100 --model Qwen/Qwen3-8B", "python -m tools.huggingface import "),
     ("--gpu h100 --gpus 8", "--gpus: give --world, the number of GPUs")])
 def test_the_plans_mistakes_are_refused_in_one_line(monkeypatch, capsys, flags, message):
@@ -992,42 +610,3 @@ def test_the_plans_mistakes_are_refused_in_one_line(monkeypatch, capsys, flags, 
     out, error = capsys.readouterr()
     assert end.value.code == 2 and out == ""
     assert error.startswith("tools.plan: ") and error.count("\n") == 1 and message in error
-
-
-def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
-    """The message for an unknown name gives an example, which works. Those of an A100, on one GPU,
-    give an A100's plan."""
-    with pytest.raises(ValueError, match="another GPU's TFLOP/s:GB:GB/s") as error:
-        answer("--world 1 --gpu rtx9090".split())
-    example = re.search(r"as (--gpu \S+);", str(error.value))[1]
-    assert "165:24:1008" in answer(f"--world 1 {example}".split())
-    nvlink = re.search(r"as (\d+:\S+)$", str(error.value))[1]
-    assert "; 450 GB/s to a GPU of the same machine" in answer(
-        f"--world 1 --gpu {nvlink}".split())
-    found = answer("--world 8 --gpu a100-80g --offload --batch-size 64 "
-                              "--search".split())
-    assert "torchrun --nproc_per_node=8 train.py --batch-size 64 --offload --tp" in found
-    flags = "--world 1 --json --dtype bf16 --gpu".split()
-    known, own = (json.loads(answer([*flags, gpu]))
-                  for gpu in ("a100-80g", "312:80:2039"))
-    assert known == own | dict(gpu="a100-80g")
-
-
-def test_a_plan_that_does_not_fit_names_a_search_that_finds_one_that_does():
-    flags = "--world 8 --gpu a100-40g --model gpt3-1.3b --dtype bf16 --batch-size 64".split()
-    first, *_, note = answer([*flags, "--zero", "0"]).splitlines()
-    assert "no: " in first and note.startswith("note     it does not fit: --search, without flags")
-    searched = answer([*flags, "--tp", "1", "--cp", "1", "--search"])
-    found = answer([*flags, *searched.partition("train.py ")[2].split()])
-    assert "yes: " in found and "does not fit" not in found
-
-
-def test_the_help_of_a_plan_has_its_flags_with_their_defaults(capsys):
-    """And none of a run's other flags."""
-    status, text, error = run_main(capsys, tools.plan.__main__, "--help")
-    assert (status, error) == (0, "")
-    text = " ".join(text.split())
-    for name in RUN_FLAGS + OWN_FLAGS:
-        assert f" --{name.replace('_', '-')} " in text
-    assert "(default: as published with --model, of GPT and OPT 50257)" in text
-    assert "--lr" not in text

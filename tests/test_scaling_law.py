@@ -8,13 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from base.flops import looked_up, parameter_count
+from base.flops import parameter_count
 from model import GPTConfig
-from tests.harness import run_main
-from tools import scaling_law
 from tools.plan.__main__ import answer
-from tools.scaling_law import (Law, Points, back_test, fit, isoflop, on_law, predict, read_law,
-                               read_points)
+from tools.scaling_law import Law, Points, back_test, fit, on_law, predict, read_law
 
 # Published laws, and the sizes and tokens on which they were fitted, about.
 HOFFMANN = Law(1.69, 406.4, 410.7, 0.34, 0.28)                  # 2022, equation 10
@@ -23,11 +20,6 @@ GEMSTONES = Law(math.exp(0.7458889548), math.exp(5.3627962101), math.exp(14.9717
                 0.2970133066, 0.6903991635)                     # 2025, its cooled-down points
 KNOWN = Law(1.7, 400.0, 400.0, 0.34, 0.28)      # of no one: the one of the measured noise below
 
-# Measured for this project (docs/planning.md): 2 layers, heads of 16, 512 tokens a step, trunks of
-# 1,600 steps. {width: losses after 200, 400 and 800 steps}.
-LADDER = {32: (2.649, 2.486, 2.315), 48: (2.578, 2.427, 2.278), 64: (2.587, 2.414, 2.234),
-          96: (2.464, 2.347, 2.155), 128: (2.451, 2.312, 2.143)}
-TOKENS = (102_400, 204_800, 409_600)
 
 # The ladder of OLMo 2 (Bhagia et al. 2024): github.com/allenai/OLMo-ladder at commit 67a3f44,
 # src/scripts/paper/data/ladder-runs/. {N: {tokens in billions: cross-entropy on C4's validation
@@ -51,16 +43,6 @@ def grid(sizes, tokens, law, noise=None):
     return Points(N, D, loss)
 
 
-def multiplying(width):
-    cfg = GPTConfig(257, seq_len=128, n_layer=2, n_head=width // 16, n_embd=width)
-    return parameter_count(cfg) - looked_up(cfg)
-
-
-def points_of(widths):
-    return Points.of((multiplying(width), D, loss) for width in widths
-                     for D, loss in zip(TOKENS, LADDER[width]))
-
-
 @pytest.mark.claim("A scaling law is recovered from its points: the constants to 1e-4, a "
                    "prediction at 4 times the largest size to 2e-6.")
 @pytest.mark.parametrize("law, sizes, tokens", [
@@ -77,32 +59,6 @@ def test_a_known_law_is_recovered(law, sizes, tokens):
     assert fit(points) == found
     if law.a == law.b:
         assert vars(fit(points, tied=True)) == pytest.approx(vars(law), rel=1e-4, abs=1e-4)
-
-
-@pytest.mark.parametrize("noise, most", [(0.001, 0.004), (0.003, 0.011)])
-def test_noise_of_the_points_is_a_small_error_of_the_prediction(noise, most):
-    """Four sizes and four numbers of tokens, at 4 times the largest: 0.2% and 0.7% root mean
-    square over ten draws. Here over four, with a bound of 1.6 times that."""
-    sizes = np.array([1e7, 2e7, 4e7, 8e7])
-    tokens = 2e8 * np.array([1, 2, 4, 8])
-    generator = np.random.default_rng(1)
-    errors = []
-    for _ in range(4):
-        points = grid(sizes, tokens, KNOWN, noise * generator.standard_normal(16))
-        errors.append(fit(points)(3.2e8, 1.6e9) / KNOWN(3.2e8, 1.6e9) - 1)
-    assert 0 < np.sqrt(np.mean(np.square(errors))) < most
-
-
-@pytest.mark.parametrize("held_out, fitted, errors", [
-    (96, (32, 48), (-0.006, 0.013)), (128, (32, 48), (-0.007, 0.002)),
-    (128, (32, 48, 64), (0.017, 0.022)), (128, (32, 48, 64, 96), (-0.005, 0.002))])
-def test_a_measured_ladder_predicts_the_sizes_that_were_held_out(held_out, fitted, errors):
-    """By a = b, after 205k and 410k tokens: five of the six points 4 to 7 times larger are within
-    2%. The losses are rounded to three digits."""
-    law = fit(points_of(fitted), tied=True)
-    found = [law(multiplying(held_out), D) / loss - 1
-             for D, loss in zip(TOKENS[1:], LADDER[held_out][1:])]
-    assert found == pytest.approx(errors, abs=0.002)
 
 
 @pytest.mark.parametrize("fitted, held_out, mean, most", [
@@ -144,12 +100,19 @@ def test_a_prediction_has_an_interval_and_a_back_test():
     assert found[:3] == pytest.approx([law(460e3, 6.4e6)] * 3, rel=1e-5)
     test = back_test(exact)
     assert (test.N, test.D, test.times) == (115e3, 6.4e6, pytest.approx(115 / 68))
-    assert abs(test.error) < 1e-5
+    assert test.predicted == pytest.approx(test.measured, rel=1e-5)
     noise = np.repeat([0.0, 0.005, 0.0], 4)
     found = predict(grid(sizes, tokens, law, noise), 460e3, 6.4e6)
     assert found.low < law(460e3, 6.4e6) < found.high and found.high - found.low > 0.01
     with pytest.raises(ValueError, match="2 sizes do not tell"):
         predict(grid(sizes[:2], tokens, law), 460e3, 6.4e6)
+
+
+def test_the_best_size_for_a_budget_is_the_laws_minimum():
+    N, D = KNOWN.optimal(1e17)
+    sizes = np.geomspace(1e6, 1e10, 20_001)
+    losses = KNOWN(sizes, 1e17 / 6 / sizes)
+    assert N == pytest.approx(sizes[losses.argmin()], rel=1e-3) and 6 * N * D == pytest.approx(1e17)
 
 
 @pytest.mark.slow
@@ -165,46 +128,6 @@ def test_intervals_hold_the_true_loss():
         found = predict(grid(sizes, tokens, law, noise), 460e3, 6.4e6)
         held += found.low <= law(460e3, 6.4e6) <= found.high
     assert 24 <= held < 40
-
-
-def test_the_best_size_for_a_budget_is_the_laws_minimum_and_the_parabolas():
-    flops = 1e17
-    N, D = KNOWN.optimal(flops)
-    sizes = np.geomspace(1e6, 1e10, 20_001)
-    losses = KNOWN(sizes, flops / 6 / sizes)
-    assert N == pytest.approx(sizes[losses.argmin()], rel=1e-3)
-    assert 6 * N * D == pytest.approx(flops)
-    near = grid(N * np.array([0.4, 0.7, 1.2, 2.0]), np.geomspace(1e7, 1e11, 60), KNOWN)
-    assert isoflop(near, flops) == pytest.approx(N, rel=0.05)
-    assert isoflop(near.where(near.N > N), flops) is None           # two sizes
-    assert isoflop(grid(N * np.array([4, 8, 16]), np.geomspace(1e6, 1e11, 60), KNOWN),
-                   flops) is None                                   # all too large
-
-
-def test_a_table_of_points_is_fitted_on_the_command_line(tmp_path, capsys):
-    """Columns in any order. What is wrong with a table is one line."""
-    known = Law(1.0, 300.0, 300.0, 0.3, 0.3)
-    points = grid([1e7, 2e7, 4e7], [2e8, 4e8, 8e8], known)
-    file = tmp_path / "points.csv"
-    rows = [f"{loss!r}, {N:.0f},{D:.0f}, x"
-            for N, D, loss in zip(*map(np.ndarray.tolist, points))]
-    file.write_text("\n".join(["loss, N,D, name", *rows]) + "\n")
-    assert np.allclose(read_points(str(file)), points)
-    status, text, error = run_main(capsys, scaling_law, file, "--at", "1.6e8:8e8")
-    assert (status, error) == (0, "")
-    law = "L = 1.000 + 300 N^-0.300 + 300 D^-0.300"
-    assert f"a = b    {law}, at most 0.00% off; 9 of 9 points\nuntied   {law}\n" in text
-    loss = f"{known(1.6e8, 8e8):.4f}"
-    assert f"at       N 1.6e+08, D 8e+08: {loss} ({loss} to {loss}), untied {loss}\n" in text
-    wrong = {"": "0 values of N: a law takes three", "N,D\n1,2\n": "the columns N, D and loss",
-             "N,D,loss\n1,2,x\n": "all numbers", "N,D,loss\n1,2,nan\n": "finite",
-             "N,D,loss\n1,2,3\n": "1 values of N"}
-    for content, words in wrong.items():
-        file.write_text(content)
-        status, _, error = run_main(capsys, scaling_law, file)
-        assert status == 2 and error.count("\n") == 1 and words in error, (content, error)
-    status, _, error = run_main(capsys, scaling_law, tmp_path / "nothing")
-    assert status == 2 and error.count("\n") == 1
 
 
 def test_a_plan_takes_a_law_of_ones_own(tmp_path):

@@ -2,17 +2,12 @@
 
     python -m pytest tests/test_schedule.py
 """
-import re
 import sys
-import xml.etree.ElementTree
 
 import pytest
 
-import tools.plan
 import tools.schedule
-from tests.harness import run_main
-from tools import matplotlib_svg
-from tools.schedule import clock, panels
+from tools.schedule import clock
 
 
 def test_the_schedule_tool_draws_the_timeline_and_counts(monkeypatch, capsys):
@@ -58,33 +53,3 @@ def test_the_schedule_tool_draws_the_timeline_and_counts(monkeypatch, capsys):
         "microbatches (default gpipe))\n")
     with pytest.raises(ValueError, match="deadlock"):
         clock([[("F", 0, 0), ("F", 1, 0)], [("F", 1, 0), ("B", 1, 0), ("F", 2, 0)]])
-
-
-def test_the_picture_has_a_panel_for_each_schedule(monkeypatch, capsys, tmp_path):
-    """On one time scale: a chunk of two takes half the time. A mistake ends in one line."""
-    gpipe, interleaved = panels([("gpipe", 1), ("interleaved", 2)], 2, 4)
-    assert gpipe[0] == "GPipe: idle 20% of the time; holds 4, 4 microbatches"
-    assert len(gpipe[1][0]) == 8 and gpipe[1][0]["B", 0, 0] == (13, 15)
-    assert len(interleaved[1][0]) == 16 and interleaved[1][1]["F", 0, 0] == (0.5, 1)
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "a.svg"
-    flags = ["--pp", 2, "--microbatches", 4, "--svg", file]
-    assert run_main(capsys, tools.schedule, *flags) == (0, f"wrote {file}\n", "")
-    assert xml.etree.ElementTree.parse(file) is not None
-    content = file.read_text()
-    assert "<title>Pipeline schedules" in content
-    assert [content.count(f">{words}: idle") for words in tools.schedule.TITLES.values()] == [1] * 4
-    numbers = re.findall(r'<text class="(\w+)" [^>]*>\d</text>', content)
-    assert len(numbers) == 2 * (8 + 8 + 16 + 12) and len(set(numbers)) == 1
-    assert re.search(rf"\.{numbers[0]}{{[^}}]*fill: #ffffff}}", content)
-    bars = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" class="\w+"/>', content)
-    ops_and_idle = sum(bar.count("L") for bar in bars if "z" not in bar)
-    assert ops_and_idle == len(numbers) + 4 * 2
-    assert run_main(capsys, tools.schedule, *flags, "--pp-schedule", "1f1b")[0] == 0
-    assert file.read_text().count(": idle") == 1
-    for wrong in (["--pp", 3], ["--pp", 1], ["--svg", tmp_path / "no" / "a.svg"]):
-        status, _, error = run_main(capsys, tools.schedule, *flags, *wrong)
-        assert status == 2 and error.count("\n") == 1, wrong
-    monkeypatch.setattr(matplotlib_svg, "find_spec", lambda name: None)
-    assert run_main(capsys, tools.schedule, *flags) == (
-        2, "", "tools.schedule: --svg needs a package that is missing: pip install matplotlib\n")

@@ -5,13 +5,12 @@ and the sequences read of it are the same. Between runs with the same test the v
 decides. Between others it is bits per byte, and a line says what each has read. A run that has no
 bits per byte stands apart. A resume may change the test: a run is judged by its evaluations that
 are the same test as its last one.
-
-The `data` of an evaluation is that of the last start or resume before it: what
-runtime.evaluation.describe_data found, or None, if the file does not say.
 """
 from typing import NamedTuple
 
-from tools.metrics import Evaluations, Run, finite
+from tools.metrics import Run, finite
+
+APART = "not comparable with these: no bits a byte, or no evaluation"
 
 
 def read_sources(data: dict) -> dict[str, dict]:
@@ -20,7 +19,8 @@ def read_sources(data: dict) -> dict[str, dict]:
 
 
 def test_of(data: dict | None) -> tuple | None:
-    """Equal for evaluations that are the same test; None where it is not known."""
+    """Equal for evaluations that are the same test; None where it is not known. `data`: what
+    runtime.evaluation.describe_data found."""
     if data is None:
         return None
     read = [(source["val_fingerprint"], source["weight"], source["sequences"])
@@ -40,47 +40,39 @@ def in_words(data: dict | None) -> str:
             f"with {data['vocab_size']:,} tokens")
 
 
-def have_one_tokenizer(runs: list[Run]) -> bool:
-    """Of what their steps read, as far as that is known."""
-    return len({(data["tokenizer"], data["vocab_size"])
-                for run in runs for data in run.known_data() if data is not None}) < 2
-
-
 class Evaluated(NamedTuple):
     """What a run is judged by."""
     run: Run
-    best: dict              # row with the lowest validation loss of those that are the same test as
-    last: dict              # ... the last one
-    data: dict | None       # of the best
-    others: list[Evaluations]       # of another test
+    data: dict | None       # of the last evaluation
+    best: dict              # row with the lowest validation loss of those of the same test
+    last: dict              # row
+    others: list            # (data, row) of another test
 
 
 def evaluated(run: Run) -> Evaluated | None:
     """None if the run has no validation loss."""
-    if not run.evaluations:
+    evaluations = run.evaluations()
+    if not evaluations:
         return None
-    test = test_of(run.evaluations[-1].data)
-    same = [each for each in run.evaluations if test_of(each.data) == test]
-    others = [each for each in run.evaluations if test_of(each.data) != test]
-    found = min(same, key=lambda each: each.best["val_loss"])
-    return Evaluated(run, found.best, same[-1].last, found.data, others)
+    data, last = evaluations[-1]
+    same = [row for of, row in evaluations if test_of(of) == test_of(data)]
+    others = [(of, row) for of, row in evaluations if test_of(of) != test_of(data)]
+    return Evaluated(run, data, min(same, key=lambda row: row["val_loss"]), last, others)
 
 
 def order(runs: list[Run]) -> tuple[list[str], list[tuple[str, list[Run]]]]:
     """Lines on what cannot be compared, and the runs in sections (heading, runs): runs of one
-    section can be compared, and its best is first. A single section has no heading."""
-    judged = [found for found in map(evaluated, runs) if found is not None]
-    judged.sort(key=lambda found: found.best["val_loss"])
+    section can be compared, and its best is first."""
+    judged = sorted(filter(None, map(evaluated, runs)), key=lambda found: found.best["val_loss"])
     rest = [run for run in runs if evaluated(run) is None]
-    notes = [f"{found.run.name}: evaluations up to step {found.others[-1].last['step']} read "
-             f"{in_words(found.others[-1].data)}: they are left out of its best"
+    notes = [f"{found.run.name}: evaluations up to step {found.others[-1][1]['step']} read "
+             f"{in_words(found.others[-1][0])}: they are left out of its best"
              for found in judged if found.others]
     tests = {}
     for found in judged:
         tests.setdefault(test_of(found.data), []).append(found)
     if len(tests) < 2:              # all can be compared
         return notes, [("", [found.run for found in judged] + rest)]
-
     parts = [f"{in_words(group[0].data)} ({', '.join(found.run.name for found in group)})"
              for group in tests.values()]
     notes.append(f"the evaluations read {'; '.join(parts)}")
@@ -88,9 +80,6 @@ def order(runs: list[Run]) -> tuple[list[str], list[tuple[str, list[Run]]]]:
     measured.sort(key=lambda found: found.best["bits_per_byte"])
     if len(measured) > 1:
         notes.append("so the order is by bits a byte, not by nats a token")
-    sections = [("", [found.run for found in measured])]
-    for group in tests.values():
-        sections.append(("apart, by nats a token: no bits a byte (conversations, or shards without "
-                         "meta.json)", [found.run for found in group if found not in measured]))
-    sections.append(("without an evaluation", rest))
-    return notes, [(heading, section) for heading, section in sections if section]
+    apart = [found.run for found in judged if found not in measured] + rest
+    return notes, [section for section in (("", [found.run for found in measured]), (APART, apart))
+                   if section[1]]

@@ -1,22 +1,15 @@
-"""Plot and tabulate runs from their metrics.jsonl, finished or still training.
+"""Tabulate and draw runs from their metrics.jsonl, finished or still training.
 
     python -m tools.compare out/lr1e-3 out/lr2e-3
-    python -m tools.compare --svg losses.svg out/one out        # a picture
+    python -m tools.compare --svg losses.svg out/one out        # a picture, with matplotlib
 
-The chart has the losses over the tokens read, on a logarithmic scale that ends at the first loss.
-Each run has a letter; a capital is a validation loss. Below the axis, > marks a resume and < a
-rollback. The table has the best run first, and beside each run's name the flags that differ between
-the runs. Best is the lowest validation loss or, where tokenizer, text or sample differ, the fewest
-bits per byte (tools/comparable_losses.py). `hours` is the time from line to line of metrics.jsonl
-within each process; where the clock was set back, none. A second table says how mixtures of experts
-used them in their last step (runtime/expert_loads.py).
-
-A resume or rollback to step k makes the rows beyond k void: they are left out.
+The table has the best run first, and beside each run's name the flags that differ between the runs.
+Best is the lowest validation loss or, where tokenizer, text or sample differ, the fewest bits per
+byte (tools/comparable_losses.py). `hours` is the time from line to line of metrics.jsonl within
+each process; where the clock was set back, none. A second table says how mixtures of experts used
+them in their last step (runtime/expert_loads.py).
 """
 import json
-import math
-import shutil
-import string
 import sys
 from collections import Counter
 from pathlib import Path
@@ -25,102 +18,13 @@ import numpy as np
 
 from base.commandline import Parser
 from base.errors import errors_in_one_line
-from tools import comparable_losses, loss_picture
+from tools import comparable_losses
 from tools.comparable_losses import evaluated
-from tools.metrics import Run, finite, last_valid_step, part_means, read_metrics
+from tools.metrics import Run, finite, read_metrics
+from tools.svg_picture import COLORS, few_numbers, picture, short
 
-NATS, BITS = "nats a token", "bits a byte"      # units of a loss
-
-
-# ---------------------------------------------------------------------------------------------
-# The chart
-# ---------------------------------------------------------------------------------------------
-
-
-def unit_of(runs: list[Run]) -> str:
-    """Of the chart: bits a byte if the tokenizers differ, and the bytes of all tokens are known."""
-    data = [each for run in runs for each in run.known_data()]
-    known = [each for each in data if each is not None and each["bytes_per_token"]]
-    if len(known) == len(data) and not comparable_losses.have_one_tokenizer(runs):
-        return BITS
-    return NATS
-
-
-def unit_note(runs: list[Run]) -> list[str]:
-    """A line on the chart if the tokenizers are known to differ."""
-    if comparable_losses.have_one_tokenizer(runs):
-        return []
-    note = f"the chart's unit is {unit_of(runs)}"
-    if unit_of(runs) == NATS:
-        note += ", in which different tokenizers cannot be compared"
-    return [note]
-
-
-def drawn(run: Run, name: str, unit: str) -> np.ndarray:
-    """The losses of the steps in the unit of the chart."""
-    losses = run.steps[name]
-    if unit == NATS:
-        return losses
-    bytes_per_token = [math.nan if data is None else data["bytes_per_token"] for data in run.data]
-    return losses / math.log(2) / np.array(bytes_per_token, float)[run.steps["data"]]
-
-
-def mean_losses(runs: list[tuple[str, Run]], column) -> dict[tuple[str, int], float]:
-    """{(character, column of the chart): mean loss there}; the first run's come last, and so
-    cover those of the others."""
-    unit = unit_of([run for _, run in runs])
-    highest = -math.inf             # of the first losses
-    for _, run in runs:
-        losses = drawn(run, "loss", unit)
-        highest = max(highest, losses[~np.isnan(losses)][0])
-    means = {}
-    for letter, run in reversed(runs):
-        columns = column(run.steps["tokens"])
-        for character, name in ((letter, "loss"), (letter.upper(), "val_loss")):
-            losses = np.clip(drawn(run, name, unit), 1e-9, highest)     # its logarithm is finite
-            for x, mean in zip(*part_means(losses, columns)):
-                means[character, x] = mean
-    return means
-
-
-def mark_line(run: Run, width: int, column) -> str:
-    """The line below the axis: where the run was resumed or rolled back."""
-    cells = [" "] * width
-    for event in run.events:
-        if event["event"] in ("resume", "rollback"):
-            place = np.searchsorted(run.steps["step"], last_valid_step(event), side="right")
-            first = run.steps["tokens"][min(place, len(run.steps["tokens"]) - 1)]
-            cells[column(first)] = "<" if event["event"] == "rollback" else ">"
-    return "".join(cells)
-
-
-def chart(runs: list[tuple[str, Run]], width: int, height: int = 16) -> list[str]:
-    """Lines with the losses of runs, each with its letter; the first is drawn over the others."""
-    most_tokens = max(run.last["tokens"] for _, run in runs)
-
-    def column(tokens):
-        return tokens * (width - 1) // most_tokens
-
-    levels = {place: math.log(loss) for place, loss in mean_losses(runs, column).items()}
-    low, high = min(levels.values()), max(levels.values())
-    per_row = (high - low) / (height - 1)
-    cells = [[" "] * width for _ in range(height)]
-    for (character, x), level in levels.items():
-        y = round((high - level) / per_row) if high > low else 0
-        cells[y][x] = character
-    lines = [f"{math.exp(high - y * per_row):9.4f} |{''.join(line)}"
-             for y, line in enumerate(cells)]
-    lines.append(f"{'+':>11}" + "-" * width)
-    for letter, run in runs:
-        marks = mark_line(run, width, column)
-        if marks.strip():
-            lines.append(f"{letter:>9} |{marks}")
-    return [*lines, f"{'tokens':>9}  0{most_tokens:>{width - 1},}", ""]
-
-
-# ---------------------------------------------------------------------------------------------
-# The table
-# ---------------------------------------------------------------------------------------------
+PARTS = 50                  # of the tokens in a picture
+DASHES = ["-", "--", ":", "-."]
 
 
 def differing_flags(runs: list[Run]) -> list[str]:
@@ -137,77 +41,46 @@ def describe(run: Run, flags: list[str]) -> str:
         if run.config.get(name) is not None:
             notes.append(f"{name.replace('_', '-')} {run.config[name]}")
     kinds = Counter(event["event"] for event in run.events)
-    for kind, count in kinds.items():
-        if kind not in ("start", "end"):
-            notes.append(f"{count} {kind}")
-    return ", ".join(notes)
+    return ", ".join(notes + [f"{count} {kind}" for kind, count in kinds.items()
+                              if kind not in ("start", "end")])
 
 
-def format_numbers(row: dict, fields: list[str], width: int = 9) -> str:
-    """These numbers of a row."""
-    cells = []
-    for value in [finite(row, field) for field in fields]:
-        cells.append(f"{'-':>{width}}" if value is None else f"{value:{width}.4f}")
-    return " ".join(cells)
-
-
-def format_evaluation(row: dict | None, fields: list[str]) -> str:
-    """These numbers of an evaluation, and its step."""
-    if row is None:
-        row = dict(step="-")
-    return f"{format_numbers(row, fields)} {row['step']:>8}"
+def cell(row: dict | None, name: str, form: str, width: int) -> str:
+    """A number of a row; - where there is none."""
+    value = None if row is None else finite(row, name)
+    return f"{'-':>{width}}" if value is None else f"{value:{width}{form}}"
 
 
 def format_run(run: Run, of_best: list[str], flags: list[str]) -> str:
-    """The run's line of the table, but for its letter. `of_best` are fields of its best row."""
-    best, last = None, None
+    """The run's line of the table. `of_best` are fields of its best row."""
     found = evaluated(run)
-    if found is not None:
-        best, last = found.best, found.last
+    best, last = (None, None) if found is None else (found.best, found.last)
     minutes = round(run.hours * 60)
-    hours = f"{minutes // 60}h{minutes % 60:02d}m"
-    speed = np.nanmedian(run.steps["tokens_per_second"])
-    return (f"{format_evaluation(best, of_best)} {format_evaluation(last, ['val_loss'])} "
-            f"{run.last['step']:7} {run.last['tokens']:16,} {hours:>8} {speed:11,.0f}  "
-            f"{run.max_lr:.2e}  {describe(run, flags)}")
+    rows = run.rows
+    cells = [*(cell(best, name, ".4f", 9) for name in of_best), cell(best, "step", "", 8),
+             cell(last, "val_loss", ".4f", 9), cell(last, "step", "", 8),
+             f"{rows[-1]['step']:7}", f"{rows[-1]['tokens']:16,}",
+             f"{f'{minutes // 60}h{minutes % 60:02d}m':>8}",
+             f"{np.nanmedian(run.column('tokens_per_second')):11,.0f}",
+             f" {max(row['lr'] for row in rows):.2e}", f" {describe(run, flags)}"]
+    return " ".join(cells)
 
 
-def table(sections: list[tuple[str, list[Run]]], letters: dict[str, str]) -> list[str]:
+def table(sections: list[tuple[str, list[Run]]]) -> list[str]:
     """Lines with the runs of each section, and its heading if it has one."""
     runs = [run for _, section in sections for run in section]
     of_best, column = ["val_loss"], ""
-    if any(finite(each.best, "bits_per_byte") is not None
-           for run in runs for each in run.evaluations):
+    if any(finite(row, "bits_per_byte") for run in runs for _, row in run.evaluations()):
         of_best.append("bits_per_byte")
         column = " bits/byte"
-    lines = [f"   best val{column}  at step  last val  at step   steps           tokens    hours"
+    lines = [f" best val{column}  at step  last val  at step   steps           tokens    hours"
              f"    tokens/s    max lr  run"]
     flags = differing_flags(runs)
     for heading, section in sections:
         if heading:
             lines.append(heading)
-        for run in section:
-            lines.append(f"{letters.get(run.name, ' ')} {format_run(run, of_best, flags)}")
+        lines += [format_run(run, of_best, flags) for run in section]
     return lines
-
-
-def experts_table(runs: list[Run], letters: dict[str, str]) -> list[str]:
-    """Lines with how each mixture of experts used them in its last step; none without a mixture."""
-    lines = []
-    for run in runs:
-        loads = {name.removeprefix("load/"): finite(run.last, name)
-                 for name in run.last if name.startswith("load/")}
-        if not loads:
-            continue
-        block = max(loads, key=loads.get)
-        router_loss = format_numbers(run.last, ["router_loss"], 11)
-        of_blocks = " ".join(f"{load:.2f}" for load in loads.values())
-        lines.append(f"{letters.get(run.name, ' ')} {loads[block]:13.2f} {block:>9} "
-                     f"{run.last['dead_experts']:13}  {router_loss}  {run.name}: {of_blocks}")
-    if not lines:
-        return []
-    return ["   largest load  in block  dead experts  router loss  run: of each block the load of "
-            "its most used expert, relative to the mean", *lines]
 
 
 def read_runs(outs: list[str]) -> list[Run]:
@@ -217,7 +90,7 @@ def read_runs(outs: list[str]) -> list[Run]:
     folders = {Path(out).resolve(): out for out in reversed(outs)}          # out, out/ and ./out
     for out in reversed(folders.values()):
         run = read_metrics(Path(out))
-        if np.isfinite(run.steps["loss"]).any():
+        if np.isfinite(run.column("loss")).any():
             runs.append(run)
             continue
         problem = f"{out} is not the --out of a run"
@@ -231,46 +104,57 @@ def read_runs(outs: list[str]) -> list[Run]:
     return runs
 
 
+def compare(runs: list[Run]) -> str:
+    """The table, and notes on what in it cannot be compared."""
+    notes, sections = comparable_losses.order(runs)
+    return "\n".join([f"note     {note}" for note in notes] + table(sections))
+
+
 def draw(runs: list[Run], file: Path) -> None:
-    """The picture of the best runs, the best one first; of one command in several layouts in the
-    order given, as they differ by rounding."""
-    if not comparable_losses.have_one_tokenizer(runs):
+    """The picture of the runs, the best one first. A line is a run's training loss, a point its
+    validation loss: both are means over one PARTS-th of the longest run's tokens. Raises ValueError
+    without matplotlib."""
+    tokenizers = {(data["tokenizer"], data["vocab_size"]) for run in runs
+                  for data, _ in run.evaluations() if data is not None}
+    if len(tokenizers) > 1:
         raise ValueError("--svg draws nats a token, in which different tokenizers cannot "
                          "be compared: give runs of one tokenizer")
-    names = []
-    if loss_picture.strips(runs):
-        names = loss_picture.layouts(runs)
-    else:
-        _, sections = comparable_losses.order(runs)
-        runs = [run for _, section in sections for run in section]
-    flags = differing_flags(runs)
-    names = names or [describe(run, flags) for run in runs]
-    loss_picture.draw(runs[:loss_picture.MOST], names, flags, file)
-    if len(runs) > loss_picture.MOST:
-        print(f"note     {file} has the first {loss_picture.MOST} of {len(runs)} runs")
-    print(f"wrote {file}")
-
-
-def compare(runs: list[Run]) -> str:
-    """A chart as wide as the terminal, and a table."""
-    notes, sections = comparable_losses.order(runs)
+    _, sections = comparable_losses.order(runs)
     runs = [run for _, section in sections for run in section]
-    letters = dict(zip((run.name for run in runs), string.ascii_lowercase))     # the best 26
-    charted = [(letters[run.name], run) for run in runs if run.name in letters]
-    width = max(20, shutil.get_terminal_size((100, 24)).columns - 12)
-    lines = chart(charted, width)
-    notes += unit_note(runs)
-    lines += [f"note     {note}" for note in notes]
-    return "\n".join(lines + table(sections, letters) + experts_table(runs, letters))
+    flags = differing_flags(runs)
+    size = max(run.rows[-1]["tokens"] for run in runs) / PARTS
+    with picture(file, "Losses of the runs", 4 + 0.21 * len(runs)) as figure:
+        panel = figure.subplots()
+        for place, run in enumerate(runs):
+            color = COLORS[place % len(COLORS)]
+            dash = DASHES[place // len(COLORS) % len(DASHES)]
+            panel.plot(*part_means(run, "loss", size), dash, color=color,
+                       label=describe(run, flags))
+            panel.plot(*part_means(run, "val_loss", size), "o", color=color, markersize=4)
+        panel.set(yscale="log", ylabel="loss, nats per token", xlabel="tokens read",
+                  title=f"Lines: training loss; points: validation loss; both: means of 1/{PARTS} "
+                        f"of the tokens")
+        panel.xaxis.set_major_formatter(short)
+        few_numbers(panel.yaxis)
+        panel.grid(alpha=0.25)
+        figure.legend(loc="outside lower left", frameon=False)
+
+
+def part_means(run: Run, name: str, size: float) -> tuple[list, list]:
+    """The middle of each part of so many tokens in which the run has this loss, and its mean."""
+    losses = run.column(name)
+    known = losses > 0              # neither NaN nor without a logarithm
+    parts = np.ceil(run.column("tokens")[known] / size) - 1
+    found = np.unique(parts)
+    return (((found + 0.5) * size).tolist(),
+            [float(losses[known][parts == part].mean()) for part in found])
 
 
 @errors_in_one_line("tools.compare")
 def main() -> None:
-    usage = "python -m tools.compare [--svg FILE] OUT ..."
-    parser = Parser("tools.compare", usage, __doc__)
+    parser = Parser("tools.compare", "python -m tools.compare [--svg FILE] OUT ...", __doc__)
     parser.add_argument("outs", nargs="+", metavar="OUT", help="the --out of a run of train.py")
-    parser.add_argument("--svg", metavar="FILE", help="also draw the losses, and in layouts their "
-                        "differences from the first run, to this file")
+    parser.add_argument("--svg", metavar="FILE", help="also draw the losses to this file")
     args = parser.parse_args()
     if "" in args.outs:
         parser.error("an OUT is empty: is a variable of the shell not set?")
@@ -280,6 +164,7 @@ def main() -> None:
     print(compare(runs))
     if args.svg:
         draw(runs, Path(args.svg))
+        print(f"wrote {args.svg}")
 
 
 if __name__ == "__main__":

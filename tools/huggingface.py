@@ -1,52 +1,167 @@
-"""Convert weights from and to Hugging Face's formats: GPT-2, OPT, Galactica, Llama, Mistral, Qwen2,
-Qwen3, GPT-J, GPT-NeoX, OLMo, OLMo 2, Phi, and the mixtures Mixtral, OLMoE and Qwen3-MoE.
+"""Convert weights from and to Hugging Face, by the package transformers: GPT-2, OPT, Galactica,
+Llama, Mistral, Qwen2, Qwen3, GPT-J, GPT-NeoX, OLMo, OLMo 2, Phi, and the mixtures Mixtral, OLMoE
+and Qwen3-MoE.
 
     python -m tools.huggingface import gpt2 gpt2.pt         # a name on the hub, or a folder
     python -m tools.huggingface export out/latest.pt folder
 
-tools/hub.py says what a folder contains. A model has its tokenizer too, in tokenizer.json: the
-characters <|endoftext|> in a text are one token there, where data.py and sample.py see 13.
-README.md is its model card (tools/model_card.py).
+transformers reads and writes the files, and tools/huggingface_families.py says which parameter is
+which. Both ways end with one check: the model of transformers and ours have the same logits
+(`compare`). What a config says and ours cannot do is found there, or by a parameter too many.
 
-tools/huggingface_families.py says how each architecture differs in its names and in the layout of
-its tensors.
+An export has its tokenizer in tokenizer.json: the characters <|endoftext|> in a text are one token
+there, where data.py and sample.py see 13. README.md is its model card (tools/model_card.py).
 """
-import itertools
-import json
+import copy
 import os
 import shlex
-import shutil
 import sys
 import tempfile
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from base.atomic_writes import write_file
-from base.checkpoint_files import reading, verify
+from base.checkpoint_files import verify
 from base.commandline import Parser
 from base.errors import WriteFailed, errors_in_one_line, named
 from base.flops import parameter_count
 from checkpoint import load, parameter_shapes
-from corpus.documents import EOT
-from corpus.huggingface_tokenizers import FILES, HuggingFaceTokenizer, load as load_tokenizer
-from corpus.templates import get_template, hash_of, is_own, plain_program
-from corpus.tokenizers import decode, get_tokenizer, is_named
-from model import GPTConfig
+from corpus.huggingface_tokenizers import find_in_model, load as load_tokenizer, to_huggingface
+from corpus.templates import get_template, hash_of, plain_program, program_of
+from corpus.tokenizers import get_tokenizer, is_named
 from models import make_config
+from parallelism.collectives import first_line
 from tools.checkpoint import state_of_weights
-from tools.hub import (IS_ADAPTER, check_source, fetch, note, read_object, tensor_readers,
-                       weight_files)
-from tools.huggingface_families import BUFFERS, Family
-from tools.huggingface_formats import (config_json, family_of, kind_of, model_config, their_names,
-                                       to_ours, to_theirs)
-from tools.huggingface_unread_keys import notes_of_keys
-from tools.huggingface_wrapped_names import HEADS, find_names
-from tools.model_card import Exported, model_card
+from tools.huggingface_families import (family_of, our_config, their_config, their_names, to_ours,
+                                        to_theirs)
+from tools.model_card import model_card
 
+SMALL_FILES = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
 SOME_OF_GPT2S = {"\u0120the": 262, "\u0120and": 290, "\u0120informants": 50254,
                  "\u0120gazed": 50255}
-SHARD_BYTES = 2_000_000_000         # of tensors in one exported file: what is in memory at a time
+END_OF_OTHERS = {"opt-50272": 2}        # token of a tokenizer that is not ours
+BLOCKS, POSITIONS = 2, 40               # that `compare` computes
+WINDOW = 8                              # there, so that it hides some of the positions
+ROUNDINGS = 10                          # of ours in fp32 beside fp64, by which logits may differ
+
+
+def note(text: str) -> None:
+    print(f"tools.huggingface: note: {text}", file=sys.stderr)
+
+
+# ---------------------------------------------------------------------------------------------
+# The model of transformers
+# ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def refusing(what):
+    """What transformers raises in the block, in one line."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{what} is refused: {first_line(error)}") from error
+
+
+def download(name: str, patterns: list[str]) -> Path:
+    """These files of a model on the hub, in the cache of huggingface_hub."""
+    from huggingface_hub import errors, snapshot_download
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise ValueError(f"{name} is neither a folder nor a model on the hub that you may read "
+                         f"(hf auth login): {first_line(error)}") from error
+    except Exception as error:          # of its HTTP package, too
+        raise ConnectionError(f"there is no folder {name}, and the model cannot be downloaded "
+                              f"({first_line(error)})") from error
+
+
+def quiet_transformers():
+    """The package, without its progress bars and warnings."""
+    import transformers
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def read_config(folder: Path):
+    """transformers' config, and ours."""
+    transformers = quiet_transformers()
+    with refusing(folder):
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        if hasattr(config, "quantization_config"):
+            raise ValueError("give the model before it was quantised")
+        return config, our_config(config)
+
+
+def read_model(folder: Path):
+    """transformers' model, in fp32. Raises ValueError if the files lack some of it, or hold more.
+    """
+    with refusing(folder):
+        model, loading = quiet_transformers().AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, local_files_only=True,
+            attn_implementation="eager")
+        for problem in ("missing_keys", "unexpected_keys"):
+            if loading[problem]:
+                raise ValueError(f"{type(model).__name__} has {problem.replace('_', ' ')} there, "
+                                 f"such as {min(loading[problem])}")
+    return model.eval()
+
+
+@torch.no_grad()
+def compare(model, cfg, parameter_of) -> None:
+    """Raise ValueError if transformers' model and ours have other logits than rounding explains.
+    `parameter_of(name)` is our parameter. Some blocks are enough, which stay in the `model`. A
+    window that the text would not reach is made shorter in both."""
+    config = model.config
+    blocks = model.get_submodule(family_of(config).blocks)
+    del blocks[BLOCKS:]
+    changes = dict(n_layer=len(blocks), dropout=0.0)
+    shorter = max(0, getattr(cfg, "window", 0) - WINDOW)
+    if shorter > 0:
+        config.sliding_window -= shorter
+        changes["window"] = cfg.window - shorter
+    ours = replace(cfg, **changes).build().eval()
+    for name, parameter in ours.named_parameters():
+        full = parameter_of(name)
+        parameter.zero_()[:len(full)] = full
+    tokens = torch.randint(cfg.vocab_size, (2, min(cfg.seq_len, POSITIONS)),
+                           generator=torch.Generator().manual_seed(0))
+    found = ours(tokens)
+    difference = (found - model(tokens, use_cache=False).logits).abs().max()
+    if not difference <= ROUNDINGS * (found - ours.double()(tokens)).abs().max():
+        raise ValueError(f"{type(model).__name__} and {type(ours).__name__} have other logits, by "
+                         f"{difference:.1e}: one of these changes the model and is not known here, "
+                         f"{config.to_diff_dict()}")
+
+
+def read_parameters(folder: Path, config, cfg) -> dict[str, torch.Tensor]:
+    """All of our parameters. Raises ValueError if they do not make transformers' model."""
+    model, family = read_model(folder), family_of(config)
+    tensors = dict(model.named_parameters())
+    theirs = {name: their_names(name, family) for name in parameter_shapes(cfg)}
+
+    def parameter_of(name):
+        return to_ours(name, [tensors[one].detach() for one in theirs[name]], family, cfg)
+    with refusing(folder):
+        odd = set(tensors) ^ {one for names in theirs.values() for one in names}
+        if odd:
+            raise ValueError(f"{min(odd)} is a parameter of transformers' model or of ours alone")
+        compare(model, cfg, parameter_of)
+        del model                                   # a tensor is freed when it is converted
+        parameters = {}
+        for name, shape in parameter_shapes(cfg).items():
+            parameters[name] = parameter_of(name)
+            for one in theirs[name]:
+                del tensors[one]
+            if parameters[name].shape != shape or not parameters[name].isfinite().all():
+                raise ValueError(f"{name} has another shape than {shape}, or is not finite")
+    return parameters
 
 
 # ---------------------------------------------------------------------------------------------
@@ -54,208 +169,79 @@ SHARD_BYTES = 2_000_000_000         # of tensors in one exported file: what is i
 # ---------------------------------------------------------------------------------------------
 
 
-def read_config(folder: Path) -> tuple[dict, GPTConfig]:
-    """config.json, and the GPTConfig that it describes; raises ValueError."""
-    path = folder / "config.json"
-    if not path.exists():
-        if (folder / "adapter_config.json").exists():
-            raise ValueError(f"{folder} {IS_ADAPTER}")
-        advice = ""
-        if any(folder.glob("*.pt")):
-            advice = ": it holds checkpoints of this project, which need no import"
-        raise ValueError(f"{folder} has no config.json{advice}")
-    config = read_object(path)
-    with reading(path, "is refused"):
-        return config, model_config(config)
-
-
-def tell_keys(config: dict, folder: Path) -> None:
-    """Print a note of each key that has a value and is not read. Raises ValueError."""
-    drawing = read_object(folder / "generation_config.json")
-    for line in notes_of_keys(config, drawing):
-        note(f"{folder}: {line}")
-
-
 def import_model(source: str, file: Path) -> None:
     """Write a checkpoint of weights alone. `source` is a folder or, if there is none of that name,
     a model on the hub."""
     if file.exists():
         raise ValueError(f"{file} exists: give a new file")
-    check_source(source, file)
-    file.absolute().parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(source)
-    if not folder.is_dir():
-        folder = fetch(source, check=read_config)       # before gigabytes come
+    if Path(source).is_file():
+        raise ValueError(f"{source} is a file: give the folder of a model. A checkpoint of this "
+                         f"project needs no import")
+    is_folder = Path(source).is_dir()
+    folder = Path(source) if is_folder else download(source, SMALL_FILES)
     config, cfg = read_config(folder)
-    tell_keys(config, folder)
-    parameters = read_parameters(folder, family_of(kind_of(config), cfg), cfg)
-    tokenizer, encoding = find_tokenizer(folder, config)
-    state = state_of_weights(cfg, parameters) | dict(tokenizer=tokenizer)
-    if encoding is not None:
-        if encoding.file is not None:
-            state["tokenizer_file"] = encoding.file
-        state |= find_conversations(folder, encoding)
+    if not is_folder:                               # now the gigabytes
+        download(source, SMALL_FILES + ["*.safetensors"])
+        if not list(folder.glob("*.safetensors")):
+            download(source, SMALL_FILES + ["pytorch_model*.bin"])
+    state = state_of_weights(cfg, read_parameters(folder, config, cfg))
+    with refusing(folder):
+        add_ends(state, folder, config)
+    add_tokenizer(state, folder, config)
+    file.absolute().parent.mkdir(parents=True, exist_ok=True)
     write_file(state, file.with_name(file.name + ".tmp"), file)
     print(f"{file}: {parameter_count(cfg):,} parameters. Train it further with\n"
           f"python train.py --init-from {file} --data DIR --out out/{file.stem}")
     if "template" in state:
-        kind = f"the template {state['template']}"
-        if is_own(state["template"]):
-            kind = "its own template"
-        print(f"It is a model of conversations, by {kind}:\n"
-              f"python sample.py --ckpt {file} --chat")
-    if encoding is not None and encoding.file is not None:
+        print(f"It is a model of conversations:\npython sample.py --ckpt {file} --chat")
+    if "tokenizer_file" in state:
         print(f"Make --data with its tokenizer:\n"
               f"python data.py --input FILE --tokenizer {shlex.quote(str(folder))} --out DIR")
-    elif encoding is None:
+    elif not is_named(state["tokenizer"]):
         print(f"Its tokenizer is not ours: sample.py cannot read or write its tokens, and --data "
-              f"must have been made with it (tokenizer {tokenizer!r} in meta.json); if it has a "
-              f"tokenizer.json, put it in the folder and import again")
+              f"must have been made with it (tokenizer {state['tokenizer']!r} in meta.json); if it "
+              f"has a tokenizer.json, put it in the folder and import again")
 
 
-def find_conversations(folder: Path, encoding) -> dict:
-    """What a checkpoint keeps of a model's folder beside its tokenizer: the template of its
-    conversations, and the tokens that end a generation."""
-    state = {}
-    ends = [read_object(folder / name).get("eos_token_id")
-            for name in ("generation_config.json", "config.json")]
-    ends = [[end] if type(end) is int else end for end in ends if end is not None]
-    if ends and all(type(end) is int for end in ends[0]):
-        state["ends"] = sorted(set(ends[0]))
-    if isinstance(encoding, HuggingFaceTokenizer):
-        program = encoding.tokenizer.chat_template
-    else:
-        program = read_object(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(program, dict):
-        program = program.get("default")
-    if program is None:
-        return state
-    if program == plain_program(encoding):
-        return state | dict(template="plain")
-    if not isinstance(encoding, HuggingFaceTokenizer):
-        note(f"no template of conversations is kept: it is of another tokenizer than "
-             f"{encoding.name}")
-        return state
-    return state | dict(template=hash_of(program), template_file=program)
+def add_ends(state: dict, folder: Path, config) -> None:
+    """The tokens that end a generation."""
+    ends = getattr(config, "eos_token_id", None)
+    if (folder / "generation_config.json").exists():
+        of_generation = quiet_transformers().GenerationConfig.from_pretrained(
+            folder, local_files_only=True).eos_token_id
+        ends = ends if of_generation is None else of_generation
+    if ends is not None:
+        state["ends"] = sorted({ends} if isinstance(ends, int) else set(ends))
 
 
-def read_parameters(folder: Path, family: Family, cfg: GPTConfig) -> dict[str, torch.Tensor]:
-    """All of our parameters. Raises ValueError if the folder's tensors are not those of a model
-    with this config."""
-    readers = {}
-    for part in weight_files(folder):
-        readers |= tensor_readers(part)
+def add_tokenizer(state: dict, folder: Path, config) -> None:
+    """What a checkpoint keeps of a model's tokenizer, and of its template of conversations. Our
+    exports name the tokenizer in config.json. OPT numbers GPT-2's tokens differently, and others
+    have added some: without a file theirs get a name that no other tokenizer has."""
+    name = getattr(config, "tokenizer", None)
+    if not isinstance(name, str):
+        name = f"{config.model_type}-{config.vocab_size}"
+    state["tokenizer"] = name
     try:
-        names = find_names(readers, family, cfg.tied)
-    except ValueError as error:
-        raise ValueError(f"{folder} is refused: {error}") from None
-    readers = {name: readers[original] for name, original in names.items()}
-    parameters = {}
-    for name, shape in parameter_shapes(cfg).items():
-        parameters[name] = read_parameter(name, shape, readers, folder, family, cfg)
-    check_unused(readers, parameters, folder, family)
-    return parameters
-
-
-def read_parameter(name: str, shape: tuple, readers: dict, folder: Path, family: Family,
-                   cfg: GPTConfig) -> torch.Tensor:
-    """Our parameter of this name and shape, fp32. Raises ValueError if the tensors do not make it.
-    """
-    theirs = their_names(name, family)
-    tensors = []
-    for one in theirs:
-        if one not in readers:
-            raise ValueError(f"{folder} has no tensor {one}{advice_on_missing(one, readers)}")
-        tensor = readers[one]()
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-            kind = getattr(tensor, "dtype", type(tensor).__name__)
-            raise ValueError(f"{folder}: {one} holds {kind}, not floating-point numbers: give the "
-                             f"model before it was quantised")
-        tensor = tensor.float()
-        if not tensor.isfinite().all():
-            raise ValueError(f"{folder}: {one} holds numbers that are not finite: give another "
-                             f"copy of the model")
-        tensors.append(tensor)
-    try:
-        full = to_ours(name, tensors, family, cfg)
-        found = tuple(full.shape)
-    except RuntimeError:                # they do not fit to each other
-        found = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
-    if found != shape:
-        raise ValueError(f"{folder}: {theirs[0]} has shape {found}, not {shape}")
-    return full
-
-
-def advice_on_missing(name: str, readers: dict) -> str:
-    """What a missing tensor may mean, for the end of a sentence."""
-    if name.removesuffix(".weight") in HEADS:
-        return (": the model was saved without its head: save it as the class that config.json "
-                "names, or set tie_word_embeddings to true there if the embedding is the head")
-    if "embed" not in name and "wte" not in name:
-        return ""
-    return f": its names are like {', '.join(sorted(readers)[:2])}"
-
-
-def check_unused(readers: dict, parameters: dict, folder: Path, family: Family) -> None:
-    """Raise ValueError if a block has a tensor that our model has no place for, or the head of a
-    tied model differs from its embedding. A note tells of tensors outside of the model."""
-    used = {one for name in parameters for one in their_names(name, family)}
-    unused = sorted(one for one in readers if one not in used and not BUFFERS.search(one))
-    in_blocks = [one for one in unused if one.startswith(f"{family.blocks}.")]
-    if in_blocks:
-        raise ValueError(f"{folder} has {len(in_blocks):,} tensors that config.json does not "
-                         f"account for, such as {in_blocks[0]}: the model would be another")
-    for head in {f"{one}.weight" for one in HEADS} & set(unused):       # of a tied model
-        unused.remove(head)
-        if not readers[head]().float().equal(parameters["embed.token.weight"]):
-            advice = "set its tie_word_embeddings to false"
-            if family.fields is None:
-                advice = f"{family.architecture} has one matrix for both here"
-            raise ValueError(f"{folder}: {head} differs from the embedding, but config.json ties "
-                             f"them: {advice}")
-    if unused:
-        note(f"{folder}: {len(unused):,} tensors are left out, which are no part of the model, "
-             f"such as {unused[0]}")
-
-
-def find_tokenizer(folder: Path, config: dict):
-    """The name of a model's tokenizer, and the tokenizer; None if it cannot be opened."""
-    name = tokenizer_name(config)
-    if name == "gpt2" and not has_gpt2s_tokens(folder):
-        name = f"gpt2-{config['vocab_size']}"           # another's, of the same size
-    try:
-        if is_named(name):
-            return name, get_tokenizer(name)
-        if not any((folder / file).exists() for file in ("tokenizer.json", "vocab.json",
-                                                         "tokenizer.model")):
-            return name, None
-        encoding = load_tokenizer(str(folder))
-        return encoding.name, encoding
+        found = find_in_model(folder, name)
+        if name == "gpt2-50257" and (found is None or SOME_OF_GPT2S.items() <=
+                                     found.tokenizer.get_vocab().items()):
+            state["tokenizer"] = name = "gpt2"
+        if found is None:
+            return
+        if not is_named(name):
+            state["tokenizer"], state["tokenizer_file"] = found.name, found.file
+        program = program_of(None, found)
+        if program is None:
+            return
+        if program == plain_program(get_tokenizer(name) if is_named(name) else found):
+            state["template"] = "plain"
+        elif "tokenizer_file" in state:
+            state["template"], state["template_file"] = hash_of(program), program
+        else:
+            note(f"no template of conversations is kept: it is of another tokenizer than {name}")
     except (ValueError, ConnectionError) as error:
         note(str(error))
-        return name, None
-
-
-def has_gpt2s_tokens(folder: Path) -> bool:
-    """Whether the files of a tokenizer in the folder, if any, have GPT-2's ids, by some of them."""
-    def vocabulary_of(file):
-        content = read_object(folder / file)
-        return content["model"]["vocab"] if file == "tokenizer.json" else content
-    try:
-        return all(SOME_OF_GPT2S.items() <= vocabulary_of(file).items()
-                   for file in ("tokenizer.json", "vocab.json") if (folder / file).exists())
-    except (ValueError, KeyError, AttributeError, TypeError):       # another kind of tokenizer
-        return False
-
-
-def tokenizer_name(config: dict) -> str:
-    """Our exports name it. OPT numbers GPT-2's tokens differently, and other models of GPT-2's
-    architecture have added some: theirs get a name that no other tokenizer has."""
-    if isinstance(config.get("tokenizer"), str):
-        return config["tokenizer"]
-    if config["model_type"] == "gpt2" and config["vocab_size"] == 50257:
-        return "gpt2"
-    return f"{config['model_type']}-{config['vocab_size']}"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -263,108 +249,17 @@ def tokenizer_name(config: dict) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
-def split_into_shards(parameters: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Consecutive parameters whose fp32 tensors take up to SHARD_BYTES; a larger one is alone."""
-    shards, size = [{}], 0
-    for name, full in parameters.items():
-        nbytes = 4 * full.numel()
-        if shards[-1] and size + nbytes > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = full
-        size += nbytes
-    return shards
-
-
-def write_tensors(parameters: dict[str, torch.Tensor], family: Family, cfg: GPTConfig,
-                  folder: Path) -> None:
-    """model.safetensors or, if one shard does not hold the model, several files and their index.
-    One shard at a time is in memory: `parameters` are mapped from a checkpoint."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-    shards = split_into_shards(parameters)
-    file_of = {}                                    # for the index
-    for number, shard in enumerate(shards, 1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {}
-        for name, full in shard.items():
-            tensors |= to_theirs(name, full, family, cfg)
-        try:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise WriteFailed(f"{file} could not be written: {error}") from error
-        shutil.copymode(folder / "config.json", folder / file)      # save_file's is 600
-        file_of |= dict.fromkeys(tensors, file)
-    if len(shards) > 1:
-        index = dict(metadata={}, weight_map=file_of)
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-
-def write_tokenizer(encoding, cfg: GPTConfig, folder: Path, template=None) -> None:
-    """Write a tokenizer as transformers opens it for any architecture: tokenizer.json. With the
-    `template` of conversations an answer's end is the end of a text."""
-    if encoding.file is not None:
-        contents = json.loads(encoding.file)
-    else:       # this class reads tokenizer.json as it is; others split words by their own pattern
-        config = dict(model_max_length=cfg.seq_len, tokenizer_class="PreTrainedTokenizerFast",
-                      eos_token=EOT, bos_token=EOT, unk_token=EOT, pad_token=EOT)
-        contents = dict(zip(FILES, (json.dumps(tokenizer_json(encoding)), json.dumps(config))))
-    if template is not None:
-        config = json.loads(contents[FILES[1]])
-        if template.end is not None:
-            config["eos_token"] = decode(encoding, [template.end])
-        program = template.program or plain_program(encoding)
-        contents[FILES[1]] = json.dumps(config | dict(chat_template=program))
-    for name, content in contents.items():
-        (folder / name).write_text(content, encoding="utf-8")
-
-
-def characters_of_bytes() -> list[str]:
-    """The character that stands for each byte (Radford et al. 2019, bytes_to_unicode)."""
-    printed = {*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1),
-               *range(ord("\u00ae"), ord("\u00ff") + 1)}
-    others = itertools.count(256)
-    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
-
-
-def find_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The pair of tokens that each token above the bytes is made of, in their order: the two parts
-    that are left when its own bytes are merged by the tokens before it."""
-    merges = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        if len(token) == 1:
-            continue
-        parts = [bytes([byte]) for byte in token]
-        while len(parts) > 2:
-            joined = [ranks.get(left + right, rank) for left, right in zip(parts, parts[1:])]
-            least = min(joined)
-            if least >= rank:
-                raise ValueError(f"the token {token!r} is no pair of earlier ones")
-            at = joined.index(least)
-            parts[at:at + 2] = [parts[at] + parts[at + 1]]
-        merges.append(tuple(parts))
-    return merges
-
-
-def tokenizer_json(encoding) -> dict:
-    """The content of tokenizer.json for a tokenizer with GPT-2's pattern."""
-    ranks = {token: encoding.encoding.encode_single_token(token)
-             for token in encoding.encoding.token_byte_values()}
-    characters = characters_of_bytes()
-    written = {token: "".join(characters[byte] for byte in token) for token in ranks}
-    vocab = {written[token]: number for token, number in ranks.items()}
-    merges = [f"{written[left]} {written[right]}" for left, right in find_merges(ranks)]
-    end = dict(id=encoding.eot_token, content=EOT, special=True, single_word=False, lstrip=False,
-               rstrip=False, normalized=False)
-    in_words = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-    return dict(
-        version="1.0", truncation=None, padding=None, added_tokens=[end], normalizer=None,
-        pre_tokenizer=in_words, post_processor=None, decoder=in_words,
-        model=dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix="",
-                   end_of_word_suffix="", fuse_unk=False, byte_fallback=False,
-                   vocab=vocab | {EOT: encoding.eot_token}, merges=merges))
+def write_tokenizer(encoding, cfg, folder: Path, template) -> None:
+    """Write a tokenizer as transformers opens it for any architecture."""
+    ours = to_huggingface(encoding)
+    tokenizer = copy.deepcopy(ours.tokenizer)
+    tokenizer.model_max_length = cfg.seq_len
+    tokenizer.chat_template = None if template is None else (
+        template.program or plain_program(encoding))
+    tokenizer.save_pretrained(folder)
+    if load_tokenizer(folder).name != ours.name:
+        note("AutoTokenizer encodes for this architecture with a pattern of words of its own: open "
+             "the tokenizer by PreTrainedTokenizerFast")
 
 
 def export_model(file: Path, folder: Path) -> None:
@@ -376,9 +271,8 @@ def export_model(file: Path, folder: Path) -> None:
     cfg = make_config(**state["model"])
     tokenizer = state["tokenizer"]
     own = state.get("tokenizer_file")
-    encoding = None
-    template = None
-    end = None
+    encoding, template = None, None
+    start, end = None, END_OF_OTHERS.get(tokenizer)
     ends = set(state.get("ends", []))
     if own is not None or tokenizer in ("gpt2", "bytes"):
         encoding = get_tokenizer(tokenizer, own)        # downloads it, or fails, before the weights
@@ -389,39 +283,49 @@ def export_model(file: Path, folder: Path) -> None:
             if template.end is not None:
                 end = template.end
                 ends.add(end)
-    config = config_json(cfg, tokenizer, end)
-    if encoding is not None and encoding.prefix:
-        config["bos_token_id"] = encoding.prefix[0]
-    family = family_of(kind_of(config), cfg)
-    for name in state["parameters"]:
-        their_names(name, family)
+        start = encoding.prefix[0] if encoding.prefix else None
+    if end is not None and end >= cfg.vocab_size:
+        raise ValueError(f"the tokenizer {tokenizer} has {end + 1} tokens, but the model's "
+                         f"vocabulary {cfg.vocab_size}")
+    # Without pad_token_id, OPT would learn nothing of token 1.
+    config = their_config(cfg, tokenizer=tokenizer, eos_token_id=end, pad_token_id=None,
+                          bos_token_id=end if start is None else start, dtype="float32")
     parent = folder.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with named(folder), tempfile.TemporaryDirectory(prefix=".new-", dir=parent) as temporary:
         aside = Path(temporary, "folder")           # its mode is the usual one, temporary's is 700
         aside.mkdir()
-        (aside / "config.json").write_text(json.dumps(config, indent=1))
-        if len(ends) > 1:       # config.json has the end of an answer alone
-            (aside / "generation_config.json").write_text(json.dumps(dict(
-                eos_token_id=sorted(ends), bos_token_id=config["bos_token_id"])))
-        write_tensors(state["parameters"], family, cfg, aside)
-        tokenizer_class = None
+        architecture = write_model(state["parameters"], config, cfg, ends, aside)
         if encoding is not None:
-            tokenizer_class = "AutoTokenizer"
             write_tokenizer(encoding, cfg, aside, template)
-            if config["model_type"] == "qwen2" and encoding.file is None:
-                tokenizer_class = "PreTrainedTokenizerFast"
-                note(f"AutoTokenizer of transformers encodes for any Qwen2 with Qwen's pattern of "
-                     f"words and in NFC: PreTrainedTokenizerFast.from_pretrained({str(folder)!r}) "
-                     f"gives the tokens of the training")
-        exported = Exported(cfg, config["model_type"], family.architecture, tokenizer_class)
-        (aside / "README.md").write_text(model_card(file, folder, state, exported), "utf-8",
-                                         "backslashreplace")
+        model_card(file, folder, state, cfg, config.model_type, encoding is not None).save(
+            aside / "README.md")
         os.rename(aside, folder)
     text = f"with its tokenizer, {tokenizer}"
     if encoding is None:
         text = f"without a tokenizer: an export cannot write {tokenizer!r}"
-    print(f"{folder}: {parameter_count(cfg):,} parameters as {family.architecture}, {text}")
+    print(f"{folder}: {parameter_count(cfg):,} parameters as {architecture}, {text}")
+
+
+def write_model(parameters, config, cfg, ends: set[int], folder: Path) -> str:
+    """Write config, weights and the `ends` of a generation, then read some blocks back and compare
+    them. Returns transformers' class."""
+    from safetensors import SafetensorError
+    family = family_of(config)
+    with torch.device("meta"):
+        model = quiet_transformers().AutoModelForCausalLM.from_config(config)
+    if len(ends) > 1:       # config.json has the end of an answer alone
+        model.generation_config.eos_token_id = sorted(ends)
+    tensors = {}
+    for name, full in parameters.items():
+        tensors |= to_theirs(name, full, family, cfg)
+    try:
+        model.save_pretrained(folder, state_dict=tensors)
+    except SafetensorError as error:
+        raise WriteFailed(f"the weights could not be written: {error}") from error
+    del tensors
+    compare(read_model(folder), cfg, parameters.__getitem__)
+    return type(model).__name__
 
 
 # ---------------------------------------------------------------------------------------------
@@ -434,26 +338,20 @@ def main() -> None:
     name, usage = "tools.huggingface", "python -m tools.huggingface"
     parser = Parser(name, f"{usage} import NAME_OR_DIR FILE.pt\n       {usage} export FILE.pt DIR",
                     "Convert weights from and to Hugging Face.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="import|export")
-    command = commands.add_parser("import", prog=name, usage=f"{usage} import NAME_OR_DIR FILE.pt",
-                                  help="write a checkpoint of weights alone, "
-                                  "for train.py --init-from and sample.py")
-    command.add_argument("source", metavar="NAME_OR_DIR",
-                         help="a model: its name on the hub, or a folder")
-    command.add_argument("file", type=Path, metavar="FILE.pt", help="the checkpoint to write")
-    command = commands.add_parser("export", prog=name, usage=f"{usage} export FILE.pt DIR",
-                                  help="write a folder that transformers opens: a GPT with GELU "
-                                  "as GPT-2, with ReLU as OPT")
-    command.add_argument("file", type=Path, metavar="FILE.pt", help="a checkpoint of this project")
-    command.add_argument("folder", type=Path, metavar="DIR", help="the folder to write")
+    parser.add_argument("command", choices=("import", "export"), help="import: write a checkpoint "
+                        "of weights alone, for train.py --init-from and sample.py. export: write a "
+                        "folder that transformers opens")
+    parser.add_argument("source", metavar="FROM", help="a model: its name on the hub, or a folder; "
+                        "or a checkpoint of this project")
+    parser.add_argument("target", type=Path, metavar="TO", help="the new file, or the new folder")
     args = parser.parse_args()
     try:
         if args.command == "import":
-            import_model(args.source, args.file)
+            import_model(args.source, args.target)
         else:
-            export_model(args.file, args.folder)
+            export_model(Path(args.source), args.target)
     except ImportError:
-        parser.error("this needs safetensors: pip install safetensors")
+        parser.error("this needs transformers: pip install transformers")
     except KeyboardInterrupt:
         sys.exit(1)
 

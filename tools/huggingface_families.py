@@ -1,238 +1,312 @@
-"""What each architecture of Hugging Face's is called in its files: the keys of config.json and the
-names of the tensors. tools/huggingface_formats.py converts by these tables.
+"""How each architecture of transformers is written down: the attributes of its config and the names
+of its parameters, beside ours. tools/huggingface.py converts by these tables.
 
-    model_type      ours                            differences in the tensors
-    gpt2            GPTConfig with gelu             matrices of blocks are (in, out)
-    opt             GPTConfig with relu             q, k and v are three tensors; the table of
-                                                    positions begins with two unused rows
-    opt, another    LlamaConfig of the family       another activation or width of the MLP, no
-                    galactica                       biases, or plain norms; qkv by heads of k
-    llama, mistral, qwen2, qwen3, olmo, olmo2       q, k and v are three tensors, and so are gate
-                    LlamaConfig of that family      and value; our qkv is ordered by heads of k
-    gpt_neox        LlamaConfig of the family neox  none: qkv is ordered by heads, as ours
-    phi             LlamaConfig of that family      q, k and v are three tensors
-    gptj            LlamaConfig of that family      q, k and v are three tensors; q and k rotate
-                                                    other pairs of channels
-    mixtral, olmoe, qwen3_moe                       as of llama; and each matrix of an expert is a
-                    MoEConfig of that family        tensor, which ours stack
+    model_type  ours                        differences in the parameters
+    gpt2        GPTConfig with gelu         matrices of blocks are (in, out)
+    opt         GPTConfig with relu         q, k and v are three; two unused rows before positions
+    opt         LlamaConfig, galactica      the same, and qkv is ordered by heads of k
+    gpt_neox    LlamaConfig, neox           none: qkv is ordered by heads, as ours
+    gptj        LlamaConfig, gptj           q, k and v are three; other pairs of channels rotate
+    all others  LlamaConfig, MoEConfig      q, k and v are three, and so are gate and value
+
+transformers fills in defaults, knows older keys, and gives the architectures common names. An
+attribute that a class does not have changes nothing there.
 """
-import re
+from contextlib import suppress
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
-from models import llama_sizes, moe
+import torch
+import torch.nn.functional as F
 
-ACTIVATIONS = {                                     # theirs: ours
-    "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_python_tanh": "gelu",
-    "gelu_accurate": "gelu", "relu": "relu"}
-LLAMA_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu_erf", "gelu_python": "gelu_erf",
-                     "gelu_fast": "gelu"} | ACTIVATIONS
+from model import GPTConfig
+from models import llama_sizes, make_config, moe
+from models.llama import LlamaConfig
 
-# What model.py has only one form of: the key in config.json, and its value where it is missing.
-FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True,
-         "scale_attn_by_inverse_layer_idx": False, "do_layer_norm_before": True,
-         "_remove_final_layer_norm": False, "enable_bias": True,
-         "layer_norm_elementwise_affine": True}
-# The same of every architecture.
-ANY = {"is_encoder_decoder": False, "add_cross_attention": False}
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+DROPOUTS = ("attention_dropout", "hidden_dropout", "dropout", "embd_pdrop", "attn_pdrop",
+            "resid_pdrop")
+OF_TRAINING = ("dropout", "z_loss")         # fields of ours that an import does not know
+VALUES = {                                  # field: {their value: ours}, the usual one first
+    "activation": {"silu": "silu", "relu": "relu", "gelu": "gelu_erf", "gelu_fast": "gelu",
+                   "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "swish": "silu"},
+    "residual": {True: "parallel", False: "serial"},
+    "bias": {True: "all", False: "none"},
+    "norm": {True: "layer", False: "plain"}}
 
 
 class Family(NamedTuple):
     """How one architecture is written down."""
-    architecture: str                   # the class in transformers
-    activation: str                     # in config.json, where it is missing there
-    dropout: list[str]                  # keys of its probabilities there
-    shape: dict[str, str]               # field of our config: key in config.json
-    prefix: str                         # of each tensor's name, but the head's
-    ends: dict[str, str]                # our module outside of the blocks: theirs
-    blocks: str                         # their list of blocks
-    block: dict[str, list[str]]         # our module in a block: theirs, stacked in this order; {}:
-                                        # the number of an expert
-    transposed: bool = False            # matrices in blocks are (in, out)
-    unused_positions: int = 0           # rows before the first position
-    activation_key: str = "hidden_act"
-    has_rope_keys: bool = True          # config.json has a rope_theta
-    interleaved: bool = False           # they rotate channels 2i and 2i + 1, not i and i + n/2
-    fields: dict | None = None          # of every LlamaConfig of the family; None: a GPTConfig
-    optional: dict = {}                 # field: (key in config.json, its value where it is missing)
-    only: dict = {}                     # key: (the one value we have, that where it is missing)
-    any_width: bool = True              # also one that is no multiple of the heads
+    model_type: str
+    fields: dict | None             # of our config, alike in the family; None: a GPTConfig
+    keys: dict[str, str]            # field of our config: attribute of theirs
+    ends: dict[str, str]            # our module outside of the blocks: theirs
+    blocks: str                     # their list of blocks
+    block: dict[str, list[str]]     # our module in a block: theirs, stacked in this order
+    transposed: bool = False        # matrices in blocks are (in, out)
+    unused_positions: int = 0       # rows before the first position
+    interleaved: bool = False       # they rotate channels 2i and 2i + 1, not i and i + n/2
 
 
-GPT2 = Family(
-    architecture="GPT2LMHeadModel",
-    activation="gelu_new",
-    dropout=["embd_pdrop", "attn_pdrop", "resid_pdrop"],
-    shape={"vocab_size": "vocab_size", "seq_len": "n_positions", "n_layer": "n_layer",
-           "n_head": "n_head", "n_embd": "n_embd"},
-    prefix="transformer.",
-    ends={"embed.token": "wte", "embed.position": "wpe", "head.norm": "ln_f"},
-    blocks="h",
-    block={"norm1": ["ln_1"], "attn.qkv": ["attn.c_attn"], "attn.proj": ["attn.c_proj"],
-           "norm2": ["ln_2"], "mlp.up": ["mlp.c_fc"], "mlp.down": ["mlp.c_proj"]},
-    transposed=True,
-    activation_key="activation_function")
-
-OPT = Family(
-    architecture="OPTForCausalLM",
-    activation="relu",
-    dropout=["attention_dropout", "dropout"],
-    shape={"vocab_size": "vocab_size", "seq_len": "max_position_embeddings",
-           "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-           "n_embd": "hidden_size"},
-    prefix="model.decoder.",
-    ends={"embed.token": "embed_tokens", "embed.position": "embed_positions",
-          "head.norm": "final_layer_norm"},
-    blocks="layers",
-    block={"norm1": ["self_attn_layer_norm"],
-           "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-           "attn.proj": ["self_attn.out_proj"], "norm2": ["final_layer_norm"],
-           "mlp.up": ["fc1"], "mlp.down": ["fc2"]},
-    unused_positions=2,
-    activation_key="activation_function")
+SHAPE = {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings",
+         "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size"}
+QKV = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
 
 LLAMA = Family(
-    architecture="LlamaForCausalLM",
-    activation="silu",
-    dropout=["attention_dropout"],
-    shape=OPT.shape | {"hidden": "intermediate_size"},
-    prefix="model.",
-    ends={"embed.token": "embed_tokens", "head.norm": "norm", "head": "lm_head"},
-    blocks="layers",
-    block={"norm1": ["input_layernorm"], "norm2": ["post_attention_layernorm"],
-           "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "llama", llama_sizes.FAMILIES["llama"],
+    keys=SHAPE | {"hidden": "intermediate_size", "activation": "hidden_act",
+                  "n_kv_head": "num_key_value_heads", "head_dim": "head_dim",
+                  "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings"},
+    ends={"embed.token": "model.embed_tokens", "head.norm": "model.norm", "head": "lm_head"},
+    blocks="model.layers",
+    block={"norm1": ["input_layernorm"], "norm2": ["post_attention_layernorm"], "attn.qkv": QKV,
            "attn.q_norm": ["self_attn.q_norm"], "attn.k_norm": ["self_attn.k_norm"],
            "attn.proj": ["self_attn.o_proj"],
-           "mlp.up": ["mlp.gate_proj", "mlp.up_proj"], "mlp.down": ["mlp.down_proj"]},
-    fields=llama_sizes.FAMILIES["llama"],
-    optional={"n_kv_head": ("num_key_value_heads", 0), "head_dim": ("head_dim", 0),
-              "norm_eps": ("rms_norm_eps", 1e-6), "tied": ("tie_word_embeddings", False)},
-    only={"attention_bias": (False, False), "mlp_bias": (False, False)},
-    any_width=False)
+           "mlp.up": ["mlp.gate_proj", "mlp.up_proj"], "mlp.down": ["mlp.down_proj"],
+           "mlp.router": ["mlp.gate"], "mlp.experts.up": ["mlp.experts.gate_up_proj"],
+           "mlp.experts.down": ["mlp.experts.down_proj"]})
 
-NEOX = Family(
-    architecture="GPTNeoXForCausalLM",
-    activation="gelu",
-    dropout=["attention_dropout", "hidden_dropout"],
-    shape=LLAMA.shape,
-    prefix="gpt_neox.",
-    ends={"embed.token": "embed_in", "head.norm": "final_layer_norm", "head": "embed_out"},
-    blocks="layers",
-    block={"norm1": ["input_layernorm"], "norm2": ["post_attention_layernorm"],
-           "attn.qkv": ["attention.query_key_value"], "attn.proj": ["attention.dense"],
-           "mlp.up": ["mlp.dense_h_to_4h"], "mlp.down": ["mlp.dense_4h_to_h"]},
-    fields=llama_sizes.FAMILIES["neox"],
-    optional={"norm_eps": ("layer_norm_eps", 1e-5), "tied": ("tie_word_embeddings", False),
-              "rotary": ("rotary_pct", 0.25)},
-    only={"attention_bias": (True, True)},
-    any_width=False)
+OPT = Family(
+    "opt", None, keys=SHAPE | {"activation": "activation_function"},
+    ends={"embed.token": "model.decoder.embed_tokens", "head": "lm_head",
+          "embed.position": "model.decoder.embed_positions",
+          "head.norm": "model.decoder.final_layer_norm"},
+    blocks="model.decoder.layers",
+    block={"norm1": ["self_attn_layer_norm"], "norm2": ["final_layer_norm"], "attn.qkv": QKV,
+           "attn.proj": ["self_attn.out_proj"], "mlp.up": ["fc1"], "mlp.down": ["fc2"]},
+    unused_positions=2)
 
-PHI = Family(
-    architecture="PhiForCausalLM",
-    activation="gelu_new",
-    dropout=["attention_dropout", "resid_pdrop", "embd_pdrop"],
-    shape=LLAMA.shape,
-    prefix="model.",
-    ends={"embed.token": "embed_tokens", "head.norm": "final_layernorm", "head": "lm_head"},
-    blocks="layers",
-    block={"norm1": ["input_layernorm"],
-           "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-           "attn.proj": ["self_attn.dense"], "mlp.up": ["mlp.fc1"], "mlp.down": ["mlp.fc2"]},
-    fields=llama_sizes.FAMILIES["phi"],
-    optional={"n_kv_head": ("num_key_value_heads", 0), "norm_eps": ("layer_norm_eps", 1e-5),
-              "tied": ("tie_word_embeddings", False), "rotary": ("partial_rotary_factor", 0.5)},
-    only={"qk_layernorm": (False, False)},
-    any_width=False)
+GPT2 = Family(
+    "gpt2", None, keys=OPT.keys,
+    ends={"embed.token": "transformer.wte", "embed.position": "transformer.wpe",
+          "head.norm": "transformer.ln_f", "head": "lm_head"},
+    blocks="transformer.h",
+    block={"norm1": ["ln_1"], "norm2": ["ln_2"], "attn.qkv": ["attn.c_attn"],
+           "attn.proj": ["attn.c_proj"], "mlp.up": ["mlp.c_fc"], "mlp.down": ["mlp.c_proj"]},
+    transposed=True)
 
 GPTJ = Family(
-    architecture="GPTJForCausalLM",
-    activation="gelu_new",
-    dropout=["attn_pdrop", "resid_pdrop", "embd_pdrop"],
-    shape=GPT2.shape | {"hidden": "n_inner", "rotated": "rotary_dim"},
-    prefix="transformer.",
-    ends={"embed.token": "wte", "head.norm": "ln_f", "head": "lm_head"},
-    blocks="h",
+    "gptj", llama_sizes.FAMILIES["gptj"],
+    keys=OPT.keys | {"hidden": "n_inner", "rotary": "rotary_dim", "norm_eps": "layer_norm_epsilon",
+                     "tied": "tie_word_embeddings"},
+    ends=GPT2.ends, blocks="transformer.h",
     block={"norm1": ["ln_1"], "attn.qkv": ["attn.q_proj", "attn.k_proj", "attn.v_proj"],
            "attn.proj": ["attn.out_proj"], "mlp.up": ["mlp.fc_in"], "mlp.down": ["mlp.fc_out"]},
-    activation_key="activation_function",
-    has_rope_keys=False,
-    interleaved=True,
-    fields=llama_sizes.FAMILIES["gptj"],
-    optional={"norm_eps": ("layer_norm_epsilon", 1e-5), "tied": ("tie_word_embeddings", False)},
-    any_width=False)
+    interleaved=True)
 
-GALACTICA = OPT._replace(
-    activation="gelu",
-    shape=OPT.shape | {"hidden": "ffn_dim"},
-    has_rope_keys=False,
-    fields=llama_sizes.FAMILIES["galactica"],
-    only={"do_layer_norm_before": (True, True), "_remove_final_layer_norm": (False, False),
-          "tie_word_embeddings": (True, True)},
-    any_width=False)
+MIXTURE = LLAMA.keys | {"n_active": "num_experts_per_tok", "balance_loss": "router_aux_loss_coef"}
 
-MOE = LLAMA._replace(
-    shape=LLAMA.shape | {"n_expert": "num_experts", "n_active": "num_experts_per_tok"},
-    block={ours: theirs for ours, theirs in LLAMA.block.items() if not ours.startswith("mlp.")} | {
-        "mlp.router": ["mlp.gate"],
-        "mlp.experts.up": ["mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"],
-        "mlp.experts.down": ["mlp.experts.{}.down_proj"]},
-    optional=LLAMA.optional | {"balance_loss": ("router_aux_loss_coef", 0.001)},
-    any_width=True)
-
-NO_WINDOW = {"use_sliding_window": (False, False)}
-KEYS_OF_QWEN = {"n_kv_head": ("num_key_value_heads", 32)}
-FAMILIES = {
-    "gpt2": GPT2,
+FAMILIES = {            # an export takes the first that has the model
     "opt": OPT,
+    "gpt2": GPT2,
     "llama": LLAMA,
-    "mistral": LLAMA._replace(
-        architecture="MistralForCausalLM", only={}, any_width=True,
-        optional=LLAMA.optional | {"n_kv_head": ("num_key_value_heads", 8),
-                                   "window": ("sliding_window", 4096)}),
-    "qwen2": LLAMA._replace(
-        architecture="Qwen2ForCausalLM", fields=llama_sizes.FAMILIES["qwen2"], only=NO_WINDOW,
-        any_width=True, optional=LLAMA.optional | KEYS_OF_QWEN),
-    "qwen3": LLAMA._replace(
-        architecture="Qwen3ForCausalLM", fields=llama_sizes.FAMILIES["qwen3"],
-        only=NO_WINDOW | {"attention_bias": (False, False)}, any_width=True,
-        optional=LLAMA.optional | KEYS_OF_QWEN | {"head_dim": ("head_dim", 128)}),
-    "olmo": LLAMA._replace(
-        architecture="OlmoForCausalLM", fields=llama_sizes.FAMILIES["olmo"],
-        only={"attention_bias": (False, False), "clip_qkv": (None, None)}, any_width=True,
-        optional={name: LLAMA.optional[name] for name in ("n_kv_head", "head_dim", "tied")}),
+    "mistral": LLAMA._replace(model_type="mistral",
+                              keys=LLAMA.keys | {"window": "sliding_window"}),
+    "qwen2": LLAMA._replace(model_type="qwen2", fields=llama_sizes.FAMILIES["qwen2"]),
+    "qwen3": LLAMA._replace(model_type="qwen3", fields=llama_sizes.FAMILIES["qwen3"]),
+    "olmo": LLAMA._replace(model_type="olmo", fields=llama_sizes.FAMILIES["olmo"]),
     "olmo2": LLAMA._replace(
-        architecture="Olmo2ForCausalLM", fields=llama_sizes.FAMILIES["olmo2"], any_width=True,
+        model_type="olmo2", fields=llama_sizes.FAMILIES["olmo2"],
         block=LLAMA.block | {"norm1": ["post_attention_layernorm"],
-                             "norm2": ["post_feedforward_layernorm"]},
-        optional=LLAMA.optional | {"norm_eps": ("rms_norm_eps", 1e-5)},
-        only={"attention_bias": (False, False)}),
-    "gpt_neox": NEOX,
-    "phi": PHI,
+                             "norm2": ["post_feedforward_layernorm"]}),
+    "gpt_neox": LLAMA._replace(
+        model_type="gpt_neox", fields=llama_sizes.FAMILIES["neox"],
+        keys=LLAMA.keys | {"norm_eps": "layer_norm_eps", "residual": "use_parallel_residual"},
+        ends={"embed.token": "gpt_neox.embed_in", "head.norm": "gpt_neox.final_layer_norm",
+              "head": "lm_head"},
+        blocks="gpt_neox.layers",
+        block=LLAMA.block | {
+            "attn.qkv": ["attention.query_key_value"], "attn.proj": ["attention.dense"],
+            "mlp.up": ["mlp.dense_h_to_4h"], "mlp.down": ["mlp.dense_4h_to_h"]}),
+    "phi": LLAMA._replace(
+        model_type="phi", fields=llama_sizes.FAMILIES["phi"],
+        keys=LLAMA.keys | {"norm_eps": "layer_norm_eps"},
+        ends=LLAMA.ends | {"head.norm": "model.final_layernorm"},
+        block=LLAMA.block | {"attn.proj": ["self_attn.dense"], "mlp.up": ["mlp.fc1"],
+                             "mlp.down": ["mlp.fc2"]}),
     "gptj": GPTJ,
-    "galactica": GALACTICA,
-    "mixtral": MOE._replace(
-        architecture="MixtralForCausalLM", fields=moe.FAMILIES["mixtral"],
-        shape=MOE.shape | {"n_expert": "num_local_experts"},
-        block=MOE.block | {
-            "mlp.router": ["block_sparse_moe.gate"],
-            "mlp.experts.up": ["block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"],
-            "mlp.experts.down": ["block_sparse_moe.experts.{}.w2"]},
-        optional=MOE.optional | {"n_kv_head": ("num_key_value_heads", 8),
-                                 "norm_eps": ("rms_norm_eps", 1e-5),
-                                 "window": ("sliding_window", 0)},
-        only={"router_jitter_noise": (0.0, 0.0)}),
-    "olmoe": MOE._replace(
-        architecture="OlmoeForCausalLM", fields=moe.FAMILIES["olmoe"],
-        optional=MOE.optional | {"norm_eps": ("rms_norm_eps", 1e-5),
-                                 "balance_loss": ("router_aux_loss_coef", 0.01),
-                                 "normalised": ("norm_topk_prob", False)},
-        only={"attention_bias": (False, False), "clip_qkv": (None, None)}),
-    "qwen3_moe": MOE._replace(
-        architecture="Qwen3MoeForCausalLM", fields=moe.FAMILIES["qwen3-moe"],
-        shape=MOE.shape | {"hidden": "moe_intermediate_size"},
-        optional=MOE.optional | {"n_kv_head": ("num_key_value_heads", 4),
-                                 "normalised": ("norm_topk_prob", False)},
-        only=NO_WINDOW | {"attention_bias": (False, False), "decoder_sparse_step": (1, 1),
-                          "mlp_only_layers": ([], [])}),
-}
-# Tensors that older files have beside the parameters, which follow from config.json.
-BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
+    "galactica": OPT._replace(
+        fields=llama_sizes.FAMILIES["galactica"],
+        keys=OPT.keys | {"hidden": "ffn_dim", "bias": "enable_bias",
+                         "norm": "layer_norm_elementwise_affine"}),
+    "mixtral": LLAMA._replace(
+        model_type="mixtral", fields=moe.FAMILIES["mixtral"],
+        keys=MIXTURE | {"n_expert": "num_local_experts", "window": "sliding_window"}),
+    "olmoe": LLAMA._replace(
+        model_type="olmoe", fields=moe.FAMILIES["olmoe"],
+        keys=MIXTURE | {"n_expert": "num_experts", "normalised": "norm_topk_prob"}),
+    "qwen3_moe": LLAMA._replace(
+        model_type="qwen3_moe", fields=moe.FAMILIES["qwen3-moe"],
+        keys=MIXTURE | {"n_expert": "num_experts", "normalised": "norm_topk_prob",
+                        "hidden": "moe_intermediate_size"})}
+
+
+# ---------------------------------------------------------------------------------------------
+# The config
+# ---------------------------------------------------------------------------------------------
+
+
+def family_of(config) -> Family:
+    """Raises ValueError for an architecture that is not here. An OPT that model.py does not have is
+    a Galactica."""
+    kind = config.model_type
+    if kind == "opt" and not (config.activation_function == "relu" and config.enable_bias
+                              and config.layer_norm_elementwise_affine
+                              and config.ffn_dim == 4 * config.hidden_size):
+        kind = "galactica"
+    if kind not in FAMILIES:
+        raise ValueError(f"its model_type {kind!r} is none of {', '.join(FAMILIES)}")
+    return FAMILIES[kind]
+
+
+def our_config(config) -> GPTConfig:
+    """transformers' config -> ours. Raises ValueError for what our models cannot be. It cannot see
+    everything: tools/huggingface.py compares the logits, too."""
+    family = family_of(config)
+    found = {ours: getattr(config, theirs, None) for ours, theirs in family.keys.items()}
+    fields = {ours: value for ours, value in found.items() if value is not None}
+    for name, values in VALUES.items():
+        if name in fields and fields[name] not in values:
+            raise ValueError(f"its {family.keys[name]} is {fields[name]!r}, and not one of "
+                             f"{', '.join(map(str, values))}")
+        if name in fields:
+            fields[name] = values[fields[name]]
+    if family is GPTJ:
+        fields["rotary"] = config.rotary_dim * config.n_head / config.n_embd
+        fields["hidden"] = config.n_inner or 4 * config.n_embd
+    # These do not show in the logits of a few tokens.
+    window = getattr(config, "sliding_window", None)
+    if window is not None and "window" not in family.keys:
+        raise ValueError(f"its sliding_window is {window}, which {family.model_type} has not here")
+    if getattr(config, "clip_qkv", None) is not None:
+        raise ValueError(f"its clip_qkv is {config.clip_qkv}, which models/llama.py has not")
+    if family.fields is not None:
+        fields = {"n_kv_head": 0} | family.fields | read_rope(config) | fields
+    return make_config(**fields)
+
+
+def read_rope(config) -> dict:
+    """The fields of ours for rotary positions. Raises ValueError."""
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None:
+        return {}
+    fields = dict(rope_theta=float(rope["rope_theta"]))
+    if rope.get("partial_rotary_factor") is not None:
+        fields["rotary"] = float(rope["partial_rotary_factor"])
+    if rope["rope_type"] == "llama3":
+        fields["rope_scaling"] = tuple(float(rope[key]) for key in LLAMA3)
+    elif rope["rope_type"] != "default":
+        raise ValueError(f"its rope_type is {rope['rope_type']!r}, models/llama.py has only "
+                         f"default and llama3")
+    return fields
+
+
+def their_config(cfg: GPTConfig, **facts):
+    """The inverse of `our_config`: that of the first family which has this very model. `facts` are
+    more of its attributes. Raises ValueError if none has it."""
+    from transformers import AutoConfig
+    for family in FAMILIES.values():
+        if (family.fields is None) == isinstance(cfg, LlamaConfig):
+            continue
+        defaults = AutoConfig.for_model(family.model_type)
+        keys = {name: cfg.dropout for name in DROPOUTS if hasattr(defaults, name)}
+        for name, theirs in family.keys.items():
+            values = VALUES.get(name, {})
+            own = getattr(cfg, name, None)
+            alike = [value for value, ours in values.items() if ours == own]
+            if getattr(defaults, theirs, None) in alike:        # of several names its own
+                alike = [getattr(defaults, theirs)]
+            keys[theirs] = [*alike, own][0]
+        if family is GPTJ:
+            keys["rotary_dim"] = cfg.rotated
+        elif family.model_type == "opt":
+            keys |= dict(ffn_dim=cfg.hidden, word_embed_proj_dim=cfg.n_embd)
+        elif family is not GPT2:
+            rope = dict(rope_type="default", rope_theta=cfg.rope_theta)
+            if cfg.rope_scaling:
+                rope |= dict(rope_type="llama3") | dict(zip(LLAMA3, cfg.rope_scaling))
+            if "rotary" in family.fields:
+                rope["partial_rotary_factor"] = cfg.rotary
+            keys["rope_parameters"] = rope
+        if "sliding_window" in keys:
+            keys["sliding_window"] = cfg.window or None
+        with suppress(Exception):           # a shape that the family cannot have
+            config = AutoConfig.for_model(family.model_type, **keys, **facts)
+            found = our_config(config)
+            alike = {name: getattr(cfg, name) for name in OF_TRAINING if hasattr(found, name)}
+            if replace(found, **alike) == cfg:
+                return config
+    raise ValueError(f"no architecture of transformers that is known here has this model: "
+                     f"{asdict(cfg)}")
+
+
+# ---------------------------------------------------------------------------------------------
+# One parameter
+# ---------------------------------------------------------------------------------------------
+
+
+def their_names(name: str, family: Family) -> list[str]:
+    """The names of their parameters that make ours. Raises ValueError if there are none."""
+    module, kind = name.rsplit(".", 1)                  # kind: weight or bias
+    try:
+        if not module.startswith("blocks."):
+            return [f"{family.ends[module]}.{kind}"]
+        _, layer, module = module.split(".", 2)
+        ends = "" if ".experts." in name else f".{kind}"
+        return [f"{family.blocks}.{layer}.{theirs}{ends}" for theirs in family.block[module]]
+    except KeyError:
+        raise ValueError(f"{family.model_type} has no parameter for {name}") from None
+
+
+def to_ours(name: str, tensors: list[torch.Tensor], family: Family,
+            cfg: GPTConfig) -> torch.Tensor:
+    """Our parameter `name` from theirs, in the order of `their_names`."""
+    if family.transposed and name.startswith("blocks."):
+        tensors = [t.mT if t.dim() == 2 else t for t in tensors]
+    if is_grouped(name, tensors, family):
+        if family.interleaved:
+            order = pairs_apart(cfg)
+            tensors = [*(channels_of_heads(t, order) for t in tensors[:2]), tensors[2]]
+        groups = [t.unflatten(0, (cfg.n_kv_head, -1)) for t in tensors]     # (K, G D or D, C)
+        return torch.cat(groups, 1).flatten(0, 1)                           # (K (G + 2) D, C)
+    full = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    if name == "embed.position.weight":
+        full = full[family.unused_positions:]
+    return full.contiguous()
+
+
+def to_theirs(name: str, full: torch.Tensor, family: Family,
+              cfg: GPTConfig) -> dict[str, torch.Tensor]:
+    """The inverse of `to_ours`: {their name: tensor in fp32}."""
+    full = full.float()
+    if name == "embed.position.weight":
+        full = F.pad(full, (0, 0, family.unused_positions, 0))
+    names = their_names(name, family)
+    parts = full.chunk(len(names))
+    if is_grouped(name, names, family):
+        D = cfg.head_dim
+        groups = full.unflatten(0, (cfg.n_kv_head, -1))                     # (K, (G + 2) D, C)
+        parts = [part.flatten(0, 1) for part in groups.split([groups.shape[1] - 2 * D, D, D], 1)]
+        if family.interleaved:
+            order = pairs_apart(cfg).argsort()
+            parts = [*(channels_of_heads(part, order) for part in parts[:2]), parts[2]]
+    if family.transposed and name.startswith("blocks."):
+        parts = [t.mT if t.dim() == 2 else t for t in parts]
+    return {theirs: t.contiguous() for theirs, t in zip(names, parts)}
+
+
+def is_grouped(name: str, parts: list, family: Family) -> bool:
+    """Whether our parameter is ordered by heads of k, and theirs is three."""
+    return family.fields is not None and ".attn.qkv." in name and len(parts) == 3
+
+
+def pairs_apart(cfg: LlamaConfig) -> torch.Tensor:
+    """Their channels of a head in our order, (D,). They rotate 2i with 2i + 1, we i with
+    i + n/2."""
+    n = cfg.rotated
+    return torch.tensor([*range(0, n, 2), *range(1, n, 2), *range(n, cfg.head_dim)])
+
+
+def channels_of_heads(weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The matrix of q or k, (H D, C) or (K D, C), with the channels of each head in this order."""
+    return weight.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)

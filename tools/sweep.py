@@ -1,23 +1,18 @@
-"""Train runs that differ in a few numbers, all of a grid or some at random, and compare them.
+"""Train runs that differ in a few numbers, all of a grid, and compare them.
 
     python -m tools.sweep --lr 1e-3,2e-3,4e-3 --beta2 0.95,0.99 --jobs 2 --out out/sweep
-    python -m tools.sweep --lr 1e-3,2e-3,4e-3 --beta2 0.9,0.95,0.99 --random 5 --out out/sweep
 
 A number of train.py with several values, separated by commas, is swept. All other flags are as they
 are there. Each run is in a folder of --out that is named by its values.
 
 A run that has ended is not repeated, and one that was stopped continues: give the same command
-again, or one with more values. One that fails or diverges does not end the others. --random N takes
-N points of the grid: the same ones each time, and the first of those of a larger N.
+again, or one with more values. One that fails or diverges does not end the others.
 
-It ends with the table of tools.compare, the best run first. With matplotlib it draws two pictures
-in --out: losses.svg is that of tools.compare; sweep.svg has the best validation loss over each
-number, with a line for each value of the others.
+It ends with the table of tools.compare, the best run first, and with matplotlib draws sweep.svg:
+the best validation loss over each number, with a line for each value of the others.
 """
 import dataclasses
 import itertools
-import math
-import random
 import shlex
 import sys
 from importlib.util import find_spec
@@ -30,10 +25,9 @@ from base.other_names import ADVICE
 from data import TokenDataset
 from tools import compare
 from tools.comparable_losses import evaluated
-from tools.loss_picture import rising
-from tools.matplotlib_svg import picture
 from tools.metrics import Run
-from tools.train_many import Job, Stopped, Trainer, check_jobs
+from tools.svg_picture import COLORS, picture
+from tools.train_many import Job, check_jobs, jobs_flag, launch_flag, train_all
 
 NUMBERS = {flag_name(f.name): f for f in dataclasses.fields(Config) if f.type in (int, float)}
 
@@ -42,10 +36,8 @@ NUMBERS = {flag_name(f.name): f for f in dataclasses.fields(Config) if f.type in
 class SweepFlags:
     """The flags of the sweep; all others are train.py's."""
     out: str = flag("out/sweep", "directory of the runs", form="DIR", group="sweep")
-    jobs: int = flag(1, "runs that train at a time; with several each has one thread", low=1)
-    random: int = flag(None, "train only N points of the grid", low=1)
-    launch: str = flag(None, "what starts train.py (default: this python), such as 'torchrun "
-                       "--standalone --nproc_per_node=8'", form="COMMAND")
+    jobs: int = jobs_flag()
+    launch: str = launch_flag()
 
 
 def split_arguments(arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -66,8 +58,7 @@ def split_arguments(arguments: list[str]) -> tuple[dict[str, list[str]], list[st
             others += [name] if value is None else [name, value]
             continue
         swept[NUMBERS[name].name] = list(dict.fromkeys(filter(None, value.split(","))))
-    in_order = {f.name: swept[f.name] for f in NUMBERS.values() if f.name in swept}
-    return in_order, others
+    return {f.name: swept[f.name] for f in NUMBERS.values() if f.name in swept}, others
 
 
 def read_command(arguments: list[str]) -> tuple[SweepFlags, dict, list[Job]]:
@@ -90,11 +81,8 @@ def read_command(arguments: list[str]) -> tuple[SweepFlags, dict, list[Job]]:
     wrong = [flag_name(name) for name in ("resume", "eval_only") if name in given]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} is for one run: drop it")
-    grid = list(itertools.product(*swept.values()))
-    if flags.random is not None:
-        random.Random(0).shuffle(grid)
     jobs = []
-    for values in grid[:flags.random]:
+    for values in itertools.product(*swept.values()):
         # train.py's parser checks them.
         point = parse_flags([f"{flag_name(name)}={value}" for name, value in zip(swept, values)])
         name = "_".join(f"{name.replace('_', '-')}{value}" for name, value in zip(swept, values))
@@ -117,21 +105,14 @@ def best_losses(runs: list[Run], name: str, swept: dict) -> list[tuple[str, list
 
 def draw(runs: list[Run], swept: dict, file: Path) -> None:
     """A panel for each number that is swept. Raises ValueError without matplotlib."""
-    columns = len(swept)
     with picture(file, "Best validation loss of a sweep", 4) as figure:
-        panels = figure.subplots(1, columns, sharey=True, squeeze=False)[0]
+        panels = figure.subplots(1, len(swept), sharey=True, squeeze=False)[0]
         for panel, name in zip(panels, swept):
-            lines = best_losses(runs, name, swept)
-            for (words, values, losses), color in zip(lines, rising(len(lines))):
-                panel.plot(values, losses, "o-", color=color, linewidth=1.5, label=words or None)
-            values = sorted({value for _, row, _ in lines for value in row})
-            if values and values[0] > 0 and values[-1] / values[0] >= 4:
-                panel.set_xscale("log")
-            panel.set_xticks(values, [f"{value:g}" for value in values])
-            panel.set_xticks([], minor=True)
-            panel.set_xlabel(flag_name(name))
+            for place, (words, *line) in enumerate(best_losses(runs, name, swept)):
+                panel.plot(*line, "o-", color=COLORS[place % len(COLORS)], label=words or None)
+            panel.set(xlabel=flag_name(name), xscale="symlog" if "0" in swept[name] else "log")
             panel.grid(alpha=0.25)
-            if columns > 1 and lines:
+            if len(swept) > 1:
                 panel.legend(frameon=False, fontsize="small")
         panels[0].set_ylabel("best validation loss, nats per token")
 
@@ -139,25 +120,19 @@ def draw(runs: list[Run], swept: dict, file: Path) -> None:
 @errors_in_one_line("tools.sweep")
 def main() -> None:
     flags, swept, jobs = read_command(sys.argv[1:])
-    config = Config(**jobs[0].flags)
-    check_jobs(jobs, TokenDataset(config.data, "train", 1))
+    check_jobs(jobs, TokenDataset(Config(**jobs[0].flags).data, "train", 1))
+    print(f"sweep    {len(jobs)} runs", flush=True)
     launch = shlex.split(flags.launch) if flags.launch else [sys.executable]
-    print(f"sweep    {len(jobs)} runs of {math.prod(map(len, swept.values()))}", flush=True)
-    try:
-        failures = Trainer(launch, flags.jobs).train([[job] for job in jobs])
-    except Stopped:
-        print("tools.sweep: stopped: give the same command to continue", file=sys.stderr)
-        sys.exit(130)
+    failures = train_all("tools.sweep", [[job] for job in jobs], launch, flags.jobs)
     runs = compare.read_runs([str(job.out) for job in jobs])
     print(compare.compare(runs))
     for failure in failures:
-        print(f"failed   {failure.out}: {failure.reason}")
+        print(f"failed   {failure}")
     if find_spec("matplotlib") is None:
         print("note     no picture: pip install matplotlib")
     else:
         draw(runs, swept, Path(flags.out, "sweep.svg"))
         print(f"wrote {Path(flags.out, 'sweep.svg')}")
-        compare.draw(runs, Path(flags.out, "losses.svg"))
     sys.exit(1 if len(failures) == len(jobs) else 0)
 
 

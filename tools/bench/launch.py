@@ -1,5 +1,9 @@
-"""Start the programs that are measured: train.py, PyTorch's stack (peer.py), and the parts of
-gpu.py.
+"""Start what is measured: train.py on random tokens, and PyTorch's own stack.
+
+    SEEN=seen.json python -m tools.bench.launch --steps 3
+
+is train.py that writes to SEEN, a file, the peak of its GPU's memory in GB and, with PROFILE=1,
+torch.profiler's table of its kernels.
 """
 import json
 import os
@@ -7,23 +11,24 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
+
+import train
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def random_data(folder: Path, vocab: int, val_tokens: int = 2049) -> Path:
+def random_data(folder: Path, vocab: int) -> Path:
     """A directory of shards of random tokens."""
-    path = Path(folder) / f"random_{vocab}_{val_tokens}"
+    path = Path(folder) / f"random_{vocab}"
     draw = np.random.default_rng(0)
     if not path.exists():
         path.mkdir()
-        for split, count in (("train", 400_000), ("val", val_tokens)):
+        for split, count in (("train", 400_000), ("val", 2049)):
             header = np.array([20240520, 1, count], "<i4").tobytes().ljust(1024, b"\0")
             tokens = draw.integers(vocab, size=count).astype("<u2").tobytes()
             (path / f"{split}_000000.bin").write_bytes(header + tokens)
@@ -32,86 +37,65 @@ def random_data(folder: Path, vocab: int, val_tokens: int = 2049) -> Path:
     return path
 
 
-def run(command: list, seconds: float, own_group: bool = False, **options) -> tuple:
-    """What a program prints, and its error if it failed or was stopped after `seconds`; with
-    `own_group` together with what it has started."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors, text=True,
-                                   start_new_session=own_group, **options)
-        error = None
-        try:
-            if process.wait(seconds) != 0:
-                errors.seek(0)
-                error = errors.read().strip() or f"exit status {process.returncode}"
-        except subprocess.TimeoutExpired:
-            error = f"stopped after {seconds:.0f} s"
-            end(process, os.killpg if own_group else os.kill)
-        out.seek(0)
-        return out.read(), error
-
-
-def end(process: subprocess.Popen, kill) -> None:
-    kill(process.pid, signal.SIGTERM)
-    try:
-        process.wait(60)                # torchrun needs 30 seconds to end its processes
-    except subprocess.TimeoutExpired:
-        kill(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 def finished(processes: int, *command, seconds: float = 900, **environment) -> str:
-    """Standard output of a Python script, in one process on all cores, or by torchrun. Raises
-    RuntimeError if it fails or takes longer."""
-    torchrun = []
+    """Standard output of a Python module with arguments, in one process on all cores, or by
+    torchrun. Raises RuntimeError if it fails or takes longer."""
+    start = [sys.executable]
     if processes > 1:
-        torchrun = ["-m", "torch.distributed.run", "--rdzv-backend=c10d",
-                    "--rdzv-endpoint=localhost:0", f"--nproc_per_node={processes}"]
+        start += ["-m", "torch.distributed.run", "--rdzv-backend=c10d",
+                  "--rdzv-endpoint=localhost:0", f"--nproc_per_node={processes}"]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
-    text, error = run([sys.executable, *torchrun, *map(str, command)], seconds,
-                      env=inherited | environment)
-    if error is not None:
-        raise RuntimeError(error)
+    process = subprocess.Popen([*start, "-m", *map(str, command)], cwd=ROOT, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env=inherited | environment, start_new_session=True)
+    try:
+        text, error = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)      # with what torchrun has started
+        process.communicate()
+        raise RuntimeError(f"stopped after {seconds:.0f} s") from None
+    if process.returncode != 0:
+        raise RuntimeError(f"exit status {process.returncode}: {first_error(error)}")
     return text
 
 
-def train_py(processes: int, folder: Path, vocab: int, *flags, **options) -> tuple[list, dict]:
-    """Run train.py, by shared_gpu.py, on random tokens and without saves -> the steps in its
-    metrics.jsonl, and rank 0's use of memory. `options` are those of `finished`."""
+def first_error(text: str) -> str:
+    """The first line of standard error that names one. (torchrun's own come after it.)"""
+    lines = text.strip().splitlines() or [""]
+    named = [line for line in lines if "Error" in line or line.startswith("train.py: ")]
+    return (named or lines[-1:])[0].strip()
+
+
+def train_py(processes: int, folder: Path, vocab: int, *flags, **options) -> tuple:
+    """Run train.py on random tokens, without saves -> (the steps in its metrics.jsonl, what it has
+    written to SEEN). `options` are those of `finished`."""
     with tempfile.TemporaryDirectory(dir=folder) as out:
-        memory = Path(out) / "memory.json"
-        finished(processes, "-m", "tools.bench.shared_gpu", "--data", random_data(folder, vocab),
-                 "--out", out, "--save-every", 0, "--eval-every", 0, *flags,
-                 MEMORY_FILE=str(memory), **options)
-        lines = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
-        return [line for line in lines if "loss" in line], json.loads(memory.read_text())
-
-
-def run_rank(measure) -> None:
-    """One rank of a program whose arguments are a folder and a number: rank 0 prints what
-    measure(folder, number) returns."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    result = measure(Path(sys.argv[1]), int(sys.argv[2]))
-    if dist.get_rank() == 0:
-        print(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+        seen = Path(out, "seen.json")
+        finished(processes, "tools.bench.launch", "--data", random_data(folder, vocab),
+                 "--out", out, "--save-every", 0, "--eval-every", 0, *flags, SEEN=str(seen),
+                 **options)
+        lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if "loss" in line], json.loads(seen.read_text())
 
 
 def peer(processes: int, seconds: float = 900, **work) -> dict:
-    """What peer.py measures; `work` are arguments of its `train_plain`."""
-    return json.loads(finished(processes, "-m", "tools.bench.pytorch_stack", json.dumps(work),
+    """What pytorch_stack.py measures; `work` are arguments of its `train_plain`."""
+    return json.loads(finished(processes, "tools.bench.pytorch_stack", json.dumps(work),
                                seconds=seconds))
 
 
-def collect(command: list[str], seconds: float) -> dict:
-    """Run a part of gpu.py, which prints each row of its tables as a line [title, {column: value}]
-    as soon as it has found it -> {title: rows}, and its error."""
-    started = time.monotonic()
-    text, error = run(command, seconds, own_group=True)
-    tables = {}
-    for line in text.splitlines():
-        if line.startswith('["'):
-            title, row = json.loads(line)
-            tables.setdefault(title, []).append(row)
-    return dict(seconds=time.monotonic() - started, tables=tables, error=error)
+if __name__ == "__main__":
+    sys.argv[0] = "train.py"
+    profiler = torch.profiler.profile() if "PROFILE" in os.environ else nullcontext()
+    try:
+        with profiler:
+            train.main()
+    finally:                            # it ends by sys.exit
+        seen, kind = dict(peak=None), "cuda" if torch.cuda.is_initialized() else "cpu"
+        if kind == "cuda":
+            seen["peak"] = torch.cuda.max_memory_allocated() / 1e9
+        if "PROFILE" in os.environ:
+            seen["profile"] = profiler.key_averages().table(
+                sort_by=f"self_{kind}_time_total", row_limit=20, max_name_column_width=60)
+        if os.environ.get("RANK", "0") == "0":
+            Path(os.environ["SEEN"]).write_text(json.dumps(seen))

@@ -1,10 +1,9 @@
 """Train the same model with PyTorch's own parallel stack: the other side of the races.
 
-    python -m tools.bench.pytorch_stack '{"mode": "single"}'
-    torchrun --nproc_per_node=2 -m tools.bench.pytorch_stack '{"mode": "ddp"}'
+    torchrun --nproc_per_node=2 -m tools.bench.pytorch_stack '{"mode": "ddp", "shape": ...}'
 
-The argument is a JSON object of arguments of `train_plain`; the modes are single, ddp, fsdp, tp, pp
-and 3d.
+The argument is a JSON object of arguments of `train_plain`; the modes are single, ddp and
+fsdp.
 """
 import functools
 import json
@@ -21,11 +20,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-SHAPE = dict(n_layer=6, n_head=6, n_embd=384, seq_len=256)
-
-
 class PlainBlock(nn.Module):
-    """A block as PyTorch's stack can cut it: q, k and v apart."""
+    """A block as others write it, q, k and v apart."""
 
     def __init__(self, C, D):
         super().__init__()
@@ -44,47 +40,25 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """What a pipeline's stage holds of it: all blocks and both ends for one process."""
-
-    def __init__(self, vocab, shape, stage, stages, tied):
+    def __init__(self, vocab, shape):
         super().__init__()
-        layers = shape["n_layer"] // stages
         C = shape["n_embd"]
-        first, last = stage == 0, stage == stages - 1
-        self.token = nn.Embedding(vocab, C) if first else None
-        self.position = nn.Embedding(shape["seq_len"], C) if first else None
-        self.blocks = nn.ModuleList(PlainBlock(C, C // shape["n_head"]) for _ in range(layers))
-        self.norm = nn.LayerNorm(C) if last else None
-        self.head = nn.Linear(C, vocab, bias=False) if last else None
+        self.token = nn.Embedding(vocab, C)
+        self.position = nn.Embedding(shape["seq_len"], C)
+        self.blocks = nn.Sequential(*(PlainBlock(C, C // shape["n_head"])
+                                      for _ in range(shape["n_layer"])))
+        self.norm = nn.LayerNorm(C)
+        self.head = nn.Linear(C, vocab, bias=False)
         for module in self.modules():               # of N(0, 1) many numbers become denormal
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
-        if first and last and tied:
-            self.head.weight = self.token.weight
+        self.head.weight = self.token.weight
 
     def forward(self, x):
-        if self.token is not None:
-            x = self.token(x) + self.position.weight
-        for block in self.blocks:
-            x = block(x)
-        return x if self.head is None else self.head(self.norm(x))
+        return self.head(self.norm(self.blocks(self.token(x) + self.position.weight)))
 
 
-def tensor_parallel(plain, mesh):
-    """parallelize_module as its tutorial has it, with the loss on cut logits."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (ColwiseParallel, RowwiseParallel,
-                                                   parallelize_module)
-    layer = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
-    layer |= {name: RowwiseParallel() for name in ("proj", "down")}
-    for block in plain.blocks:
-        parallelize_module(block, mesh, layer)
-    ends = {"token": RowwiseParallel(input_layouts=Replicate()),
-            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
-    parallelize_module(plain, mesh, {n: s for n, s in ends.items() if getattr(plain, n)})
-
-
-def data_parallel(mode, plain):
+def parallel(mode, plain):
     """The model as DDP or FSDP2 trains it."""
     from torch.distributed.fsdp import fully_shard
     if mode == "ddp":
@@ -93,23 +67,6 @@ def data_parallel(mode, plain):
         for module in [*plain.blocks, plain]:
             fully_shard(module)
     return plain
-
-
-def by_type(module):
-    """Its plain parameters and its DTensors, which AdamW and clipping refuse to mix."""
-    groups = {}
-    for p in module.parameters():
-        groups.setdefault(type(p), []).append(p)
-    return list(groups.values())
-
-
-def average_over_replicas(parameters, group):
-    """The mean of the gradients: DDP refuses DTensors."""
-    from torch.distributed.tensor import DTensor
-    for p in parameters:
-        grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-        dist.all_reduce(grad, group=group)
-        grad /= group.size()
 
 
 def gradients_of(net, loss_of, cast, micro_batch, compile):
@@ -131,101 +88,49 @@ def gradients_of(net, loss_of, cast, micro_batch, compile):
     return gradients
 
 
-def gradients_of_pipeline(net, stage, stages, group, loss_of, schedule, microbatches):
-    """The same by a schedule of torch's pipelining, of a stage's `net`."""
-    from torch.distributed import pipelining
-    stage = pipelining.PipelineStage(net, stage, stages, torch.device("cpu"), group=group)
-    schedule = getattr(pipelining, schedule)(stage, microbatches, loss_fn=loss_of)
-
-    def gradients(x, y):
-        given, options = [], {}
-        if stage.is_first:
-            given.append(x)
-        if stage.is_last:
-            options.update(target=y, losses=[])
-        schedule.step(*given, **options)
-    return gradients
-
-
-def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3, warmup=2,
-                schedule="ScheduleGPipe", shape=SHAPE, device="cpu", compile=False, trace=None):
+def train_plain(mode, shape, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3,
+                warmup=2, device="cpu", compile=False):
     """Train a PlainGPT on random tokens by PyTorch's stack -> tokens per second of the whole job,
-    the median over the steps after the warm-up, and the peak of memory on a GPU (single only) in
-    GB. `compile`: model and loss as a whole. `trace`: a file for a profile of the last two steps.
-    Where there is tensor parallelism (tp, 3d) or a pipeline the head is not tied and the norm is
-    not global: the stack has no way to do either."""
+    the median over the steps after the warm-up, and the peak of rank 0's memory on a GPU in
+    GB. `compile`: model and loss as a whole."""
     warnings.simplefilter("ignore")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import loss_parallel
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    world = int(os.environ.get("WORLD_SIZE", 1))
     torch.set_num_threads(os.cpu_count() if world == 1 else 1)
-    tp = {"tp": world, "3d": 2}.get(mode, 1)
-    pp = {"pp": world, "3d": 2}.get(mode, 1)
-    dp = world // (tp * pp)
-    stage = rank // (dp * tp)
     torch.manual_seed(0)
-    plain = PlainGPT(vocab, shape, stage, pp, tied=tp == 1).to(device)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    plain = PlainGPT(vocab, shape).to(device)
     if world > 1:
-        dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    if tp > 1:
-        tensor_parallel(plain, mesh["tp"])
-    net = data_parallel(mode, plain)
-    groups = by_type(plain)
-    optimizer = torch.optim.AdamW([dict(params=group) for group in groups], lr=1e-3, fused=True)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    net = parallel(mode, plain)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
 
     def loss_of(logits, y):
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
     cast = nullcontext
     if dtype == "bf16":
         cast = functools.partial(torch.autocast, device, torch.bfloat16)
-    loss_context = loss_parallel if tp > 1 else nullcontext
-    if pp > 1:
-        gradients = gradients_of_pipeline(net, stage, pp, mesh["pp"].get_group(), loss_of, schedule,
-                                          batch_size // dp // micro_batch)
-    else:
-        gradients = gradients_of(net, loss_of, cast, micro_batch, compile)
-
-    def step(x, y):
-        with loss_context():
-            gradients(x, y)
-        if mode == "3d":
-            average_over_replicas(plain.parameters(), mesh["dp"].get_group())
-        for group in groups:
-            torch.nn.utils.clip_grad_norm_(group, 1.0)
+    gradients = gradients_of(net, loss_of, cast, micro_batch, compile)
+    seconds = []
+    for _ in range(warmup + steps):
+        x, y = torch.randint(vocab, (2, batch_size // world, shape["seq_len"])).to(device)
+        if world > 1:
+            dist.barrier()
+        start = time.perf_counter()
+        gradients(x, y)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if world > 1:
             dist.barrier()
         if device == "cuda":
             torch.cuda.synchronize()
-
-    size = (batch_size // dp, shape["seq_len"])
-    seconds = timed(step, warmup + steps, size, vocab, device, trace)
+        seconds.append(time.perf_counter() - start)
     if world > 1:
         dist.destroy_process_group()
     peak = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None
     return dict(tokens_per_second=batch_size * shape["seq_len"] / np.median(seconds[warmup:]),
                 peak_memory=peak)
-
-
-def timed(step, count, size, vocab, device, trace):
-    """The seconds of each of so many steps on random tokens."""
-    seconds = []
-    profiler = torch.profiler.profile()
-    for number in range(count):
-        if trace is not None and number == count - 2:
-            profiler.start()
-        x, y = torch.randint(vocab, (2, *size)).to(device)
-        if dist.is_initialized():
-            dist.barrier()
-        start = time.perf_counter()
-        step(x, y)
-        seconds.append(time.perf_counter() - start)
-    if trace is not None:
-        profiler.stop()
-        profiler.export_chrome_trace(trace)
-    return seconds
 
 
 if __name__ == "__main__":

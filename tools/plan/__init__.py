@@ -8,12 +8,8 @@ is OPT-175B as it was trained (Zhang et al. 2022: 147 TFLOP/s per GPU), and begi
     fits     yes: 47.5 of 85 GB on rank 0, the fullest; 6% should stay free
     run      147,660 steps in 31.4 days (27.7 to 35.2), 748,707 GPU hours; MFU 38.4%, 147 TFLOP/s
 
-The flags of the model and the layout are train.py's. `--search` prints the ten fastest layouts that
-fit; flags that are given are constraints, so leave out those that may vary. `--json` prints the
-numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read so many tokens,
-`--days 7` for those of a week; without --model it finds the largest size of GPT or OPT that
-reads its compute-optimal tokens in the days, and its layout. Without --vocab-size the vocabulary is
-that of the published model, of GPT and OPT GPT-2's.
+The flags of the model, the batch and the layout are train.py's. `--search` prints the ten fastest
+layouts that fit; flags that are given are constraints. `--json` prints the numbers of `make_plan`.
 
     step = sum(t) + (m - 1) max(t) + data parallelism + AdamW
 
@@ -29,13 +25,6 @@ that of the published model, of GPT and OPT GPT-2's.
            and with --tp-overlap three quarters of the other two (parallelism/halves.py)
 
 A product takes half a wave of tiles more, so that narrow and short ones are slow. Attention's rate
-is FlashAttention 1's, so that a plan of a long context is cautious. The tests compare memory and
-bytes sent with those of real runs of train.py.
-
-The constants are fitted on 209 published steps. Of 132 others the time is 5% off in the mean, in
-nine of ten cases at most 12%, at worst 23%, and 88% of the pairs of layouts of one model are in the
-right order. That counts what those programs did otherwise than ours (tests/published_runs.py).
-Without it the order is right in 71%, and the times as printed are further off: 12% in the mean and
-31% at worst for the 44 held-out steps in that file, 26% and 96% for the 26 fitted ones. Two
-layouts within 5% of each other may be in the other order.
+is FlashAttention 1's, so that a plan of a long context is cautious. The constants are fitted on
+published steps; docs/planning.md says how far off they are, tests/published_runs.py has the steps.
 """

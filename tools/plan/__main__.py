@@ -13,19 +13,18 @@ from models import make_config
 from runtime.checks import check_config
 from runtime.layout_checks import check_heads
 from tools.plan.estimate import make_plan
-from tools.plan.flags import OWN_FLAGS, RUN_FLAGS, PlanConfig
+from tools.plan.flags import LAYOUT, OWN_FLAGS, RUN_FLAGS, PlanConfig
 from tools.plan.gpus import GPUS
-from tools.plan.published_batch import with_usual_batch
-from tools.plan.report import format_command, format_days, format_plan, format_search, notes_of
-from tools.plan.search import largest_model, plan_of_days, search_layouts, with_layout
+from tools.plan.report import format_command, format_plan, format_search
+from tools.plan.search import search_layouts
 
 HELP = """Plan a run of train.py on GPUs: memory, traffic, time and failures.
 
 Of what it prints, in a step: passes are the reads and writes of activations beside matrix products
 and attention; fill is what the pipeline waits for its first and last microbatches, bubble the idle
 fraction of its stages; dp is the traffic of gradients and parameters that computation does not
-hide; update is AdamW. Days, also those of --days, are of training alone: saves and failures come
-on top, as goodput says. Command is what starts the run."""
+hide; update is AdamW. Days are of training alone: saves and failures come on top, as goodput
+says. Command is what starts the run."""
 
 
 def read_flags(arguments: list[str]) -> tuple[PlanConfig, dict]:
@@ -37,9 +36,8 @@ def read_flags(arguments: list[str]) -> tuple[PlanConfig, dict]:
     if "world" not in given or "gpu" not in given:
         raise ValueError(f"--world, the number of GPUs, and --gpu, one of {', '.join(GPUS)} or "
                          f"TFLOP/s:GB:GB/s of another, are required")
-    ends = ["--" + name for name in ("steps", "tokens", "days") if name in given]
-    if len(ends) > 1:
-        raise ValueError(f"{ends[0]} and {ends[1]} both say when the run ends: drop one")
+    if "steps" in given and "tokens" in given:
+        raise ValueError("--steps and --tokens both say when the run ends: drop one")
     config = PlanConfig(**given)
     if config.dtype == "bf16" and config.spec.name == "V100":
         raise ValueError("a V100 has no matrix products in bf16: give --dtype fp16")
@@ -52,40 +50,24 @@ def read_flags(arguments: list[str]) -> tuple[PlanConfig, dict]:
 def answer(arguments: list[str]) -> str:
     """What the command prints. Raises ValueError on a usage error, or if --search finds nothing."""
     config, given = read_flags(arguments)
-    chooses_model = config.days is not None and not given.keys() & {"model", *options.SHAPE}
-    if chooses_model:
-        config, plans = largest_model(config, given)
-        given = given | dict(model=config.model, batch_size=config.batch_size)
     shape = options.model_shape(vars(config))
     check_heads(shape, config.tp)
     cfg = make_config(vocab_size=config.vocabulary, **shape)
-    config, source = with_usual_batch(config, cfg, given)
-    if source:
-        given = given | dict(batch_size=config.batch_size)
     if config.tokens is not None:
         steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
         config = replace(config, steps=steps)
-    if not chooses_model and config.search:
+    if config.search:
         plans = search_layouts(cfg, config, given)
-    elif not chooses_model:
+    else:
         config, cfg = check_config(config, shape, config.vocabulary, config.world, "cuda")
         plans = [make_plan(cfg, config)]
-    if config.days is not None:
-        plans = [plan_of_days(cfg, config, plan, chooses_model) for plan in plans]
-
     if config.json:
-        return json.dumps(plans if "search" in given else plans[0])
-    lines = []
-    if config.days is not None:
-        lines.append(format_days(config, plans[0], chooses_model))
-    first = with_layout(config, plans[0])
-    if "search" in given:
-        if source:
-            lines.append(f"batch    {config.batch_size} sequences{source}")
-        return "\n".join([*lines, *format_search(plans), format_command(first, given)])
-    lines += format_plan(cfg, first, plans[0], source)
-    lines.append(f"command  {format_command(first, given)}")
-    return "\n".join(lines + notes_of(config, plans[0]))
+        return json.dumps(plans if config.search else plans[0])
+    found = replace(config, **{name: plans[0][name] for name in LAYOUT})
+    command = format_command(found, given)
+    if config.search:
+        return "\n".join([*format_search(plans), command])
+    return "\n".join(format_plan(cfg, found, plans[0], command))
 
 
 @errors_in_one_line("tools.plan")

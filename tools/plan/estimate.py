@@ -7,8 +7,7 @@ from base.flops import active_parameters, flops_per_token, looked_up, parameter_
 from model import GPTConfig
 from tools.plan.flags import LAYOUT, PlanConfig
 from tools.plan.gpus import GPUSpec
-from tools.plan.memory import gpu_bytes, memory_bytes
-from tools.plan.stages import Stage, kinds_of_stages
+from tools.plan.memory import gpu_bytes, kinds_of_stages, memory_bytes
 from tools.plan.time import LINK, step_seconds
 from tools.plan.traffic import traffic_bytes
 from tools.scaling_law import read_law
@@ -20,27 +19,22 @@ DAY = 86400
 PF_DAY = 1e15 * DAY     # FLOPs
 
 
-def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
-    """Estimate a run of `config.steps` steps on `config.world` GPUs, as one flat dict in bytes and
-    seconds, unless a name has another unit. Memory is that of the fullest rank; bytes_... are what
-    the rank that sends most sends in a step."""
-    stages, kinds = kinds_of_stages(cfg, config)
-    return plan_of_stages(stages, kinds, [memory_bytes(stage) for stage in stages])
-
-
 def usable_memory(gpu: GPUSpec) -> float:
     """Bytes of a GPU that a run can take."""
     return (1 - HEADROOM) * gpu.memory
 
 
-def plan_of_stages(stages: list[Stage], kinds: list[int], memory: list[dict]) -> dict:
-    """`make_plan` from `kinds_of_stages`, and the `memory_bytes` of each kind."""
-    cfg, config = stages[0].cfg, stages[0].config
+def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
+    """Estimate a run of `config.steps` steps on `config.world` GPUs, as one flat dict in bytes and
+    seconds, unless a name has another unit. Memory is that of the fullest rank; bytes_... are what
+    the rank that sends most sends in a step."""
+    stages, kinds = kinds_of_stages(cfg, config)
     gpu = config.spec
     plan = {name: getattr(config, name) for name in ("gpu", "world", *LAYOUT)}
     plan |= dict(dp=stages[0].grid.dp, layers_per_stage=math.ceil(cfg.n_layer / config.pp))
     plan |= compute_of(cfg, config)
 
+    memory = [memory_bytes(stage) for stage in stages]
     on_gpu = [gpu_bytes(sizes) for sizes in memory]
     fullest = on_gpu.index(max(on_gpu))
     plan |= {f"memory_{kind}": size for kind, size in memory[fullest].items()}
@@ -68,10 +62,9 @@ def plan_of_stages(stages: list[Stage], kinds: list[int], memory: list[dict]) ->
     moments = max(sizes.get("moments", 0) + sizes.get("host_moments", 0) for sizes in memory)
     pause = 1.5 * moments / gpu.host
     nodes = max(1, config.world / config.gpus_per_node)
-    both = {"file": file_seconds(checkpoint, config),
-            "folder": folder_seconds(checkpoint, config, stages[0].grid.replicas)}
-    saves = {form: goodput(pause, *seconds, nodes, config.mtbf_hours)
-             for form, seconds in both.items()}
+    saves = {form: goodput(pause, *seconds, nodes, config.mtbf_hours) for form, seconds in dict(
+        file=file_seconds(checkpoint, config),
+        folder=folder_seconds(checkpoint, config, stages[0].grid.replicas)).items()}
     return plan | dict(checkpoint_bytes=checkpoint) | saves[config.checkpoint_format] | {
         f"folder_{name}": saves["folder"][name]
         for name in ("write_seconds", "read_seconds", "interval_seconds", "goodput")}

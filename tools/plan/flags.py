@@ -26,14 +26,11 @@ VOCABULARIES = {
     "qwen3-30b-a3b": 151936, "qwen3-235b-a22b": 151936}
 
 
-LEAST_PARAMETERS = 60e6         # of a model whose batch is that of a published one by default
 
 
 @dataclass(frozen=True)
 class PlanConfig(options.Config):
     """train.py's flags, of which RUN_FLAGS count here, and the plan's own."""
-    batch_size: int = flag(16, "sequences per step; for a model of 60M parameters or more as many "
-                           "tokens as GPT-3's of its size had", low=1, group="optimization")
     world: int = flag(None, "GPUs (required)", low=1, group="plan")
     gpu: gpu_name = flag(None, "kind of GPU (required): " + ", ".join(GPUS) + ", or TFLOP/s:GB:"
                         "GB/s of another", form="NAME")
@@ -43,9 +40,6 @@ class PlanConfig(options.Config):
     vocab_size: int = flag(None, "tokens of the vocabulary (default: as published with --model, of "
                            f"GPT and OPT {GPT2_VOCABULARY}); a run takes that of its data", low=1)
     tokens: float = flag(None, "instead of --steps: train on so many tokens, as 26e9", low=1)
-    days: float = flag(None, "instead of --steps: what so many days can train: --model or a shape "
-                       "for their steps; without these, the largest size of GPT or OPT "
-                       "that gets its compute-optimal tokens", low=1e-4)
     mtbf_hours: float = flag(5100.0, "hours between two failures of a machine; OPT-175B: 35 "
                              "restarts in two months on 124 machines", low=1)
     file_system: float = flag(100.0, "GB per second at which all machines together write and read "

@@ -1,6 +1,6 @@
 """The GPUs that tools.plan knows by name: their speeds, from the makers' data sheets.
 
-    --gpu h100, --gpu rtx-4090, --gpu "NVIDIA GeForce RTX 4090"       several spellings of each
+    --gpu h100, --gpu "NVIDIA GeForce RTX 4090"
     --gpu 165:24:1008                                                 another: TFLOP/s:GB:GB/s
 
 A card without NVLink talks to its machine's others through PCIe, at 32 GB/s (version 4, 16 lanes),
@@ -41,16 +41,10 @@ class GPUSpec:
         return self.fp32 / 8        # fp64, roughly
 
 
-def pcie_card(name: str, memory: float, bandwidth: float, processors: int, network: float,
-              pcie: float = 32e9) -> GPUSpec:
+def pcie_card(name, memory, bandwidth, processors, network, pcie=32e9) -> GPUSpec:
     """A card whose products in TF32 take twice the time of those in 16 bits."""
     return GPUSpec(name, PEAK_FLOPS[name] / 2, memory, bandwidth, pcie, network, pcie, processors,
                    *AMPERE)
-
-
-def key_of(name: str) -> str:
-    """A name as it is looked up: "NVIDIA GeForce RTX 4090" and rtx-4090 are 4090."""
-    return re.sub(r"nvidia|geforce|rtx|tesla|sxm\d?|hbm\d\w?|(?<=\d)gb?|[\s_-]", "", name.lower())
 
 
 def spec_of(name: str) -> GPUSpec:
@@ -93,15 +87,13 @@ GPUS = {
     "5080": pcie_card("RTX 5080", 16.6e9, 960e9, 84, SHARE_OF_10_GBIT, 64e9),
     "5090": pcie_card("RTX 5090", 33.7e9, 1792e9, 170, SHARE_OF_10_GBIT, 64e9),
 }
-SPELLINGS = {key_of(name): name for name in GPUS}
-SPELLINGS |= {"h10080": "h100", "h200141": "h200", "b200180": "b200", "b200192": "b200"}
 
 
 def gpu_name(name: str) -> str:
-    """The value of --gpu as GPUS spells it, or another's numbers. Raises
-    argparse.ArgumentTypeError."""
-    name = SPELLINGS.get(key_of(name), name.lower())
-    variants = [known for known in GPUS if known.startswith(key_of(name) + "-")]
+    """The value of --gpu as GPUS spells it, also of "NVIDIA GeForce RTX 4090", or another's
+    numbers. Raises argparse.ArgumentTypeError."""
+    name = re.sub(r"nvidia|geforce|rtx|[\s_]", "", name.lower()).strip("-")
+    variants = [known for known in GPUS if known.startswith(name + "-")]
     if variants:
         raise argparse.ArgumentTypeError(f"{name} is {' or '.join(variants)}: give one")
     spec_of(name)

@@ -1,16 +1,100 @@
-"""Memory of a rank. What ZeRO's formula counts is exact (parallelism/zero.py); buffers, logits and
-activations are estimates.
+"""What a rank of a planned run holds: its place in the run, and its memory, by kind.
+
+All blocks are alike, so one block and a count stand for them, and no tensor is made. What ZeRO's
+formula counts is exact (parallelism/zero.py); buffers, logits and activations are estimates.
 """
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from amp import PRECISIONS
 from base.flops import mlp_channels
-from parallelism.buckets import state_bytes
+from model import GPTConfig
+from parallelism.buckets import Bucket, state_bytes
+from parallelism.build import Grid, rank_buckets, rank_parameters
+from parallelism.pipeline import chunk_layers
 from parallelism.schedules import make_schedule
 from parallelism.tensor import tile_size
-from tools.plan.stages import Stage
+from tools.plan.flags import PlanConfig
 from tools.schedule import live_activations
 
+
+def layers_of(n_layer: int, grid: Grid) -> int:
+    """How many of the model's layers a rank has."""
+    return sum(map(len, chunk_layers(n_layer, grid)))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A rank of a stage. Numbers are those of one microbatch."""
+    cfg: GPTConfig
+    config: PlanConfig
+    grid: Grid
+
+    @cached_property
+    def layers(self) -> int:
+        return layers_of(self.cfg.n_layer, self.grid)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Of a step, on each replica."""
+        return self.config.batch_size // (self.grid.dp * self.config.micro_batch)
+
+    @cached_property
+    def positions(self) -> int:
+        """That this rank computes, of all sequences."""
+        return self.config.micro_batch * self.cfg.seq_len // self.grid.cp
+
+    @cached_property
+    def x(self) -> int:
+        """How many numbers pass from block to block, (B, T / cp, C)."""
+        return self.positions * self.cfg.n_embd
+
+    @cached_property
+    def own_x(self) -> int:
+        """How many of them this rank keeps."""
+        return self.x // self.grid.tp if self.grid.sequence_parallel else self.x
+
+    @cached_property
+    def sharing(self) -> int:
+        """The tensor-parallel ranks that share a head of k and v (parallelism/shared_heads.py)."""
+        return max(1, self.grid.tp // self.cfg.n_kv_head)
+
+    @cached_property
+    def keys_and_values(self) -> int:
+        """How many numbers a block's K and V of all positions have, (B, T, K D / tp), or
+        (B, T, D)."""
+        cfg, grid = self.cfg, self.grid
+        channels = cfg.n_kv_head * self.sharing * cfg.head_dim // grid.tp
+        return 2 * self.positions * grid.cp * channels
+
+    @cached_property
+    def buckets(self) -> list[tuple[Bucket, int]]:
+        return buckets_of(self.cfg, self.grid, self.config.zero)
+
+    @cached_property
+    def numel(self) -> int:
+        """Numbers in these buckets."""
+        return rank_parameters(self.buckets)[0]
+
+
+# A search asks for the same with each microbatch, schedule and kind of recomputation.
+buckets_of = lru_cache(maxsize=1024)(rank_buckets)
+
+
+def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Stage], list[int]]:
+    """(the first stage of each kind, at its first rank; which kind each stage is)"""
+    dp = config.world // (config.pp * config.cp * config.tp)
+    grids = [Grid(dp, config.pp, config.tp, stage * config.world // config.pp, cp=config.cp,
+                  ep=config.ep, chunks=config.pp_chunks, sequence_parallel=config.sequence_parallel)
+             for stage in range(config.pp)]
+    kind_of = [(layers_of(cfg.n_layer, grid), grid.is_first, grid.is_last) for grid in grids]
+    kinds = list(dict.fromkeys(kind_of))
+    stages = [Stage(cfg, config, grids[kind_of.index(kind)]) for kind in kinds]
+    return stages, [kinds.index(kind) for kind in kind_of]
+
+
+# ---- Memory ----------------------------------------------------------------------------------
 
 def memory_bytes(stage: Stage, on_gpu: bool = True) -> dict:
     """Peak memory of this rank in bytes, by kind; what --offload keeps on the host has the prefix
@@ -40,7 +124,8 @@ def buffer_bytes(stage: Stage, on_gpu: bool) -> int:
     config, grid = stage.config, stage.grid
     total = bucket_bytes(stage)
     if config.zero >= 1 and not on_gpu:
-        total += config.master_size * stage.longest * (grid.replicas - 1) // grid.replicas
+        _, longest = rank_parameters(stage.buckets)
+        total += config.master_size * longest * (grid.replicas - 1) // grid.replicas
     if grid.pp > 1:
         total += 2 * stage.own_x * config.size
     if grid.cp > 1:
@@ -82,10 +167,9 @@ def logits_bytes(stage: Stage, on_gpu: bool = True) -> int:
     if not stage.grid.is_last:
         return 0
     size = stage.config.size
-    without_p = False
-    if size == 2:
-        without_p = stage.config.compile
-        size = 2 if without_p else 2 + 4
+    without_p = size == 2 and stage.config.compile
+    if size == 2 and not without_p:
+        size = 2 + 4
     vocab = stage.cfg.padded_vocab // stage.grid.tp
     device_type = "gpu" if on_gpu else "cpu"
     return tile_size(stage.positions, vocab, device_type, without_p) * vocab * size
@@ -103,12 +187,8 @@ def kept_by_mlp(stage: Stage) -> int:
     if hasattr(cfg, "n_expert"):
         copies = 2 if grid.ep == 1 else 6
         rows = copies * cfg.n_active * cfg.n_embd
-        norm = 2 * stage.own_x
-        if stage.config.size == 2:
-            norm += stage.own_x
-            if cfg.shared_hidden > 0:
-                norm += stage.own_x
-        return norm + stage.positions * (rows + 4 * mlp_channels(cfg) // grid.tp)
+        of_x = 2 if stage.config.size > 2 else 3 + (cfg.shared_hidden > 0)
+        return of_x * stage.own_x + stage.positions * (rows + 4 * mlp_channels(cfg) // grid.tp)
     wide = 2 * cfg.hidden
     if cfg.gated:
         wide = 4 * cfg.hidden

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from base.flops import mlp_channels
 from parallelism.schedules import SCHEDULES
 from tools.plan.flags import PlanConfig
-from tools.plan.stages import Stage
+from tools.plan.memory import Stage
 from tools.plan.traffic import CONTEXT_RINGS, gradient_rings, ring
 from tools.schedule import clock
 
@@ -93,19 +93,12 @@ def block_seconds(stage: Stage) -> BlockTimes:
 
 
 class StageTimes(NamedTuple):
-    """Seconds of a microbatch on a stage, forward and backward: by what they go to; of its forward
-    alone; of the products that are gradients of the blocks' matrices."""
-    by_kind: dict
+    """Seconds of a microbatch on a stage."""
+    by_kind: dict       # forward and backward, by what they go to
+    total: float        # their sum
     forward: float
-    weights: float
-
-    @property
-    def total(self) -> float:
-        return sum(self.by_kind.values())
-
-    @property
-    def backward(self) -> float:
-        return self.total - self.forward
+    backward: float
+    weights: float      # of backward: the products that are gradients of the blocks' matrices
 
 
 def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
@@ -139,7 +132,8 @@ def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
         seconds["matrices"] += head
         seconds["passes"] += passes
         forward += head + passes
-    return StageTimes(seconds, forward, layers * block.weights)
+    total = sum(seconds.values())
+    return StageTimes(seconds, total, forward, total - forward, layers * block.weights)
 
 
 def hidden_seconds(config: PlanConfig, block: BlockTimes, once: float) -> float:
@@ -175,14 +169,12 @@ def pipeline_seconds(config: PlanConfig, stages: list[StageTimes], m: int) -> fl
     it, and waits for its first and last backward, from all stages behind it, if the forwards (or
     backwards) that it has to do meanwhile are shorter. Interleaved, with chunks that take equally
     long, and ZB-H1, whose W takes `weights` of backward: simulated."""
-    p = len(stages)
-    chunks = config.pp_chunks
-    if config.pp_schedule == "interleaved":
-        return simulated_seconds("interleaved", chunks, m, tuple(
-            (s.forward / chunks, s.backward / chunks, 0.0) for s in stages))
-    if config.pp_schedule == "zb-h1":
-        return simulated_seconds("zb-h1", chunks, m, tuple(
-            (s.forward, s.backward - s.weights, s.weights) for s in stages))
+    p, chunks = len(stages), config.pp_chunks
+    if config.pp_schedule in ("interleaved", "zb-h1"):
+        apart = 1 if config.pp_schedule == "zb-h1" else 0
+        return simulated_seconds(config.pp_schedule, chunks, m, tuple(
+            (s.forward / chunks, (s.backward - apart * s.weights) / chunks, apart * s.weights)
+            for s in stages))
     forward, backward = [s.forward for s in stages], [s.backward for s in stages]
     if config.pp_schedule == "gpipe":
         return sum(sum(times) + (m - 1) * max(times) for times in (forward, backward))

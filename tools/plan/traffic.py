@@ -1,6 +1,6 @@
 """Bytes that a rank sends in a step, by kind. (The tests compare them with those of real runs.)"""
 from model import ceil_div
-from tools.plan.stages import Stage
+from tools.plan.memory import Stage
 
 INTEGER = 8             # bytes of a count, or of the number of an expert
 CONTEXT_RINGS = 3       # K and V go around in forward and in backward, their gradients once
@@ -13,12 +13,9 @@ def ring(ranks: int, nbytes: float) -> float:
 
 
 def gradient_rings(stage: Stage) -> int:
-    """How often a step's gradients go around the ring of replicas."""
-    if stage.config.zero == 0:
-        return 2                        # all-reduce
-    if stage.config.zero == 1:
-        return 1                        # reduce-scatter
-    return stage.microbatches           # reduce-scatter of every microbatch
+    """How often a step's gradients go around the ring of replicas, by the stage of ZeRO: an
+    all-reduce, a reduce-scatter, and a reduce-scatter of every microbatch."""
+    return (2, 1, stage.microbatches, stage.microbatches)[stage.config.zero]
 
 
 def traffic_bytes(stage: Stage) -> dict:
@@ -82,12 +79,10 @@ def traffic_bytes(stage: Stage) -> dict:
 def gathered_bytes(stage: Stage, group: str) -> int:
     """Bytes of the parameters that the ranks of this group gather in a step."""
     config = stage.config
-    total, once = 0, 0          # of all, of one of each kind: of the ends and the last block
-    for bucket, count in stage.buckets:
-        if bucket.group == group:
-            nbytes = bucket.numel * (config.master_size if bucket.is_wide else config.size)
-            total += count * nbytes
-            once += nbytes
+    sizes = [(bucket.numel * (config.master_size if bucket.is_wide else config.size), count)
+             for bucket, count in stage.buckets if bucket.group == group]
+    total = sum(count * nbytes for nbytes, count in sizes)
+    once = sum(nbytes for nbytes, _ in sizes)       # of the ends and the last block
     if config.zero == 3:
         return stage.microbatches * (2 * total - once)
     return total if config.zero > 0 else 0
@@ -121,9 +116,7 @@ def tensor_parallel_bytes_of_experts(stage: Stage) -> float:
     again = forwards(stage)                     # with those of recomputation
     numbers = stage.positions * cfg.n_active
     x = stage.x * config.size
-    total = 0
-    if grid.ep > 1:
-        total += ring(grid.tp, grid.tp * expert_row_bytes(stage))
+    total = ring(grid.tp, grid.tp * expert_row_bytes(stage)) if grid.ep > 1 else 0
     if grid.sequence_parallel:
         total += again * ring(grid.tp, numbers * (INTEGER + config.size))
         total += once * ring(grid.tp, numbers * config.size)

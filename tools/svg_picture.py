@@ -1,7 +1,4 @@
-"""Pictures as SVG, drawn by matplotlib, an optional package. tools/loss_picture.py and
-tools/schedule.py draw in them.
-"""
-import re
+"""Pictures as SVG, drawn by matplotlib, an optional package."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -11,6 +8,8 @@ from base.errors import named
 
 WIDTH = 8                   # inches; GitHub shows a page in about 9
 GRAY = "#8c959f"            # is seen on a white and on a dark page
+# The palette of Okabe and Ito, which color-blind readers tell apart, without black and yellow.
+COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", GRAY]
 # Black text gets the color of the reader's scheme, light or dark.
 SCHEME = "text{fill:#24292f}@media (prefers-color-scheme:dark){text{fill:#e6edf3}}"
 
@@ -20,7 +19,7 @@ def picture(file: Path, title: str, height: float) -> Iterator:
     """A matplotlib Figure to draw in; at the end it is written to `file`. A screen reader says the
     title. Raises ValueError without matplotlib."""
     if find_spec("matplotlib") is None:
-        raise ValueError("--svg needs a package that is missing: pip install matplotlib")
+        raise ValueError("a picture needs a package that is missing: pip install matplotlib")
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     # Text remains text; the same input gives the same bytes.
@@ -34,22 +33,20 @@ def picture(file: Path, title: str, height: float) -> Iterator:
         with named(file):
             figure.savefig(file, format="svg", transparent=True, bbox_inches="tight",
                            metadata=dict(Date=None))
-    svg, styles = with_classes(file.read_text())
-    # A text has a comment, and a rotation by 0 degrees.
-    svg = re.sub(r' *<!--.*?-->\n| transform="rotate\(-0 [-.\d ]*\)"', "", svg)
-    # Coordinates in hundredths of a point. They are in tags: a text may have numbers of its own.
-    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), svg)
-    head = f"<title>{title}</title><style>{SCHEME}{styles}</style>"
-    with named(file):
-        file.write_text(svg.replace("<metadata>", f"{head}<metadata>", 1))
+            svg = file.read_text()
+            head = f"<title>{title}</title><style>{SCHEME}</style><metadata>"
+            file.write_text(svg.replace("<metadata>", head, 1))
 
 
-def with_classes(svg: str) -> tuple[str, str]:
-    """(the picture with a class for each different style, which matplotlib writes at each shape;
-    the style sheet of the classes)."""
-    classes = {}
+def few_numbers(axis, form=lambda x, _: f"{x:g}") -> None:
+    """A logarithmic axis with evenly spaced numbers, also within a power of ten."""
+    from matplotlib.ticker import MaxNLocator, NullLocator
+    axis.set(major_locator=MaxNLocator(7), minor_locator=NullLocator(), major_formatter=form)
 
-    def name(found):
-        return f'class="{classes.setdefault(found[1], f"s{len(classes)}")}"'
-    svg = re.sub('style="([^"]*)"', name, svg)
-    return svg, "".join(f".{name}{{{style}}}" for style, name in classes.items())
+
+def short(count: float, _=None) -> str:
+    """Such as 409,600 -> 410k. (matplotlib also gives a place on the axis.)"""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return f"{count:g}"
