@@ -1,6 +1,6 @@
 """What `train.py --plain` needs besides training: what it refuses, what its checkpoints hold
 besides tensors, its log, and its end by a signal. train.plain_launch makes a `PlainRun`, and
-runtime/startup.py calls `check_flags` and `check_file`.
+runtime/startup.py calls `check_flags`.
 
 The directory of a plain run is that of any other run: either continues what the other has saved.
 """
@@ -56,14 +56,6 @@ def check_flags(given: dict, world: int) -> None:
     if set("=,") & set(given.get("data", "")) and not Path(given["data"]).is_dir():
         raise ValueError("--plain reads one directory, not a mixture: drop --plain, or give one "
                          "directory")
-
-
-def check_file(begin: Start) -> None:
-    """Raise RunError if the run would continue from a folder."""
-    if begin.path is not None and begin.path.is_dir():
-        raise RunError(f"--plain reads files, and {begin.path} is a folder: drop --plain, or make "
-                       f"a file of it, `python -m tools.checkpoint {begin.path} NEW/latest.pt`, "
-                       f"and give --out NEW", 2)
 
 
 # ---- What a checkpoint holds besides tensors -------------------------------------------------

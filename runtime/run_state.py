@@ -19,7 +19,6 @@ from runtime.checkpoint_writer import Writer
 from runtime.console import note_slow_disk
 from runtime.directory import latest_valid, load_state
 from runtime.divergence import DivergenceMonitor
-from runtime.folder_writer import FolderWriter
 
 
 class Progress(NamedTuple):
@@ -54,10 +53,9 @@ def progress_in(state: dict | None, run) -> Progress:
 
 
 def make_writer(run) -> Writer:
-    """The writer of the run's checkpoints, in the format of --checkpoint-format."""
+    """The writer of the run's checkpoints."""
     config = run.config
-    writer = FolderWriter if config.checkpoint_format == "folder" else Writer
-    return writer(Path(config.out), config.keep, run.model_config, run.flat, config.timeout)
+    return Writer(Path(config.out), config.keep, run.model_config, run.flat, config.timeout)
 
 
 def initial_weights(config: Config) -> Callable | None:
@@ -103,7 +101,7 @@ def judge_checkpoint(config: Config, progress: Progress, is_start: bool) -> None
     """Record in the monitor the checkpoint that is about to be written, and whether it is healthy:
     a rollback may return to it. `is_start`: it is the starting state of the run."""
     done = progress.step
-    file = step_file(Path(config.out), done, config.checkpoint_format).name
+    file = step_file(Path(config.out), done).name
     scheduled = done == config.steps or (config.save_every > 0 and done % config.save_every == 0)
     at_floor = config.dtype == "fp16" and progress.scaler.scale <= progress.scaler.min_scale
     progress.monitor.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)

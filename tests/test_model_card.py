@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import sample
-import tools.checkpoint
 from base.options import Config, parse_flags
 from corpus.prepare import prepare
 from tests.harness import (TINY, Command, meta_of, read_metrics, run_main, saved, saved_file,
@@ -150,17 +149,6 @@ def test_a_card_without_its_rows_says_so(run, tmp_path, change, is_known):
     assert ("Validation loss after step 6" in facts) == is_known
     assert ("not recorded" in facts["Versions"]) == (not is_known)
     assert "How many epochs these are is not recorded." in card
-
-
-def test_a_folder_has_the_card_of_its_file(run, tmp_path, monkeypatch):
-    pytest.importorskip("safetensors")
-    monkeypatch.chdir(run)
-    state = tools.checkpoint.read(saved_file(Path("out"), 5), {})
-    tools.checkpoint.write(state, Path("out/folder"))
-    one = card_of(saved_file(Path("out"), 5), tmp_path / "one")
-    two = card_of(Path("out/folder"), tmp_path / "two")
-    assert "Validation loss after step 4" in one
-    assert two == one.replace("out/step_00000005.pt", "out/folder").replace("/one", "/two")
 
 
 def test_a_plain_run_has_a_card(run, tmp_path, monkeypatch):

@@ -589,39 +589,6 @@ OPT_175B = ("--gpu a100-80g --model opt-175b --dtype fp16 --tp 8 --batch-size 99
             "--recompute --vocab-size 50272 --json")
 
 
-@pytest.mark.parametrize("flags, writes_at, reads_at, copies", [
-    ("--world 992 --zero 3", 100e9, 100e9, 1),                  # as fast as the file system
-    ("--world 992 --zero 1 --file-system 1000", 248e9, 248e9, 1),       # as 124 machines
-    ("--world 992 --zero 0", 2e9, 100e9, 124),                  # one machine has all of a replica
-    ("--world 992 --zero 1 --network 0.1 --file-system 1000", LINK * 124 * 0.8e9,
-     LINK * 124 * 0.8e9, 1),                                    # as the machines' network
-    ("--world 8", 2e9, 2e9, 1)])
-def test_a_folder_is_written_by_all_machines_side_by_side(flags, writes_at, reads_at, copies):
-    """OPT-175B. Each number is read once for its CRC, and once by each rank that needs it."""
-    plan = json.loads(answer(f"{flags} {OPT_175B}".split()))
-    N = parameter_count(GPTConfig(50272, **SIZES["opt-175b"]))
-    assert plan["folder_write_seconds"] == pytest.approx(12 * N / writes_at)
-    assert plan["folder_read_seconds"] == pytest.approx(
-        (1 + copies) * 12 * N / reads_at)
-
-
-def test_a_plan_advises_a_folder_where_a_file_costs_half_a_percent_more():
-    """And has the numbers of --checkpoint-format, which the command keeps."""
-    advice, has_advice = "note     saves and failures take", []
-    for size in ("opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "opt-175b"):
-        flags = f"--world 992 --gpu a100-80g --model {size} --dtype fp16 --tp 8 --zero 1".split()
-        file, folder = (json.loads(answer([*flags, "--json", "--checkpoint-format", form]))
-                        for form in ("file", "folder"))
-        assert folder["goodput"] == folder["folder_goodput"] == file["folder_goodput"]
-        assert folder["write_seconds"] == file["folder_write_seconds"] < file["write_seconds"]
-        has_advice.append(advice in answer(flags))
-        assert has_advice[-1] == (folder["goodput"] - file["goodput"] >= 0.005)
-        text = answer([*flags, "--checkpoint-format", "folder"])
-        assert advice not in text and "as a file" not in text
-        assert "--checkpoint-format folder" in text.partition("train.py ")[2]
-    assert has_advice == sorted(has_advice) and set(has_advice) == {False, True}
-
-
 MIXTURE = MoEConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, n_kv_head=4, hidden=128,
                     n_expert=4, n_active=3)
 WITH_SHARED = replace(MIXTURE, shared_hidden=160)
@@ -801,9 +768,7 @@ def test_the_readmes_plan_is_what_the_command_prints():
                   f"| {plan['checkpoint_bytes'] / 1e12:.1f} TB |",
                   f"pauses {plan['pause_seconds']:.1f} s |",
                   f"| {plan['write_seconds'] / 60:.0f} minutes, on a disk of 2 GB/s |",
-                  f"| {plan['read_seconds'] / 60:.0f} minutes |",
-                  f"| written in {plan['folder_write_seconds']:.0f} s, read in "
-                  f"{plan['folder_read_seconds']:.0f} s, {plan['folder_goodput']:.1%} goodput |"):
+                  f"| {plan['read_seconds'] / 60:.0f} minutes |"):
         assert words in " ".join(section.split()), words
     assert best["sequence_parallel"] and not best["recompute"]
     assert not any(isinstance(value, (dict, list)) for value in plan.values())

@@ -175,7 +175,6 @@ def slow_fsync(file, fsync=os.fsync):
 """
 
 
-@pytest.mark.parametrize("form", ["file", pytest.param("folder", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("phase, number, ranks", [
     ("loading", signal.SIGINT, 1), ("loading", signal.SIGHUP, 1), ("start", signal.SIGTERM, 1),
     ("step", signal.SIGINT, 1), ("step", signal.SIGTERM, 1), ("step", signal.SIGHUP, 1),
@@ -186,14 +185,13 @@ def slow_fsync(file, fsync=os.fsync):
     *(pytest.param(phase, signal.SIGTERM, 2, marks=pytest.mark.slow)
       for phase in ("start", "evaluation", "comparison"))])
 def test_a_signal_ends_a_run_from_any_phase_within_seconds(shards, things, tmp_path, phase, number,
-                                                           ranks, form):
+                                                           ranks):
     """The last finished step is on the disk, an evaluation that was under way counts as not made.
     The same command makes it, and ends with the bits of a run that was not stopped. Two ranks get
     the signal from their launcher."""
     statement, done, unevaluated = PHASES[phase]
-    command = ["--data", shards, *TINY, "--pp", ranks, "--checkpoint-format", form]
-    seconds = dict(file=0.5, folder=0.15)[form]         # a folder has more files to flush
-    linger = LINGER.replace("FSYNC_SECONDS", str(seconds))
+    command = ["--data", shards, *TINY, "--pp", ranks]
+    linger = LINGER.replace("FSYNC_SECONDS", "0.5")
     run = start_and_wait_for(ranks, tmp_path, linger + statement, *command)
     if phase == "save":
         wait_for_step(tmp_path / "out", 2, run[-1])
@@ -213,7 +211,7 @@ def test_a_signal_ends_a_run_from_any_phase_within_seconds(shards, things, tmp_p
     assert evaluated == expected or (phase == "save" and evaluated == {2})  # it went on meanwhile
     if done > 0:
         assert kinds(events) == ["start", "stop"]
-        assert checkpoint.load(tmp_path / "out" / LATEST[form])["step"] == done
+        assert checkpoint.load(tmp_path / "out" / LATEST)["step"] == done
     for process in launch(ranks, *command, "--out", tmp_path / "out"):
         status, text, error = process.finish()
         assert (status, error) == (0, "")
@@ -222,7 +220,7 @@ def test_a_signal_ends_a_run_from_any_phase_within_seconds(shards, things, tmp_p
     assert sorted(steps) == [1, 2, 3, 4] and kinds(events)[-1] == "end"
     assert [step for step in steps if "val_loss" in steps[step]] == [2, 4]
     if ranks == 1:
-        assert_same_state(checkpoint.load(tmp_path / "out" / LATEST[form]),
+        assert_same_state(checkpoint.load(tmp_path / "out" / LATEST),
                           checkpoint.load(things / "whole.pt"),
                           but=("config", "run", "monitor"))     # which may list other files
 

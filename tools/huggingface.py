@@ -17,6 +17,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from base.checkpoint_files import reading, verify
 from base.commandline import Parser
 from base.errors import WriteFailed, errors_in_one_line, named
 from base.flops import parameter_count
-from checkpoint import load, parameter_shapes
+from checkpoint import FORMAT, KEYS, load, parameter_shapes
 from corpus.bpe import find_merges
 from corpus.byte_level_tokenizers import characters_of_bytes
 from corpus.formats import EOT
@@ -36,7 +37,7 @@ from corpus.tokenizers import file_name, get_tokenizer, is_named, name_of, read_
 from corpus.vocab_and_merges import PAIR, has_pair
 from model import GPTConfig
 from models import make_config
-from tools.checkpoint import state_of_weights
+from runtime.directory import new_run
 from tools.hub import IS_ADAPTER, check_source, fetch, note, tensor_readers, weight_files
 from tools.huggingface_families import BUFFERS, Family
 from tools.huggingface_formats import (config_json, family_of, kind_of, model_config, their_names,
@@ -75,6 +76,13 @@ def tell_keys(config: dict, folder: Path) -> None:
     drawing = read_object(folder / "generation_config.json")
     for line in notes_of_keys(config, drawing):
         note(f"{folder}: {line}")
+
+
+def state_of_weights(cfg: GPTConfig, parameters: dict[str, torch.Tensor]) -> dict:
+    """A state of weights alone, whose tokenizer is not told yet."""
+    return {key: {} for key in KEYS} | dict(
+        format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
+        run=new_run("import"), model=asdict(cfg), parameters=parameters)
 
 
 def import_model(source: str, file: Path) -> None:

@@ -1,5 +1,4 @@
 """The tables of `python -m tools.bench`, each printed by a function of its name."""
-import json
 import timeit
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ import model
 from base.flops import parameter_count
 from model import GPTConfig
 from tools.bench import launch, slow_link
-from tools.bench.checkpoint_plans import checkpoint_plans
 from tools.bench.launch import random_data
 from tools.bench.peak_memory import BIG, CONTEXT, CONTEXTS, MICROBATCHES, NARROW, PIPELINES, peak_of
 from tools.bench.pytorch_stack import SHAPE
@@ -102,20 +100,6 @@ def dropout_seeds(folder):
         print(f"{name} takes {1e3 * np.median(milliseconds):.1f} us", flush=True)
 
 
-def checkpoint_formats(folder):
-    """Seconds of a save and a restore of 31.7M parameters on eight ranks (tp 2, pp 2, zero 1):
-    medians of PAIRS, and the median of their ratios."""
-    random_data(folder, 257, 129)
-    seen = json.loads(launch.finished(8, "-m", "tools.bench.checkpoint_formats", folder, PAIRS))
-    print("", *heading("seconds", "file", "folder", "folder / file"), sep="\n")
-    for what in ("pause", "write", "verify", "restore"):
-        file, folder = (np.array(seen[form][what]) for form in ("file", "folder"))
-        print(row(what, f"{np.median(file):.2f}", f"{np.median(folder):.2f}",
-                  f"{np.median(folder / file):.2f}"))
-    print(row("MB", *(f"{seen[form]['bytes'] / 1e6:,.1f}" for form in seen),
-              f"{seen['folder']['bytes'] / seen['file']['bytes']:.4f}"), flush=True)
-
-
 def tp_overlap(folder):
     """Seconds of a step of two ranks across a slow link, seconds that they wait for each other, and
     CPU seconds that they compute: medians, and the median of the pairs' ratios."""
@@ -131,5 +115,4 @@ def tp_overlap(folder):
 
 
 TABLES = dict(parallel_stack=parallel_stack, memory=memory, dropout_seeds=dropout_seeds,
-              scaling_of_layouts=scaling_of_layouts, checkpoint_formats=checkpoint_formats,
-              checkpoint_plans=checkpoint_plans, tp_overlap=tp_overlap)
+              scaling_of_layouts=scaling_of_layouts, tp_overlap=tp_overlap)

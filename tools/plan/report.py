@@ -5,7 +5,6 @@ from tools.plan.flags import RUN_FLAGS, VOCABULARIES, PlanConfig
 from tools.plan.search import BATCH_TOKENS
 
 SPREAD = 0.12           # nine of ten of the 132 steps that were held out are so close or closer
-FOLDER_GAIN = 0.005     # fraction of the time from which on a folder is advised
 UNITS = (("days", 1), ("hours", 24), ("minutes", 24 * 60))      # the first of which there is one
 
 
@@ -43,27 +42,16 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: st
         f"failures every {plan['failure_hours']:,.4g} hours; a checkpoint is of "
         f"{format_bytes(plan['checkpoint_bytes'])}; a save pauses training for "
         f"{plan['pause_seconds']:,.4g} s",
-        f"saves    {format_saves(config.checkpoint_format, plan, '')}, which the days above do not "
-        f"count",
-        *other_format(config, plan),
+        f"saves    {format_saves(plan)}, which the days above do not count",
         f"assumes  backward hides data parallelism; counts as if nothing hid cp, pp and {exposed}; "
         f"no rank is slow; {gpu.link / 1e9:g} GB/s to a GPU of the same machine, "
         f"{gpu.network / 1e9:g} to another's"]
 
 
-def format_saves(form: str, plan: dict, prefix: str) -> str:
-    """How often to save in a format, how long it takes, and the goodput. `prefix`: of the names in
-    the plan."""
-    return (f"as a {form} every {plan[prefix + 'interval_seconds']:,.0f} s, written in "
-            f"{plan[prefix + 'write_seconds']:,.4g} s and read in "
-            f"{plan[prefix + 'read_seconds']:,.4g} s; goodput {plan[prefix + 'goodput']:.1%}")
-
-
-def other_format(config: PlanConfig, plan: dict) -> list[str]:
-    """The saves as a folder, if the run does not choose it."""
-    if config.checkpoint_format == "folder":
-        return []
-    return [f"         {format_saves('folder', plan, 'folder_')}"]
+def format_saves(plan: dict) -> str:
+    """How often to save, how long it takes, and the goodput."""
+    return (f"every {plan['interval_seconds']:,.0f} s, written in {plan['write_seconds']:,.4g} s "
+            f"and read in {plan['read_seconds']:,.4g} s; goodput {plan['goodput']:.1%}")
 
 
 def format_run(config: PlanConfig, plan: dict) -> str:
@@ -143,11 +131,6 @@ def notes_of(config: PlanConfig, plan: dict) -> list[str]:
         lines.append("note     it does not fit: --search, without flags of the layout, finds any "
                      "layouts that do; --zero, --tp, --pp and --offload leave less state on a GPU, "
                      "--recompute, a smaller --micro-batch, --tp and --cp fewer activations")
-    lost = 1 - plan["goodput"]
-    if plan["folder_goodput"] - plan["goodput"] >= FOLDER_GAIN:
-        lines.append(f"note     saves and failures take {lost:.1%} of the time, with "
-                     f"--checkpoint-format folder {1 - plan['folder_goodput']:.1%}: each rank "
-                     f"writes its own part, to a disk that all machines share")
     if config.dtype == "fp32":
         lines.append("note     fp32 is slow: give --dtype bf16 (fp16 on a V100)")
     return lines
