@@ -3,7 +3,6 @@ Every room above calls it. It calls model.py, the models' tables, amp.py and par
 
     commandline, options, sample_flags  flags, and the mistakes in them
     errors                              which of them end a program in one line
-    suggest_model, other_names          what a wrong --model may mean; flags of other trainers
     batch_ramp                          the sizes of batches that grow
     processes, devices                  ranks, and what they compute on
     checkpoint_files                    the files of checkpoints: find, read, remove

@@ -7,8 +7,6 @@ import re
 
 from amp import PRECISIONS
 from base.commandline import Parser, add_flags, flag, flag_name, parse_given
-from base.other_names import ADVICE
-from base.suggest_model import suggest_model
 from models import SIZES, make_config
 from parallelism.schedules import SCHEDULES
 
@@ -22,7 +20,7 @@ class Config:
     log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb", form="NAMES",
                     choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
     model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model",
-                      form="NAME", suggest=suggest_model)
+                      form="NAME")
     n_layer: int = flag(None, "blocks (this and the next fourteen override --model)", low=1)
     n_head: int = flag(None, "attention heads", low=1)
     n_embd: int = flag(None, "channels", low=1)
@@ -144,7 +142,7 @@ def step_range(text: str) -> tuple[int, int]:
 
 def parse_flags(arguments) -> dict:
     """The flags of train.py that were given. Raises ValueError."""
-    parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.", ADVICE)
+    parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.")
     add_flags(parser, Config)
     given = parse_given(parser, arguments)
     for name in ("batch_ramp", "skip_steps"):       # "none" unsets what a checkpoint has stored

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from base.commandline import Parser, add_flags, flag, flag_name, parse_given, words_of
-from base.other_names import DATA_ADVICE
 from corpus.conversations import FORMS
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS
 from corpus.file_kinds import LINES, READ, READ_KINDS
@@ -50,7 +49,7 @@ class DataFlags:
 
 def make_parser() -> Parser:
     parser = Parser("data.py", "python data.py [--dataset NAME | --input FILE ...] [FLAG ...]",
-                    "Turn text into shards of tokens for train.py.", DATA_ADVICE)
+                    "Turn text into shards of tokens for train.py.")
     add_flags(parser, DataFlags)
     return parser
 

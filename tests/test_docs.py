@@ -19,9 +19,9 @@ import pytest
 
 import tools.compare
 from base.options import Config
-from base.other_names import IN_PROJECTS, PROJECTS
 from tests.harness import ROOT, TINY, launch, run_main
 from tools import docs, loss_picture
+from tools.other_names import IN_PROJECTS, PROJECTS
 
 PAGES_OF_TABLES = ("docs/flags.md", "docs/claims.md")
 # Words of a cell, words of a paragraph.

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     # corpus.program: where data.py is the program
     "data": ("corpus.mixtures corpus.permutation corpus.program corpus.shards base base.batch_ramp",
              ""),
-    "corpus.*": ("corpus.* base.commandline base.errors base.other_names", ""),
+    "corpus.*": ("corpus.* base.commandline base.errors", ""),
     "parallel": ("model data models.moe", ""),    # all but model: in `main` alone
     "checkpoint": ("model models* parallelism.* base.processes base.atomic_writes "
                    "base.checkpoint_files base.retries", ""),

@@ -7,7 +7,7 @@ README.md and the pages of docs/ have blocks, whose content stands between two m
 
     <!-- generated: train_flags -->     base.options.Config; sizes, the names of --model
     <!-- generated: data_flags -->      the parser of data.py; sample_flags, that of sample.py
-    <!-- generated: other_names -->     base/other_names.py
+    <!-- generated: other_names -->     tools/other_names.py
     <!-- generated: claims -->          the marks @pytest.mark.claim of the tests
     <!-- generated: faults -->          the marks @pytest.mark.fault of the tests
     <!-- generated: techniques -->      TECHNIQUES below; lines are counted in the code
@@ -28,11 +28,11 @@ from base import sample_flags
 from base.commandline import Parser, flag_name, placeholder
 from base.errors import errors_in_one_line, named
 from base.options import LOCAL, SHAPE, Config
-from base.other_names import IN_PROJECTS, PROJECTS
 from corpus import flags as data_flags
 from models import SIZES
 from tools import schedule
 from tools.markdown_tables import heading, row, table
+from tools.other_names import IN_PROJECTS, PROJECTS
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS_PAGE = ROOT / "docs/flags.md"

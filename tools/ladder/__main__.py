@@ -11,7 +11,6 @@ from pathlib import Path
 from base import options
 from base.commandline import Parser, add_flags, flag, flag_name, parse_given
 from base.errors import errors_in_one_line, named
-from base.other_names import ADVICE
 from data import TokenDataset
 from model import ceil_div
 from models import SIZES
@@ -71,7 +70,7 @@ OWN = ("rungs", "jobs", "launch", "budget", "gpu", "price")
 def read_flags(arguments: list[str]) -> tuple[LadderConfig, dict]:
     """The config, and train.py's flags for all runs. Raises ValueError."""
     parser = Parser("tools.ladder", "python -m tools.ladder [--rungs W,W,W] [--jobs N] [train.py's "
-                    "flags of the target]", HELP, ADVICE)
+                    "flags of the target]", HELP)
     add_flags(parser, LadderConfig)
     given = parse_given(parser, arguments)
     refused = [flag_name(name) for name in REFUSED if name in given]
