@@ -48,7 +48,7 @@ from runtime.loader import Loader
 from runtime.monitors import Monitors
 from runtime.plain_run import PlainRun
 from runtime.run_log import announce_evaluation
-from runtime.signals import StopSignal
+from runtime.signals import StopSignal, exit_like_signal
 from runtime.sums import scalar, sum_across_ranks
 
 
@@ -160,7 +160,7 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
 
     train_shards = open_shards(config.data, "train")
     val_shards = open_shards(config.data, "val")
-    run.start()
+    run.start(stack)
     training = plain_train(config, model, optimizer, train_shards, first_step=run.step + 1)
     for step, loss, norm in run.steps(training):
         row = dict(step=step, loss=loss, lr=learning_rate(config, step), grad_norm=norm)
@@ -293,44 +293,42 @@ class Run:
     # ---- The loop ---------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train until step --steps. Another thread handles signals. It waits while `stop.held()` is
-        active, because the state is changing."""
+        """Train until step --steps, or until a signal has come."""
         self.model.train()
-        while self.step <= self.config.steps:
+        while self.step <= self.config.steps and not self.stop.agreed:
             self.monitors.begin_step()          # passes over data that --skip-steps excludes
             batch = self.loader.next()          # this rank's rows. It moves self.batches on
             lr = self.learning_rate(self.config, self.step) * self.divergence.lr_factor
             stats = self.compute_gradients(batch)
-            with self.stop.held():
-                self.update(stats, lr)
-                row = self.monitors.judge_step(batch, stats, lr)
+            self.update(stats, lr)
+            row = self.monitors.judge_step(batch, stats, lr)
             # The row is the step's line of metrics.jsonl. It is None if the run has diverged. Then
             # judge_step has restored an older checkpoint, whose step is now finished_step.
             if row is not None:
                 self.evaluate_and_save(row)
             self.step = self.finished_step + 1
-        with self.stop.held():
-            self.flat.wait_params()         # other ranks may still be receiving this rank's shard
-            run_state.wait_for_last_save(self)
-            self.stop.close()               # a signal comes too late from here on, on every rank
+        self.flat.wait_params()             # other ranks may still be receiving this rank's shard
+        run_state.wait_for_last_save(self)
+        if self.step > self.config.steps:
             console.report_end(self)
+        else:
+            console.report_stop(self)
 
     def evaluate_and_save(self, row: dict) -> None:
         """Evaluate every --eval-every steps and save every --save-every steps, and both after the
-        last one. `row` is the step's row of metrics.jsonl."""
+        last one. Save also if a signal has come. `row` is the step's row of metrics.jsonl."""
         if self.config.is_due(self.step, self.config.eval_every):
             announce_evaluation(self)
             row.update(evaluation.evaluate(self))
-        saving = self.config.is_due(self.step, self.config.save_every)
+        saving = self.config.is_due(self.step, self.config.save_every) or self.stop.agreed
         # Ranks hold copies of some state. If two copies differ, a bit has flipped.
         intact = self.monitors.copies_are_equal(saving)
-        with self.stop.held():
-            self.log.write_row(self, row)
-            if not intact:
-                self.monitors.go_back()             # to the last checkpoint
-            elif saving:
-                self.monitors.fail_if_diverged(row)
-                run_state.save(self)
+        self.log.write_row(self, row)
+        if not intact:
+            self.monitors.go_back()             # to the last checkpoint
+        elif saving:
+            self.monitors.fail_if_diverged(row)
+            run_state.save(self)
 
     # ---- One step ---------------------------------------------------------------------------
 
@@ -437,8 +435,11 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
             console.print_finished(run, state, begin)
         else:
             startup.begin_training(run, state, begin, stack)
-            with StopSignal(run):       # sets run.stop
+            with StopSignal() as run.stop:
                 run.train()
+            if run.step <= config.steps and job.world == 1:         # stopped by a signal
+                stack.close()
+                exit_like_signal(run.stop.number)
     except PeerError as error:
         raise PeerError(f"stage {grid.stage}, step {run.step}: {error}") from error
 

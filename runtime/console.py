@@ -216,15 +216,13 @@ def report_resume(run, state: dict, begin: Start) -> None:
                   step=done)
 
 
-def report_stop(run, done: int) -> None:
-    """The event of a run that a signal ends after step `done`, and a line: how to continue it."""
+def report_stop(run) -> None:
+    """The event of a run that a signal ends, and a line: how to continue it."""
     command = "the same command"
-    if run.config.resume == "never" and run.saved_step is not None:
+    if run.config.resume == "never":
         command += " without --resume never"
-    line = f"stopped and saved after step {done}; run {command} to go on"
-    if run.saved_step is None:
-        line = f"stopped before step 1 was done; run {command} to begin again"
-    run.log.event("stop", line, step=done)
+    run.log.event("stop", f"stopped and saved after step {run.finished_step}; run {command} to go "
+                  f"on", step=run.finished_step)
 
 
 def report_end(run) -> None:

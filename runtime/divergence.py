@@ -107,11 +107,6 @@ class DivergenceMonitor:
         monitor.least_deviation = ANSWERS_DEVIATION if data.has_conversations else 0.0
         return monitor
 
-    def copy(self) -> "DivergenceMonitor":
-        """One whose lists grow apart from this one's."""
-        return DivergenceMonitor(**{name: list(value) if isinstance(value, list) else value
-                                    for name, value in vars(self).items()})
-
     def deviation(self) -> float:
         """Standard deviation of the losses. It is estimated from neighbors, so that a falling loss
         does not count as noise: the median of their distances times 1.4826 / sqrt(2), which is

@@ -1,5 +1,4 @@
-"""What watches a run: divergence and flipped bits. train.py calls it in its loop, and
-runtime/startup.py calls `fail_if_diverged` where a signal stopped the end:
+"""What watches a run: divergence and flipped bits. train.py calls it in its loop:
 
     begin_step          leaves out sequences: --skip-steps, or a rollback's    rollback.py
     judge_step          goes back if the loss has diverged                     rollback.py

@@ -7,10 +7,9 @@ The directory of a plain run is that of any other run: either continues what the
 import dataclasses
 import math
 import shlex
-import signal
 import socket
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Iterator
 
@@ -116,7 +115,7 @@ class PlainRun:
     facts       what its checkpoints hold besides tensors: the step, the flags, the data ...
     seconds     the time that the step took; `steps` sets it
     metrics     directory.Metrics: metrics.jsonl; `start` sets it
-    stop        StopAfterStep; `start` sets it
+    stop        signals.StopSignal; `start` sets it
     """
 
     def __init__(self, config: Config, model_config: GPTConfig, begin: Start, loaded: dict | None,
@@ -131,7 +130,7 @@ class PlainRun:
         print_rank0(f"{self.begin.path} is step {self.step} of {self.config.steps}: nothing left "
                     f"to do; raise --steps to continue, or begin a new run in another --out")
 
-    def start(self) -> None:
+    def start(self, stack: ExitStack) -> None:
         """Write the event of a start or a resume. From here on a signal ends the run."""
         config, model_config, begin, step = self.config, self.model_config, self.begin, self.step
         self.metrics = all_ranks(lambda: Metrics(Path(config.out), rank=0))
@@ -149,7 +148,7 @@ class PlainRun:
         self.metrics.write(**event, step=step, config=dataclasses.asdict(config),
                            data=describe_data(self.val_data, config, model_config),
                            environment=environment([socket.gethostname()]))
-        self.stop = StopAfterStep()
+        self.stop = stack.enter_context(StopSignal())
 
     def steps(self, training: Iterator) -> Iterator[tuple[int, float, float]]:
         """The number, the loss and the gradient norm of each step, which `training` makes. Raises
@@ -184,7 +183,7 @@ class PlainRun:
 
     def is_stopping(self) -> bool:
         """Whether a signal ends the run after this step."""
-        return self.stop.received and self.step < self.config.steps
+        return self.stop.number is not None and self.step < self.config.steps
 
     @contextmanager
     def saving(self):
@@ -230,31 +229,3 @@ class PlainRun:
         self.metrics.write(event="end", step=self.config.steps)
         file = shlex.quote(f"{self.config.out}/latest.pt")
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
-
-
-class StopAfterStep:
-    """Ctrl-C, SIGTERM and a closed terminal. The run ends after the step in progress and its save.
-    A second signal ends it at once, unless it comes within half a second: a launcher may forward
-    what the terminal has already sent."""
-
-    def __init__(self):
-        self.number = None              # of the first signal
-        self.since = None               # its time, in seconds
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)            # Windows has no SIGHUP
-            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.receive)
-
-    @property
-    def received(self) -> bool:
-        return self.number is not None
-
-    def receive(self, number: int, frame) -> None:
-        now = time.monotonic()
-        if not self.received:
-            self.number, self.since = number, now
-            StopSignal.write("saving after the step in progress; a second signal ends at once, "
-                             "without saving")
-        elif now - self.since >= 0.5:
-            StopSignal.write("ended without saving")
-            exit_like_signal(number)

@@ -1,10 +1,8 @@
 """The state of a run: what its checkpoints hold beside tensors, and how it is saved and restored.
 train.py calls `make_writer`, `progress_in` and `initial_weights` to build a run, and `save` in its
 loop. startup.py calls `save` at the start of a branch. rollback.py and flipped_bits.py call
-`go_back`. rollback.py and signals.py call `submit`, the second after `judge_checkpoint`. `run` is a
-train.Run.
+`go_back`. rollback.py calls `submit`. `run` is a train.Run.
 """
-import copy
 import dataclasses
 import time
 from pathlib import Path
@@ -34,9 +32,6 @@ class Progress(NamedTuple):
     def of(cls, run) -> "Progress":
         return cls(run.finished_step, run.batches.consumed, run.batches.sequences_trained,
                    run.optimizer_steps, run.scaler, run.divergence)
-
-    def copy(self) -> "Progress":
-        return self._replace(scaler=copy.copy(self.scaler), monitor=self.monitor.copy())
 
 
 def progress_in(state: dict | None, run) -> Progress:

@@ -19,12 +19,12 @@ from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid, make_groups
-from runtime import (checks, console, dashboards, evaluation, layout_checks, memory_limits,
-                     plain_run, run_state)
+from runtime import (checks, console, dashboards, layout_checks, memory_limits, plain_run,
+                     run_state)
 from runtime.cpu_threads import choose_threads
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state, lock_output_dir,
                                start_branch)
-from runtime.run_log import RunLog, announce_evaluation
+from runtime.run_log import RunLog
 
 
 def parse() -> tuple[Job, dict, torch.device, timedelta]:
@@ -162,33 +162,11 @@ def begin_training(run, state: dict | None, begin: Start, stack: ExitStack) -> N
         run_state.save(run, is_start=True)
     console.print_notes(run, begin)
     choose_threads(run.device, run.grid.world)
-    row = on_rank0(lambda: find_unevaluated(config, state))
-    if row is not None:
-        announce_evaluation(run)
-        row |= evaluation.evaluate(run)
-        run.log.write_row(run, row)
-        run.monitors.fail_if_diverged(row)
-
-
-def find_unevaluated(config: Config, state: dict | None) -> dict | None:
-    """The row of the step of this checkpoint, if an evaluation was due after it and a signal ended
-    the run before, or its loss was not finite."""
-    if state is None:
-        return None
-    step, every = state["step"], state["config"]["eval_every"]
-    is_last = step in (config.steps, state["config"]["steps"])
-    is_due = is_last or (every > 0 and step % every == 0)
-    rows = [line for line in last_lines(Path(config.out))
-            if "event" not in line and line["step"] == step]
-    if not is_due or not rows or rows[-1].get("val_loss") is not None:
-        return None
-    del rows[-1]["time"]
-    return rows[-1]
 
 
 def has_ended(run) -> bool:
-    """Whether a run has made all steps, and reported its end. If it has not, a signal or a crash
-    came after the last step. Every rank calls it."""
+    """Whether a run has made all steps, and reported its end. If it has not, a crash came after the
+    last save. Every rank calls it."""
     done = run.step - 1
     if done != run.config.steps:
         return done > run.config.steps

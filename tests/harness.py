@@ -424,9 +424,9 @@ def nothing(run):
     return None
 
 
-def no_signal(held=nullcontext, close=lambda: None):
-    """Stands for a signals.StopSignal that never gets a signal."""
-    return SimpleNamespace(held=held, close=close, since=None)
+def no_signal():
+    """Stands for a signals.StopSignal that gets no signal by itself."""
+    return SimpleNamespace(number=None, agreed=False)
 
 
 def without_saves(run):
