@@ -67,8 +67,6 @@ class Config:
     pp_schedule: str = flag("gpipe", "order of the microbatches in the pipeline",
                             choices=list(SCHEDULES))
     pp_chunks: int = flag(1, "interleaved: parts of the model on each stage", low=1)
-    tp_overlap: bool = flag(False, "compute two halves of a microbatch in turn: the sums of one "
-                            "between tensor-parallel ranks travel behind the other's products")
     device: str = flag("auto", "auto: cuda, or mps for one process, where available",
                        choices=["auto", "cpu", "cuda", "mps"])
     compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
@@ -121,7 +119,7 @@ SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation", *OF_LLAMA, *OF_
 # is stored as the resulting --steps.)
 LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "log_every", "plain", "tp", "pp",
          "cp", "ep", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch",
-         "zero", "recompute", "sequence_parallel", "tp_overlap", "offload", "dtype", "exact",
+         "zero", "recompute", "sequence_parallel", "offload", "dtype", "exact",
          "epochs"}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 OF_TRAINING = [*RESTORED, "dtype", "exact"]     # a note of a resume names their changes

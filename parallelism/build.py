@@ -31,7 +31,6 @@ from parallelism.context import CP_PLAN, ContextParallelAttention, recompute_att
 from parallelism.exact import EXACT_PLAN, ExactParameters, make_exact, new_sums
 from parallelism.exact_experts import EXACT_EXPERT_PLAN
 from parallelism.experts import EXPERT_PLAN, ParallelExperts, ParallelRouter
-from parallelism.halves import compute_in_halves
 from parallelism.kernels import use_kernels
 from parallelism.parameters import ParamSpec, param_specs
 from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
@@ -167,8 +166,6 @@ def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
                      host, training=not config.eval_only)
     if grid.cp > 1 and not config.recompute:
         recompute_attention(model)
-    if config.tp_overlap:
-        compute_in_halves(model)
     if config.compile:
         keep_angles(model, model_config.seq_len // grid.cp, dtypes[0], device)
         compile_model(model)

@@ -50,7 +50,7 @@ def print_summary(run) -> None:
         layout += f", {config.pp_schedule}"
     if grid.chunks > 1:
         layout += f" in {grid.chunks} chunks"
-    for name in ("recompute", "sequence_parallel", "tp_overlap", "offload", "compile", "exact"):
+    for name in ("recompute", "sequence_parallel", "offload", "compile", "exact"):
         if getattr(config, name):
             layout += ", " + name.replace("_", " ")
     num_microbatches = config.batch_size // (grid.dp * config.micro_batch)

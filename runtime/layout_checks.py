@@ -38,8 +38,6 @@ def check_grid(world: int, config) -> None:
         problems.append("sequence parallelism splits the positions over tensor-parallel ranks, "
                         "but tp is 1: drop it, or give --tp 2 or more, and as many processes: "
                         "torchrun --nproc_per_node=2 train.py --tp 2")
-    if config.tp_overlap:
-        problems += problems_of_overlap(config)
     interleaved = schedule == "interleaved"
     if interleaved != (chunks > 1) or (interleaved and pp == 1):
         problems.append(f"--pp-schedule {schedule} with pp {pp} and pp-chunks {chunks}: chunks "
@@ -62,25 +60,6 @@ def check_grid(world: int, config) -> None:
         problems.append("--exact cannot be combined with --dropout and --sequence-parallel, where "
                         "each rank draws masks for its positions: drop one")
     refuse(problems)
-
-
-def problems_of_overlap(config) -> list[str]:
-    """What --tp-overlap (parallelism/halves.py) cannot be combined with."""
-    problems = []
-    if config.tp == 1:
-        problems.append("--tp-overlap hides sums between tensor-parallel ranks, but tp is 1: drop "
-                        "it, or give --tp 2 or more")
-    if config.micro_batch == 1:
-        problems.append("--tp-overlap computes a microbatch in two halves, but micro-batch is 1: "
-                        "give --micro-batch 2 or more, or drop it")
-    for flag, value, reason in (
-            ("--sequence-parallel", config.sequence_parallel,
-             "where a half would wait for the sum of the other before it gets its input"),
-            ("--exact", config.exact, "which multiplies whole microbatches"),
-            ("--dropout", config.dropout > 0, "of which both halves would draw the same masks")):
-        if value:
-            problems.append(f"--tp-overlap cannot be combined with {flag}, {reason}: drop one")
-    return problems
 
 
 def nearest_heads(channels: int, heads: int, tp: int) -> list[str]:
@@ -212,9 +191,6 @@ def problems_of_experts(model_config: GPTConfig, config, replicas: int) -> list[
             problems.append(f"--ep {config.ep} divides the experts of a mixture, and this model "
                             f"has none: drop it, or give --model moe-nano or another after it")
         return problems
-    if config.tp_overlap:
-        problems.append("--tp-overlap cannot be combined with a mixture of experts, whose tokens "
-                        "change places between the products: drop it")
     if model_config.n_expert % config.ep:
         problems.append(f"ep {config.ep} does not divide the {model_config.n_expert} experts: give "
                         f"an --ep or an --n-expert that fits")

@@ -390,9 +390,7 @@ def test_backward_hides_a_sum_of_tensor_parallelism_behind_a_product(monkeypatch
 
 @pytest.mark.parametrize("flags, hidden", [
     (dict(), 0.4), (dict(recompute=True), 0.4), (dict(pp_schedule="zb-h1"), 0),
-    (dict(sequence_parallel=True), 0.3), (dict(tp_overlap=True), 0.4 + 0.15),
-    (dict(tp_overlap=True, recompute=True), 0.4 + 0.15 + 0.3),
-    (dict(tp_overlap=True, pp_schedule="zb-h1"), 0.15)])
+    (dict(sequence_parallel=True), 0.3)])
 def test_a_plan_hides_what_a_block_hides(monkeypatch, flags, hidden):
     """A ring takes 0.1 s, the gradient of a layer's input 0.05 s, that of its weight 1 s. Of each
     of two layers two rings are hidden behind the weight's, or, with sequence parallelism, one, and

@@ -128,16 +128,6 @@ REFUSED = [
         "--n-embd 7 --n-head 8"], []),
     ("tp is 1: drop it, or ... and as many processes: torchrun --nproc_per_node=2 train.py --tp 2",
      ["--sequence-parallel"], ["--sequence-parallel --tp 2"]),
-    ("--tp-overlap hides sums between tensor-parallel ranks, but tp is 1: drop it, or give --tp 2",
-     ["--tp-overlap"], ["--tp-overlap --tp 2 --micro-batch 2"]),
-    *((f"--tp-overlap cannot be combined with {words}", [f"--tp 2 --tp-overlap {flags}"], [])
-      for words, flags in (
-          ("--sequence-parallel, where a half would wait", "--sequence-parallel"),
-          ("--exact, which multiplies whole microbatches: drop one", "--exact"),
-          ("--dropout, of which both halves would draw the same masks", "--dropout 0.1"),
-          ("a mixture of experts, whose tokens change places", "--model moe-nano"))),
-    ("--tp-overlap computes a microbatch in two halves, but micro-batch is 1: give --micro-batch 2",
-     ["--tp 2 --tp-overlap --micro-batch 1"], []),
     ("seq_len 15 is not divisible", ["--sequence-parallel --tp 2 --seq-len 15"], []),
     ("zero 3 with pp 2 would gather every block again for each microbatch of the pipeline: give "
      "--zero 1, or --zero 2 (not with zb-h1)", [
@@ -492,7 +482,6 @@ def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, t
     ((2, 2, 1), dict(micro_batch=1, pp=2, zero=2, recompute=True), ""),
     ((2, 2, 1), dict(micro_batch=2, pp=2, zero=1, pp_schedule="zb-h1"),
      "--micro-batch 1 instead of 2, "),
-    ((1, 2, 1), dict(micro_batch=2, tp=2, tp_overlap=True), "--recompute, "),
     ((1, 1, 1), dict(micro_batch=4, exact=True), "--recompute, ")])
 def test_what_is_advised_against_too_little_memory_can_be_given(layout, flags, advice):
     """Of the microbatch the message has the number, which a default may have chosen: a resume on a

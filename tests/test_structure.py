@@ -142,7 +142,7 @@ FLAGS = """data out log model n_layer n_head n_embd seq_len activation n_kv_head
     rope_theta n_expert n_active shared_hidden balance_loss z_loss balance_bias dropout batch_size
     batch_ramp steps epochs lr min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1
     beta2 clip seed plain tp pp cp ep pp_schedule pp_chunks device compile timeout micro_batch zero
-    recompute sequence_parallel tp_overlap offload dtype exact save_every keep resume init_from check_every
+    recompute sequence_parallel offload dtype exact save_every keep resume init_from check_every
     eval_every eval_tokens eval_answers eval_only log_every rollback max_rollbacks skip_steps"""
 
 

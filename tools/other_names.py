@@ -49,7 +49,6 @@ IN_PROJECTS = {
     "ep": ("", "", "`--expert-model-parallel-size`", ""),
     "pp-schedule": ("", "`--pp_engine`", "", ""),
     "pp-chunks": ("", "", "`--num-virtual-stages-per-pipeline-rank`", ""),
-    "tp-overlap": ("", "", "`--tp-comm-overlap`, which cuts products", ""),
     "timeout": ("", "", "`--distributed-timeout-minutes`", ""),
     "zero": ("", "", "`--use-distributed-optimizer`: 1, `--use-megatron-fsdp`: 3", "`-z`"),
     "recompute": ("", "", "`--recompute-granularity full`, `--recompute-activations`", "`-r`"),

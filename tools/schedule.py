@@ -178,7 +178,7 @@ def main() -> None:
     add("--svg", metavar="FILE", help="draw to this file; without --pp-schedule all four "
         "schedules, the interleaved one with 2 chunks or more")
     parser.set_defaults(tp=1, cp=1, ep=1, zero=0, micro_batch=1, sequence_parallel=False,
-                        recompute=False, tp_overlap=False, compile=False, exact=False)
+                        recompute=False, compile=False, exact=False)
     args = parser.parse_args()
     p, m = args.pp, args.microbatches
     layouts = [(args.pp_schedule or "gpipe", args.pp_chunks)]

@@ -8,8 +8,7 @@ import torch
 import model
 from base.flops import parameter_count
 from model import GPTConfig
-from tools.bench import launch, slow_link
-from tools.bench.launch import random_data
+from tools.bench import launch
 from tools.bench.peak_memory import BIG, CONTEXT, CONTEXTS, MICROBATCHES, NARROW, PIPELINES, peak_of
 from tools.bench.pytorch_stack import SHAPE
 from tools.markdown_tables import heading, row
@@ -100,19 +99,5 @@ def dropout_seeds(folder):
         print(f"{name} takes {1e3 * np.median(milliseconds):.1f} us", flush=True)
 
 
-def tp_overlap(folder):
-    """Seconds of a step of two ranks across a slow link, seconds that they wait for each other, and
-    CPU seconds that they compute: medians, and the median of the pairs' ratios."""
-    data = random_data(folder, slow_link.SHAPE.vocab_size)
-    print("", *heading("link", "seconds", "off", "--tp-overlap", "ratio"), sep="\n")
-    for rate in ("200mbit", "400mbit"):
-        seen = slow_link.on_two_machines(rate, data, steps=3 * PAIRS)
-        off, on = (np.array(seen[name]).T for name in ("off", "on"))
-        sides = [*zip(off, on), (off[1] + off[2], on[1] + on[2])]
-        for what, (x, y) in zip(("step", "waiting", "computing", "the last two"), sides):
-            print(row(rate, what, f"{np.median(x):.2f}", f"{np.median(y):.2f}",
-                      f"{np.median(y / x):.2f}"), flush=True)
-
-
 TABLES = dict(parallel_stack=parallel_stack, memory=memory, dropout_seeds=dropout_seeds,
-              scaling_of_layouts=scaling_of_layouts, tp_overlap=tp_overlap)
+              scaling_of_layouts=scaling_of_layouts)

@@ -83,15 +83,10 @@ class PlanConfig(options.Config):
         """Whether backward computes attention once more, and nothing else of a block (CP3)."""
         return self.cp > 1 and not self.recompute
 
-    @property
-    def parts_in_turn(self) -> int:
-        """Parts of a microbatch that a block computes one after the other."""
-        return 2 if self.tp_overlap else 1
-
 
 LAYOUT = ("tp", "pp", "cp", "ep", "micro_batch", "zero", "recompute", "sequence_parallel",
           "pp_schedule", "pp_chunks", "steps")
 RUN_FLAGS = ["model", *options.SHAPE, "batch_size", "steps", "tp", "pp", "cp", "ep", "pp_schedule",
-             "pp_chunks", "micro_batch", "zero", "recompute", "sequence_parallel", "tp_overlap",
+             "pp_chunks", "micro_batch", "zero", "recompute", "sequence_parallel",
              "offload", "compile", "dtype"]
 OWN_FLAGS = list(PlanConfig.__annotations__)

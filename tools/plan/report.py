@@ -26,7 +26,6 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: st
     """The numbers of `make_plan` in lines, the most important first. `batch_source` says where the
     batch size is from, if it was not given."""
     gpu = config.spec
-    exposed = "an eighth of tp" if config.tp_overlap else "half of tp"
     return [
         f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
         f"{gpu.memory / 1e9:.0f} GB on rank {plan['fullest_rank']}, the fullest; "
@@ -43,8 +42,8 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: st
         f"{format_bytes(plan['checkpoint_bytes'])}; a save pauses training for "
         f"{plan['pause_seconds']:,.4g} s",
         f"saves    {format_saves(plan)}, which the days above do not count",
-        f"assumes  backward hides data parallelism; counts as if nothing hid cp, pp and {exposed}; "
-        f"no rank is slow; {gpu.link / 1e9:g} GB/s to a GPU of the same machine, "
+        f"assumes  backward hides data parallelism; counts as if nothing hid cp, pp and half of "
+        f"tp; no rank is slow; {gpu.link / 1e9:g} GB/s to a GPU of the same machine, "
         f"{gpu.network / 1e9:g} to another's"]
 
 
@@ -73,8 +72,7 @@ def format_shape(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: s
         options.append(config.pp_schedule)
     if config.pp_chunks > 1:
         options.append(f"{config.pp_chunks} chunks")
-    options += [name.replace("_", " ") for name in ("recompute", "sequence_parallel", "tp_overlap",
-                                                  "offload")
+    options += [name.replace("_", " ") for name in ("recompute", "sequence_parallel", "offload")
                 if getattr(config, name)]
     num_microbatches = config.batch_size // (plan["dp"] * config.micro_batch)
     assumed = ""

@@ -141,9 +141,9 @@ def tensor_parallel_bytes_of_experts(stage: Stage) -> float:
 
 def rings_of_block(config) -> int:
     """How often x (B, T / cp, C) goes around the tensor-parallel ranks for a microbatch and a
-    block: 4 all-reduces, each of two rings, and with recomputation 1 more (with --tp-overlap 1.5).
+    block: 4 all-reduces, each of two rings, and with recomputation 1 more.
     Sequence parallelism gathers the input of 2 matrices again, of 3 with recomputation."""
-    rings = 9 + config.parts_in_turn if config.recompute else 8
+    rings = 10 if config.recompute else 8
     if config.sequence_parallel:
         rings += 3 if config.recompute else 2
     return rings
