@@ -11,7 +11,7 @@ imports train.py:
     plain_run                           what train.py --plain needs beside training
     monitors                            what watches a run: divergence, rollback, flipped_bits
     sums                                sums over all ranks, which tell of a signal
-    expert_loads                        how a mixture's experts are used, for the log
+    step_stats                          the numbers of a step, summed over all ranks
     run_log, console                    metrics.jsonl and the steps; what else a run prints
     evaluation, eval_answers            the validation loss; answers that are right
     dashboards                          TensorBoard and Weights & Biases, for --log

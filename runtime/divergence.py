@@ -123,7 +123,7 @@ class DivergenceMonitor:
         return self.lowest + SPIKE_MARGIN * self.deviation()
 
     def observe(self, start: int, stats) -> Divergence | None:
-        """Judge a step by its train.StepStats; `start` is the number of its batch's first
+        """Judge a step by its StepStats; `start` is the number of its batch's first
         sequence. Returns a divergence once."""
         limit = self.limit()
         self.starts = [*self.starts, start][-(MAX_LOSSES + LEAD_IN):]

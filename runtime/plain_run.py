@@ -115,7 +115,8 @@ class PlainRun:
     facts       what its checkpoints hold besides tensors: the step, the flags, the data ...
     seconds     the time that the step took; `steps` sets it
     metrics     directory.Metrics: metrics.jsonl; `start` sets it
-    stop        signals.StopSignal; `start` sets it
+    stop        signals.StopSignal; `steps` sets it
+    stopping    whether a signal ends the run after this step; `log` sets it
     """
 
     def __init__(self, config: Config, model_config: GPTConfig, begin: Start, loaded: dict | None,
@@ -130,8 +131,8 @@ class PlainRun:
         print_rank0(f"{self.begin.path} is step {self.step} of {self.config.steps}: nothing left "
                     f"to do; raise --steps to continue, or begin a new run in another --out")
 
-    def start(self, stack: ExitStack) -> None:
-        """Write the event of a start or a resume. From here on a signal ends the run."""
+    def start(self) -> None:
+        """Write the event of a start or a resume."""
         config, model_config, begin, step = self.config, self.model_config, self.begin, self.step
         self.metrics = all_ranks(lambda: Metrics(Path(config.out), rank=0))
         print_rank0(f"model    {parameter_count(model_config):,} parameters\n"
@@ -148,11 +149,16 @@ class PlainRun:
         self.metrics.write(**event, step=step, config=dataclasses.asdict(config),
                            data=describe_data(self.val_data, config, model_config),
                            environment=environment([socket.gethostname()]))
-        self.stop = stack.enter_context(StopSignal())
 
-    def steps(self, training: Iterator) -> Iterator[tuple[int, float, float]]:
-        """The number, the loss and the gradient norm of each step, which `training` makes. Raises
-        RunError if the norm is not finite."""
+    def steps(self, training: Iterator, stack: ExitStack) -> Iterator[tuple[int, float, float]]:
+        """The number, the loss and the gradient norm of each step, which `training` makes. After a
+        signal the process ends by it: the step in progress is the last. Raises RunError if the
+        norm is not finite."""
+        if self.step >= self.config.steps:
+            self.print_finished()
+            return
+        self.start()
+        self.stop = stack.enter_context(StopSignal())
         start = time.perf_counter()
         for loss, norm in training:
             self.seconds = time.perf_counter() - start
@@ -161,11 +167,16 @@ class PlainRun:
                 raise RunError(f"step {self.step} has loss {loss} and gradient norm {norm}: lower "
                                f"--lr")
             yield self.step, loss, norm
+            if self.stopping:
+                self.end_by_signal()
             start = time.perf_counter()
+        self.end()
 
     def log(self, row: dict) -> None:
-        """Write the row of a step to metrics.jsonl. Print some of the rows."""
+        """Write the row of a step to metrics.jsonl. Print some of the rows. A signal that has come
+        by now ends the run after this step."""
         config, step = self.config, self.step
+        self.stopping = self.stop.number is not None and step < config.steps
         tokens = config.batch_size * self.model_config.seq_len          # of a step
         speed = tokens / self.seconds
         row |= dict(tokens=step * tokens, batch_size=config.batch_size, loss_scale=1.0,
@@ -180,10 +191,6 @@ class PlainRun:
             in_bits = "" if bits is None else f", {bits:.4f} bits a byte"
             print_rank0(f"validation: {row['val_loss']:.4f} nats a token{in_bits}")
         self.metrics.write(**row)
-
-    def is_stopping(self) -> bool:
-        """Whether a signal ends the run after this step."""
-        return self.stop.number is not None and self.step < self.config.steps
 
     @contextmanager
     def saving(self):

@@ -17,9 +17,9 @@ from data import Batch
 from model import ceil_div
 from parallelism.build import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
-from runtime import expert_loads
 from runtime.directory import Metrics
 from runtime.evaluation import eval_sequences, perplexity
+from runtime.step_stats import experts_in_words
 
 COMPARE_RANKS_EVERY = 100       # steps
 LINES = 50                      # of steps on the console in a run, about
@@ -44,7 +44,7 @@ class RunLog:
             print_rank0(line)
 
     def new_row(self, run, batch: Batch, stats, lr: float, seconds: float) -> dict:
-        """The row of metrics.jsonl of a step that took `seconds`; `stats`: its train.StepStats."""
+        """The row of metrics.jsonl of a step that took `seconds`; `stats`: its StepStats."""
         self.recent_seconds.append(seconds)
         seq_len = run.model_config.seq_len
         return dict(
@@ -82,7 +82,7 @@ class RunLog:
         if "val_loss" in row:
             print_rank0(format_eval(row, run))
             if "dead_experts" in row:
-                print_rank0(expert_loads.in_words(row, run.model_config))
+                print_rank0(experts_in_words(row, run.model_config))
         # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
         on_cpus = run.grid.world > 1 and run.device.type == "cpu"
         if row["step"] % COMPARE_RANKS_EVERY == 0 and on_cpus:

@@ -25,6 +25,7 @@ from base.processes import RunError
 from parallelism.build import Grid
 from runtime import rollback
 from runtime.divergence import DivergenceMonitor
+from runtime.step_stats import StepStats
 from tests.harness import (CFG, TINY, Command, Memory, after_backward, assert_same_state,
                            batches_from, column, failing, kinds, monitor_now, names_in, poison,
                            relative, run_steps, saved, saved_file, settings, staged, watched)
@@ -323,7 +324,7 @@ def judge(losses):
     reasons = {}
     for i, loss in enumerate(losses):
         skipped = isinstance(loss, str)
-        stats = train.StepStats(2.0 if skipped else loss, 1.0, 1.0,
+        stats = StepStats(2.0 if skipped else loss, 1.0, 1.0,
                                 amp.NOT_FINITE if skipped else "",
                                 loss_scale=2.0 if loss == "overflow" else 1.0, local_loss=None)
         divergence = monitor.observe(i, stats)
@@ -375,7 +376,7 @@ def test_the_batches_of_a_divergence_are_left_out_with_eight_before_them():
     """Of one of three steps, and of the slowest, as long as the window of 64 losses."""
     monitor = DivergenceMonitor()
     for number in range(100):
-        monitor.observe(4 * number, train.StepStats(2.0, 1.0, 1.0, "", loss_scale=1.0,
+        monitor.observe(4 * number, StepStats(2.0, 1.0, 1.0, "", loss_scale=1.0,
                                                     local_loss=None))
     for steps in (3, 64):
         assert monitor.to_exclude(steps, 400) == ([4 * (100 - steps - 8), 400], False)

@@ -223,7 +223,7 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4,
         resource.setrlimit(resource.RLIMIT_DATA, (int(bytes_held("VmData") + 1.1 * allowed + 3e7),
                                                   limits[1]))
         try:
-            run_state.submit(run, run_state.Progress.of(run))
+            run_state.submit(run)
             while not run.writer.pending.done():
                 seen.append(bytes_held("RssAnon"))
                 time.sleep(0.001)
