@@ -15,6 +15,6 @@ imports train.py:
     run_log, console                    metrics.jsonl and the steps; what else a run prints
     evaluation, eval_answers            the validation loss; answers that are right
     dashboards                          TensorBoard and Weights & Biases, for --log
-    signals, cpu_threads                the end by a signal; threads on a busy machine
+    signals                             the end by a signal
     sample_and_chat                     prompts and conversations of sample.py, and what it prints
 """

@@ -21,7 +21,6 @@ from model import GPTConfig
 from parallelism.build import Grid, make_groups
 from runtime import (checks, console, dashboards, layout_checks, memory_limits, plain_run,
                      run_state)
-from runtime.cpu_threads import choose_threads
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state, lock_output_dir,
                                start_branch)
 from runtime.run_log import RunLog
@@ -161,7 +160,6 @@ def begin_training(run, state: dict | None, begin: Start, stack: ExitStack) -> N
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
     console.print_notes(run, begin)
-    choose_threads(run.device, run.grid.world)
 
 
 def has_ended(run) -> bool:

@@ -15,7 +15,6 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from base import processes
 from base.checkpoint_files import LATEST
 from base.options import parse_flags
 from parallelism import collectives
-from runtime import checkpoint_writer, cpu_threads, signals
+from runtime import checkpoint_writer, signals
 from tests.harness import (ROOT, TINY, assert_same_state, column, expect_mistake, kinds, launch,
                            read_metrics, torchrun, wait_for_step)
 
@@ -198,43 +197,6 @@ def test_a_signal_ends_a_run_after_the_step_in_progress(shards, things, tmp_path
         assert_same_state(checkpoint.load(tmp_path / "out" / LATEST),
                           checkpoint.load(things / "whole.pt"),
                           but=("config", "run", "monitor"))     # which may list other files
-
-
-def test_two_threads_on_one_core_hinder_each_other():
-    """The trial is real: a core for two threads, as other programs leave them on a busy machine.
-    (They begin with one each: then they wait for each other without giving it away.)"""
-    code = """
-import os
-from runtime import cpu_threads
-cpu_threads.one_is_faster(2)
-for thread in os.listdir("/proc/self/task"):
-    os.sched_setaffinity(int(thread), {min(os.sched_getaffinity(0))})
-print(cpu_threads.one_is_faster(2))"""
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, env=environment,
-                         capture_output=True)
-    assert (run.stdout, run.stderr) == ("True\n", "")
-
-
-def test_one_process_takes_one_thread_on_a_busy_machine(monkeypatch, capsys):
-    """It says so. Several processes, a GPU or OMP_NUM_THREADS leave the number as it is."""
-    threads = [4]
-    monkeypatch.setattr(cpu_threads, "one_is_faster", lambda count: count == 4)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    cpu = torch.device("cpu")
-    for device, world, environment in [(cpu, 2, {}), (torch.device("cuda"), 1, {}),
-                                       (cpu, 1, dict(OMP_NUM_THREADS="4"))]:
-        with mock.patch.dict(os.environ, environment):
-            cpu_threads.choose_threads(device, world)
-    assert threads == [4]
-    cpu_threads.choose_threads(cpu, 1)
-    assert threads == [4, 1] and "busy, 4 threads wait" in capsys.readouterr().out
-    monkeypatch.setattr(cpu_threads, "one_is_faster", lambda count: False)
-    threads.append(4)
-    cpu_threads.choose_threads(cpu, 1)
-    assert threads == [4, 1, 4]
 
 
 def test_a_kernel_that_fails_here_is_no_lost_peer():
