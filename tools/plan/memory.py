@@ -122,7 +122,7 @@ def kept_by_attention(stage: Stage) -> int:
     rotated or normed it keeps those that attention takes: to rotate back needs the angles alone.)
     """
     cfg = stage.cfg
-    channels = (2 * cfg.n_head + 2 * cfg.n_kv_head * stage.sharing) * cfg.head_dim
+    channels = (2 * cfg.n_head + 2 * cfg.n_kv_head) * cfg.head_dim
     return channels * stage.positions // stage.grid.tp
 
 
