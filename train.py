@@ -150,13 +150,13 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
 
     # The rest of a run: metrics.jsonl and the console, the end at Ctrl-C, and `facts`, which a
     # checkpoint holds besides tensors: the step, the flags, the data ...
-    run = PlainRun(config, model_config, begin, loaded, *datasets)
-    training = plain_train(config, model, optimizer, train_shards, first_step=run.step + 1)
+    run = PlainRun(config, model_config, device, begin, loaded, *datasets, learning_rate)
+    training = plain_train(config, model, optimizer, train_shards, first_step=run.step)
     for step, loss, norm in run.steps(training, stack):
         row = dict(step=step, loss=loss, lr=learning_rate(config, step), grad_norm=norm)
         if config.is_due(step, config.eval_every):
             row["val_loss"] = plain_evaluate(config, model, val_shards)
-        run.log(row)
+        run.log_step(row)
         if config.is_due(step, config.save_every) or run.stopping:      # at Ctrl-C
             with run.saving() as facts:
                 plain_save(model, optimizer, facts, Path(config.out))

@@ -74,7 +74,12 @@ def judge_checkpoint(run, is_start: bool) -> None:
 def submit(run) -> None:
     """Start to write a checkpoint: this state and the tensors. The last write must have ended. The
     files to which a rollback may return stay."""
-    facts = dict(
+    run.writer.submit(facts_of(run), {file for _, file, _ in run.divergence.checkpoints})
+
+
+def facts_of(run) -> dict:
+    """What a checkpoint of this moment holds besides tensors, of a train.Run or a PlainRun."""
+    return dict(
         format=checkpoint.FORMAT, run=run.identity, step=run.finished_step,
         consumed_samples=run.batches.consumed,
         tokens=run.batches.sequences_trained * run.model_config.seq_len,
@@ -84,4 +89,3 @@ def submit(run) -> None:
         monitor=dataclasses.asdict(run.divergence),
         **{key: value for key, value in run.train_data.meta.items()
            if key in ("tokenizer", *checkpoint.OPTIONAL)})
-    run.writer.submit(facts, {file for _, file, _ in run.divergence.checkpoints})
