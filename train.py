@@ -4,16 +4,12 @@
     python train.py                                             # one process
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (pp * cp * tp) = 2
 
-New to training? Read the plain program. It is the whole algorithm: a batch, forward and backward,
-clipping, AdamW, evaluation, saving. `Run` does the same on any number of ranks and in any
-precision. Tests check that the results agree. New to parallel training? Read the picture of the
-ranks below, then parallel.py, which has each technique in its plain form, then Run.train,
-compute_gradients and update.
+The plain program is the whole algorithm: a batch, forward and backward, clipping, AdamW,
+evaluation, saving. `Run` does the same on any number of ranks and in any precision. Tests check
+that the results agree. Before `Run` read parallel.py, which has each technique in its plain form.
 
-The flags are in base/. Everything else that a long run needs is in runtime/: signals, what a
-checkpoint holds besides tensors, and the monitors, which take a diverged run back to an older
-checkpoint. To change the loss, edit model.Head for --plain and tensor.VocabParallelHead for Run.
-docs/extend.md says where other changes go.
+The flags are in base/. What else a long run needs is in runtime/. docs/extend.md says where changes
+go.
 """
 import signal
 
@@ -22,7 +18,6 @@ if __name__ == "__main__":      # Ctrl-C during the slow import of torch exits a
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Iterator
 
@@ -32,24 +27,26 @@ import numpy as np
 import torch
 
 import checkpoint
-from amp import NOT_FINITE, PRECISIONS, clip_factor
+from amp import NOT_FINITE, PRECISIONS, clip_factor, make_scaler
 from base import processes
 from base.options import Config
 from base.processes import Job
 from checkpoint import plain_load, plain_save
 from data import Batch, Batches, TokenDataset, open_shards, plain_batch, plain_windows
 from model import GPT, GPTConfig
-from parallelism.build import Grid, build_rank
+from parallelism.build import Grid, build_rank, set_factors
 from parallelism.collectives import PeerError
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import console, directory, evaluation, expert_loads, run_state, startup
+from runtime import console, directory, evaluation, run_state, startup, step_stats
+from runtime.divergence import DivergenceMonitor
 from runtime.loader import Loader
 from runtime.monitors import Monitors
 from runtime.plain_run import PlainRun
 from runtime.run_log import announce_evaluation
-from runtime.signals import StopSignal
-from runtime.sums import scalar, sum_across_ranks
+from runtime.signals import StopSignal, exit_like_signal
+from runtime.step_stats import StepStats
+from runtime.sums import scalar
 
 
 # ---- The plain program ----------------------------------------------------------------------
@@ -147,33 +144,22 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
     dtype, _ = PRECISIONS[config.dtype]         # fp32 or fp64
     model = model_config.build().initialize(config.seed).to(device, dtype)
     optimizer = plain_adamw(config, model)
-    loaded = None
-    if begin.path is not None:
-        loaded = plain_load(model, optimizer, begin.path)
+    loaded = None if begin.path is None else plain_load(model, optimizer, begin.path)
     datasets = startup.open_data(config, model_config, loaded, job)     # checks the data
+    train_shards, val_shards = (open_shards(config.data, split) for split in ("train", "val"))
+
     # The rest of a run: metrics.jsonl and the console, the end at Ctrl-C, and `facts`, which a
     # checkpoint holds besides tensors: the step, the flags, the data ...
-    run = PlainRun(config, model_config, begin, loaded, *datasets)
-    if run.step >= config.steps:
-        run.print_finished()
-        return
-
-    train_shards = open_shards(config.data, "train")
-    val_shards = open_shards(config.data, "val")
-    run.start()
-    training = plain_train(config, model, optimizer, train_shards, first_step=run.step + 1)
-    for step, loss, norm in run.steps(training):
+    run = PlainRun(config, model_config, device, begin, loaded, *datasets, learning_rate)
+    training = plain_train(config, model, optimizer, train_shards, first_step=run.step)
+    for step, loss, norm in run.steps(training, stack):
         row = dict(step=step, loss=loss, lr=learning_rate(config, step), grad_norm=norm)
         if config.is_due(step, config.eval_every):
             row["val_loss"] = plain_evaluate(config, model, val_shards)
-        run.log(row)
-        stopping = run.is_stopping()            # at Ctrl-C
-        if config.is_due(step, config.save_every) or stopping:
+        run.log_step(row)
+        if config.is_due(step, config.save_every) or run.stopping:      # at Ctrl-C
             with run.saving() as facts:
                 plain_save(model, optimizer, facts, Path(config.out))
-        if stopping:
-            run.end_by_signal()
-    run.end()
 
 
 # ---- The same on many ranks -----------------------------------------------------------------
@@ -185,13 +171,6 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
 #     stage 0,         rank 0  <-- tp -->  rank 1          rank 2  <-- tp -->  rank 3
 #     first layers       | pp                | pp            | pp                | pp
 #     stage 1, last    rank 4  <-- tp -->  rank 5          rank 6  <-- tp -->  rank 7
-#
-#           divides                   what the ranks exchange                         parallelism/
-#     tp    each matrix               activations twice per block, their gradients     tensor.py
-#     pp    the layers, in stages     activations, and their gradients                pipeline.py
-#     dp    the rows of the batch     gradients: rank 0 with 2, 1 with 3, 4 with 6 .. zero.py
-#     cp    the positions of a row    keys and values, and gradients as in dp         context.py
-#     ep    the experts of a mixture  tokens to their experts, and the results back   experts.py
 #
 # Ranks at the same place in different replicas, such as 0 and 2, train the same parameters. With
 # --zero 0 each updates all of them, otherwise one shard (parallel.py, section 4).
@@ -205,7 +184,7 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
 #     zero_grad                 the same, in the flat buffers of zero.FlatParameters
 #     forward and backward      for each microbatch, with pp in the order of a schedule
 #                               finish_grad_sync: waits for the sums of gradients over the replicas
-#     norm                      step_stats: loss and squared norm are summed over all ranks
+#     norm                      step_stats.of_step: loss and squared norm, summed over all ranks
 #                             update:
 #     clipping                  all ranks clip by the same factor, or all skip the step
 #     AdamW                     on all of the rank's parameters, or on a shard
@@ -213,56 +192,26 @@ def plain_launch(given: dict, device: torch.device, job: Job, stack: ExitStack) 
 #     plain_save              checkpoint_writer.Writer: the same file, from the shards of all ranks
 
 
-@dataclass
-class StepStats:
-    """The statistics of a step. Every rank has the same, except for local_loss."""
-    loss: float                 # mean over the targets of the global batch that count, in nats
-    activation_norm: float      # the norm of the final hidden state, averaged over the tokens. The
-                                # divergence monitor watches it, as the OPT-175B team did
-    grad_norm: float            # of the whole model, unscaled, before clipping
-    skipped: str                # why the update is skipped, such as NOT_FINITE, or ""
-    loss_scale: float           # the loss scale used in this step
-    local_loss: torch.Tensor    # this rank's summed loss, to find where an inf or NaN began
-    expert_loads: dict = field(default_factory=dict)    # of a mixture (expert_loads.fields)
-
-
 class Run:
-    """A training run on this rank.
-
-    step                the step in progress, from 1
-    finished_step       the last step whose update is complete
-    saved_step          the step of the last checkpoint written or restored, or None
-    optimizer_steps     updates so far, without skipped steps
-    batches             data.Batches: the run's position in the data
-    loader              loader.Loader: the rows of the batch that this rank reads
-    model               this rank's part of the model
-    flat                zero.FlatParameters: the buffers that hold its parameters, their gradients
-                        and AdamW's state
-    scaler              amp.LossScaler, which adjusts the loss scale
-    writer              checkpoint_writer.Writer
-    divergence          divergence.DivergenceMonitor: the losses and rollbacks so far
-    monitors            monitors.Monitors, which acts on divergence and flipped bits
-    log                 run_log.RunLog: metrics.jsonl and the console. Set before `train`
-    stop                signals.StopSignal while the run trains, otherwise None
-    """
+    """A training run on this rank. `state` is a loaded checkpoint, or None for a run that begins
+    with step 1. `identity` is the run's id and origin (directory.new_run)."""
     learning_rate = staticmethod(learning_rate)         # console.report_resume asks for it, too
+    step_stats = step_stats.of_step                     # loss and norms, summed over all ranks
 
     def __init__(self, config: Config, model_config: GPTConfig, grid: Grid, device: torch.device,
                  train_data: TokenDataset, val_data: TokenDataset, state: dict | None,
                  identity: dict | None = None):
-        """`state` is a loaded checkpoint, or None for a run that begins with step 1. `identity` is
-        the run's id and origin (directory.new_run). None: a new id, with weights from the seed."""
         self.config, self.model_config = config, model_config
         self.grid, self.device = grid, device
         self.train_data, self.val_data = train_data, val_data
         self.identity = identity or directory.new_run("seed")
-        self.monitors = Monitors(self)
-        self.log = None
-        self.stop = None
+        self.monitors = Monitors(self)      # act on divergence and flipped bits
+        self.log = None                     # run_log.RunLog: metrics.jsonl and the console
+        self.stop = None                    # signals.StopSignal while the run trains
         dtype, master_dtype = PRECISIONS[config.dtype]
         # build_rank keeps the blocks of this stage (pp), and replaces their layers by those that
-        # hold a slice (tp) or exchange keys and values (cp). It moves the parameters into flat
-        # buffers, whose hooks sum the gradients (dp, ZeRO).
+        # hold a slice (tp) or exchange keys and values (cp). It moves the parameters into `flat`,
+        # a zero.FlatParameters, whose hooks sum the gradients (dp, ZeRO).
         self.model, self.flat = build_rank(model_config, grid, config, (dtype, master_dtype),
                                            device)
         self.writer = run_state.make_writer(self)
@@ -274,63 +223,65 @@ class Run:
         """Load the state of a checkpoint. Without one, begin before step 1. A rollback calls this,
         too. On the CPU, with the same layout and number of threads, a resumed run ends
         with the same bits as an uninterrupted run."""
-        progress = run_state.progress_in(state, self)
-        self.step = progress.step + 1
-        self.finished_step = progress.step
-        self.saved_step = None if state is None else progress.step
-        self.optimizer_steps = progress.optimizer_steps
-        self.scaler = progress.scaler
-        self.divergence = progress.monitor
-        self.batches = Batches(self.train_data, self.config, progress.consumed,
-                               progress.sequences_trained)
-        self.loader = Loader(self)
+        config = self.config
+        step, consumed, tokens = 0, 0, 0
+        self.optimizer_steps = 0            # updates so far, without skipped steps
+        self.scaler = make_scaler(config.dtype)
+        self.divergence = DivergenceMonitor.restored(state, config, self.train_data)
+        if state is not None:
+            step, consumed, tokens = state["step"], state["consumed_samples"], state["tokens"]
+            self.optimizer_steps = state["optimizer_steps"]
+            if state["config"]["dtype"] == config.dtype:
+                self.scaler.load_state_dict(state["scaler"])
+        self.step = step + 1                # in progress, from 1
+        self.finished_step = step           # the last one whose update is complete
+        self.batches = Batches(self.train_data, config, consumed,
+                               tokens // self.model_config.seq_len)
+        self.loader = Loader(self)          # of the rows that this rank reads
         if state is None:
-            self.flat.initialize(self.model_config, self.config.seed,
-                                 run_state.initial_weights(self.config))
+            self.flat.initialize(self.model_config, config.seed, run_state.initial_weights(config))
         else:
             checkpoint.restore(state, self.flat)
 
     # ---- The loop ---------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train until step --steps. Another thread handles signals. It waits while `stop.held()` is
-        active, because the state is changing."""
+        """Train until step --steps, or until a signal has come."""
         self.model.train()
-        while self.step <= self.config.steps:
+        while self.step <= self.config.steps and not self.stop.agreed:
             self.monitors.begin_step()          # passes over data that --skip-steps excludes
             batch = self.loader.next()          # this rank's rows. It moves self.batches on
             lr = self.learning_rate(self.config, self.step) * self.divergence.lr_factor
             stats = self.compute_gradients(batch)
-            with self.stop.held():
-                self.update(stats, lr)
-                row = self.monitors.judge_step(batch, stats, lr)
+            self.update(stats, lr)
+            row = self.monitors.judge_step(batch, stats, lr)
             # The row is the step's line of metrics.jsonl. It is None if the run has diverged. Then
             # judge_step has restored an older checkpoint, whose step is now finished_step.
             if row is not None:
                 self.evaluate_and_save(row)
             self.step = self.finished_step + 1
-        with self.stop.held():
-            self.flat.wait_params()         # other ranks may still be receiving this rank's shard
-            run_state.wait_for_last_save(self)
-            self.stop.close()               # a signal comes too late from here on, on every rank
+        self.flat.wait_params()             # other ranks may still be receiving this rank's shard
+        run_state.wait_for_last_save(self)
+        if self.step > self.config.steps:
             console.report_end(self)
+        else:
+            console.report_stop(self)
 
     def evaluate_and_save(self, row: dict) -> None:
         """Evaluate every --eval-every steps and save every --save-every steps, and both after the
-        last one. `row` is the step's row of metrics.jsonl."""
+        last one. Save also if a signal has come. `row` is the step's row of metrics.jsonl."""
         if self.config.is_due(self.step, self.config.eval_every):
             announce_evaluation(self)
             row.update(evaluation.evaluate(self))
-        saving = self.config.is_due(self.step, self.config.save_every)
+        saving = self.config.is_due(self.step, self.config.save_every) or self.stop.agreed
         # Ranks hold copies of some state. If two copies differ, a bit has flipped.
         intact = self.monitors.copies_are_equal(saving)
-        with self.stop.held():
-            self.log.write_row(self, row)
-            if not intact:
-                self.monitors.go_back()             # to the last checkpoint
-            elif saving:
-                self.monitors.fail_if_diverged(row)
-                run_state.save(self)
+        self.log.write_row(self, row)
+        if not intact:
+            self.monitors.go_back()             # to the last checkpoint
+        elif saving:
+            self.monitors.fail_if_diverged(row)
+            run_state.save(self)
 
     # ---- One step ---------------------------------------------------------------------------
 
@@ -350,15 +301,9 @@ class Run:
         loss_factor = self.scaler.scale / targets_in_batch
         # It also notes the loss scale, and with --exact the two counts.
         flat.zero_grad(self.scaler.scale, tokens_in_batch, targets_in_batch)
-        # To save memory, the parallel head computes its gradients in forward, so it needs the
-        # factor now. The product with loss_factor below tells backward the same factor, which is
-        # not applied again. This call also sets head.norms, read in step_stats, to 0. The routers
-        # of a mixture of experts have losses of their own: means over all tokens.
-        for module in model.modules():
-            if hasattr(module, "set_loss_factor"):
-                module.set_loss_factor(loss_factor)
-            if hasattr(module, "set_token_factor"):
-                module.set_token_factor(self.scaler.scale / tokens_in_batch)
+        # The parallel head computes its gradients in forward, and the routers of a mixture of
+        # experts have losses of their own: both need their factor now.
+        set_factors(model, loss_factor, self.scaler.scale / tokens_in_batch)
         if grid.pp == 1:
             loss_sum = scalar(0.0, self.device)
             for m, (inputs, targets, dropout_seed, positions) in enumerate(microbatches):
@@ -380,29 +325,6 @@ class Run:
 
         # 3. Sum the loss and the squared norm over all ranks, so that all make the same decision.
         return self.step_stats(loss_sum, tokens_in_batch, targets_in_batch)
-
-    def step_stats(self, loss_sum: torch.Tensor, tokens_in_batch: int,
-                   targets_in_batch: int) -> StepStats:
-        """Compute the step's statistics with one all-reduce."""
-        grid, scaler = self.grid, self.scaler
-        local = dict(loss=scalar(0.0, self.device), activation_norm=scalar(0.0, self.device))
-        # All tp ranks have the same loss: count it once. Their last activations are the same too,
-        # unless sequence parallelism splits the positions.
-        if grid.is_last and grid.tp_rank == 0:
-            local["loss"] = loss_sum
-        if grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel):
-            local["activation_norm"] = self.model.head.norms.to(loss_sum.dtype)
-        local |= self.flat.grad_norm_squares()          # of this rank's part of the model
-        local |= expert_loads.measure(self)             # if it is a mixture of experts
-        total = sum_across_ranks(self, local)
-        norm, skipped = self.flat.grad_norm(total)      # of the whole model
-        if not math.isfinite(total["loss"]):
-            skipped = NOT_FINITE
-        return StepStats(
-            loss=total["loss"] / targets_in_batch,
-            activation_norm=total["activation_norm"] / tokens_in_batch,
-            grad_norm=norm / scaler.scale, skipped=skipped, loss_scale=scaler.scale,
-            local_loss=loss_sum, expert_loads=expert_loads.fields(total, tokens_in_batch))
 
     def update(self, stats: StepStats, lr: float) -> None:
         """Update the weights. Every rank skips it if the loss or a gradient is inf or NaN, or with
@@ -436,9 +358,12 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
         elif startup.has_ended(run):
             console.print_finished(run, state, begin)
         else:
-            startup.begin_training(run, state, begin, stack)
-            with StopSignal(run):       # sets run.stop
+            startup.begin_training(run, state, begin)
+            with StopSignal() as run.stop:
                 run.train()
+            if run.step <= config.steps and job.world == 1:         # stopped by a signal
+                stack.close()
+                exit_like_signal(run.stop.number)
     except PeerError as error:
         raise PeerError(f"stage {grid.stage}, step {run.step}: {error}") from error
 

@@ -7,8 +7,6 @@ import re
 
 from amp import PRECISIONS
 from base.commandline import Parser, add_flags, flag, flag_name, parse_given
-from base.other_names import ADVICE
-from base.suggest_model import suggest_model
 from models import SIZES, make_config
 from parallelism.schedules import SCHEDULES
 
@@ -19,10 +17,8 @@ class Config:
     data: str = flag("data/python", "directory of token shards, or a mixture: A=0.7,B=0.3",
                      group="paths", form="DIR")
     out: str = flag("out", "directory of the run: checkpoints and metrics.jsonl", form="DIR")
-    log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb", form="NAMES",
-                    choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
     model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model",
-                      form="NAME", suggest=suggest_model)
+                      form="NAME")
     n_layer: int = flag(None, "blocks (this and the next fourteen override --model)", low=1)
     n_head: int = flag(None, "attention heads", low=1)
     n_embd: int = flag(None, "channels", low=1)
@@ -69,8 +65,6 @@ class Config:
     pp_schedule: str = flag("gpipe", "order of the microbatches in the pipeline",
                             choices=list(SCHEDULES))
     pp_chunks: int = flag(1, "interleaved: parts of the model on each stage", low=1)
-    tp_overlap: bool = flag(False, "compute two halves of a microbatch in turn: the sums of one "
-                            "between tensor-parallel ranks travel behind the other's products")
     device: str = flag("auto", "auto: cuda, or mps for one process, where available",
                        choices=["auto", "cpu", "cuda", "mps"])
     compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
@@ -91,9 +85,6 @@ class Config:
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
                            group="checkpoints, evaluation, logging")
     keep: int = flag(3, "checkpoints kept; the newest healthy one stays, too", low=1)
-    checkpoint_format: str = flag("file", "file: rank 0 writes one; folder: each rank writes its "
-                                  "own part, in the format of torch.distributed.checkpoint",
-                                  choices=["file", "folder"])
     resume: str = flag("auto", "auto: from the newest whole checkpoint of --out; never: --out must "
                        "be new; FILE: branch from it into a new --out", form="{auto,never,FILE}")
     init_from: str = flag(None, "start a new run from the weights of this checkpoint", form="FILE")
@@ -124,9 +115,9 @@ ROUTER_LOSSES = ("balance_loss", "z_loss")      # they change the training, not 
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation", *OF_LLAMA, *OF_MIXTURE)
 # These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
 # is stored as the resulting --steps.)
-LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "log_every", "plain", "tp", "pp",
+LOCAL = {"data", "out", "resume", "init_from", "eval_only", "log_every", "plain", "tp", "pp",
          "cp", "ep", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch",
-         "zero", "recompute", "sequence_parallel", "tp_overlap", "offload", "dtype", "exact",
+         "zero", "recompute", "sequence_parallel", "offload", "dtype", "exact",
          "epochs"}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 OF_TRAINING = [*RESTORED, "dtype", "exact"]     # a note of a resume names their changes
@@ -147,7 +138,7 @@ def step_range(text: str) -> tuple[int, int]:
 
 def parse_flags(arguments) -> dict:
     """The flags of train.py that were given. Raises ValueError."""
-    parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.", ADVICE)
+    parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.")
     add_flags(parser, Config)
     given = parse_given(parser, arguments)
     for name in ("batch_ramp", "skip_steps"):       # "none" unsets what a checkpoint has stored

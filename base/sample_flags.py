@@ -3,7 +3,6 @@ import sys
 from dataclasses import dataclass
 
 from base.commandline import Parser, add_flags, flag, parse_given
-from base.other_names import SAMPLE_ADVICE
 
 LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
 
@@ -34,8 +33,7 @@ class SampleFlags:
 
 
 def make_parser() -> Parser:
-    parser = Parser("sample.py", "python sample.py [FLAG ...]", "Sample text from a checkpoint.",
-                    SAMPLE_ADVICE)
+    parser = Parser("sample.py", "python sample.py [FLAG ...]", "Sample text from a checkpoint.")
     add_flags(parser, SampleFlags)
     return parser
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from base.commandline import Parser, add_flags, flag, flag_name, parse_given
-from base.other_names import DATA_ADVICE
 from corpus.documents import READ_KINDS
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS
 from corpus.tokenizers import MOST_TOKENS
@@ -41,7 +40,7 @@ class DataFlags:
 
 def make_parser() -> Parser:
     parser = Parser("data.py", "python data.py [--dataset NAME | --input FILE ...] [FLAG ...]",
-                    "Turn text into shards of tokens for train.py.", DATA_ADVICE)
+                    "Turn text into shards of tokens for train.py.")
     add_flags(parser, DataFlags)
     return parser
 

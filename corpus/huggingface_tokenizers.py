@@ -126,15 +126,23 @@ def open_file(file: str) -> HuggingFaceTokenizer:
         raise ValueError(f"it keeps no tokenizer of Hugging Face: {error!r}") from None
 
 
-def load(source, opener="AutoTokenizer") -> HuggingFaceTokenizer:
-    """Of a folder, or of a name on the hub, by this class of transformers. Raises ValueError."""
+def opener_of(source) -> str:
+    """The class of transformers that opens it. AutoTokenizer takes one of its own for some
+    architectures: not where config.json says that this project has written the folder."""
+    config = Path(source, "config.json")
+    name = json.loads(config.read_text("utf-8")).get("tokenizer") if config.is_file() else None
+    return "PreTrainedTokenizerFast" if str(name).startswith(OWN) else "AutoTokenizer"
+
+
+def load(source, opener=None) -> HuggingFaceTokenizer:
+    """Of a folder, or of a name on the hub. Raises ValueError."""
     transformers = import_transformers()
     path = Path(source, FILES[0])
     try:
         if path.is_file() and not Path(source, FILES[1]).is_file():
             tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
-            tokenizer = getattr(transformers, opener).from_pretrained(source)
+            tokenizer = getattr(transformers, opener or opener_of(source)).from_pretrained(source)
     except Exception as error:              # it raises nothing narrower
         text = str(error).strip().partition("\n")[0]
         raise ValueError(f"{source}: transformers opens no tokenizer there ({text}): give a folder "
@@ -158,13 +166,11 @@ def find_tokenizer(given) -> HuggingFaceTokenizer:
     return load(path.parent if path.is_file() else given)
 
 
-def find_in_model(folder: Path, name: str) -> HuggingFaceTokenizer | None:
-    """The tokenizer in the folder of a model, or None without its files. `name` is the one in its
-    config.json: of one that this project has written, as AutoTokenizer may take another for the
-    architecture. Raises ValueError."""
-    if not any((folder / file).exists() for file in (FILES[0], "vocab.json", "tokenizer.model")):
-        return None
-    return load(folder, "PreTrainedTokenizerFast" if name.startswith(OWN) else "AutoTokenizer")
+def find_in_model(folder: Path) -> HuggingFaceTokenizer | None:
+    """The tokenizer in the folder of a model, or None without its files. Raises ValueError."""
+    if any((folder / file).exists() for file in (FILES[0], "vocab.json", "tokenizer.model")):
+        return load(folder)
+    return None
 
 
 def byte_level_tokenizer(model):

@@ -14,7 +14,7 @@ import re
 import socket
 from dataclasses import replace
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,9 @@ from parallelism.context import CP_PLAN, ContextParallelAttention, recompute_att
 from parallelism.exact import EXACT_PLAN, ExactParameters, make_exact, new_sums
 from parallelism.exact_experts import EXACT_EXPERT_PLAN
 from parallelism.experts import EXPERT_PLAN, ParallelExperts, ParallelRouter
-from parallelism.halves import compute_in_halves
 from parallelism.kernels import use_kernels
 from parallelism.parameters import ParamSpec, param_specs
 from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
-from parallelism.shared_heads import SharedHeadsQKV
 from parallelism.tensor import TP_PLAN, TensorParallel
 from parallelism.zero import FlatParameters, gather_before_use
 
@@ -138,17 +136,12 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
         plan |= EXACT_PLAN | EXACT_EXPERT_PLAN
     if grid.cp > 1:
         plan |= CP_PLAN
-    sharing = grid.tp // model_config.n_kv_head         # ranks that share a head of k and v
-    if sharing > 1:
-        plan["attn.qkv"] = partial(SharedHeadsQKV, model_config=model_config)
     for name, module in list(model.named_modules()):
         name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
         if name_in_plan in plan:
             model.set_submodule(name, plan[name_in_plan](module, grid))
     for block in model.blocks.values():     # different heads need different dropout masks
         block.attn.core_attention.part = grid.tp_rank
-        if sharing > 1:
-            block.attn.group //= sharing
     return model
 
 
@@ -167,8 +160,6 @@ def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
                      host, training=not config.eval_only)
     if grid.cp > 1 and not config.recompute:
         recompute_attention(model)
-    if config.tp_overlap:
-        compute_in_halves(model)
     if config.compile:
         keep_angles(model, model_config.seq_len // grid.cp, dtypes[0], device)
         compile_model(model)
@@ -177,6 +168,17 @@ def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
     if config.zero > 0:
         gather_before_use(model, flat)
     return model, flat
+
+
+def set_factors(model: GPT, loss_factor: float, token_factor: float) -> None:
+    """Begin a step: by what the head's loss and the losses of routers, which are means over all
+    tokens, are multiplied. The parallel head uses its factor in forward. When backward tells it the
+    same factor, it is not applied again. This also sets head.norms and the routers' loads to 0."""
+    for module in model.modules():
+        if hasattr(module, "set_loss_factor"):
+            module.set_loss_factor(loss_factor)
+        if hasattr(module, "set_token_factor"):
+            module.set_token_factor(token_factor)
 
 
 # ---------------------------------------------------------------------------------------------

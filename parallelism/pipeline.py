@@ -116,12 +116,8 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
         factors = postponed.pop(0)
         while factors:                                  # each product frees its own
             module, dy, x = factors.pop(0)
-            grad = module.weight_grad(dy, x)
-            if module.weight.grad is not None:          # of the other half (halves.py)
-                grad += module.weight.grad
-            module.weight.grad = grad
-            if all(other is not module for other, _, _ in factors):
-                flat.grad_ready(module.weight)
+            module.weight.grad = module.weight_grad(dy, x)
+            flat.grad_ready(module.weight)
 
     run_turns(split_in_turns(schedule, grid.chunks), grid,
               dict(F=forward, B=backward, W=weight_grads), activation_like)

@@ -22,19 +22,19 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import IGNORE_INDEX, ceil_div
-from parallelism.collectives import Work, all_reduce
+from parallelism.collectives import all_reduce
 from parallelism.kernels import linear, lookup, multiplies_in_fp32, upcast_for_matmul
 from parallelism.sequence import (by_ranks, by_sequences, cut_positions, gather_positions,
                                   sum_over_ranks)
 
 
 class _Reduce(torch.autograd.Function):
-    """g: it waits for the sum of x, `work`, which overwrites x to save a copy of (B, T, C)."""
+    """g: the sum overwrites x to save a copy of (B, T, C)."""
 
     @staticmethod
-    def forward(ctx, x, work, grid):
+    def forward(ctx, x, grid):
         ctx.grid = grid
-        total = work.wait()
+        total = sum_over_ranks(x.detach(), grid).wait()
         if grid.sequence_parallel:              # (with TP2 the result is a part of x)
             return total
         ctx.mark_dirty(x)
@@ -42,17 +42,12 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return gather_positions(dy, ctx.grid).wait(), None, None
-
-
-def start_sum(x: torch.Tensor, grid) -> Work:
-    """What `_Reduce` waits for. Until then nothing may read x, whose memory it overwrites."""
-    return sum_over_ranks(x.detach(), grid)
+        return gather_positions(dy, ctx.grid).wait(), None
 
 
 def reduce(x: torch.Tensor, grid) -> torch.Tensor:
     """g, (B, T, C) -> (B, T, C), with TP2 T / tp positions."""
-    return _Reduce.apply(x, start_sum(x, grid), grid)
+    return _Reduce.apply(x, grid)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -142,16 +137,7 @@ class RowParallelLinear(TensorParallel):
     def forward(self, x):
         if self.grid.tp == 1:
             return self.multiply(linear, x, self.bias)
-        return self.finish(*self.start(x))
-
-    def start(self, x) -> tuple[torch.Tensor, Work]:
-        """This rank's product, and its sum over the ranks under way: halves.py computes between
-        `start` and `finish`."""
-        y = self.multiply(linear, x)
-        return y, start_sum(y, self.grid)
-
-    def finish(self, y, work):
-        y = _Reduce.apply(y, work, self.grid)
+        y = reduce(self.multiply(linear, x), self.grid)
         return y if self.bias is None else y + self.bias
 
 

@@ -7,15 +7,13 @@ imports train.py:
     memory_limits                       and whether there is memory
     run_state                           what a run's checkpoints hold: save, restore, go back
     checkpoint_writer, streamed_tensors the thread that writes checkpoints, tensor by tensor
-    folder_writer                       the same of folders: each rank writes its part
     loader                              the rows of the batches that a rank reads
     plain_run                           what train.py --plain needs beside training
     monitors                            what watches a run: divergence, rollback, flipped_bits
     sums                                sums over all ranks, which tell of a signal
-    expert_loads                        how a mixture's experts are used, for the log
+    step_stats                          the numbers of a step, summed over all ranks
     run_log, console                    metrics.jsonl and the steps; what else a run prints
     evaluation, eval_answers            the validation loss; answers that are right
-    dashboards                          TensorBoard and Weights & Biases, for --log
-    signals, cpu_threads                the end by a signal; threads on a busy machine
+    signals                             the end by a signal
     sample_and_chat                     prompts and conversations of sample.py, and what it prints
 """

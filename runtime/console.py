@@ -50,7 +50,7 @@ def print_summary(run) -> None:
         layout += f", {config.pp_schedule}"
     if grid.chunks > 1:
         layout += f" in {grid.chunks} chunks"
-    for name in ("recompute", "sequence_parallel", "tp_overlap", "offload", "compile", "exact"):
+    for name in ("recompute", "sequence_parallel", "offload", "compile", "exact"):
         if getattr(config, name):
             layout += ", " + name.replace("_", " ")
     num_microbatches = config.batch_size // (grid.dp * config.micro_batch)
@@ -148,12 +148,8 @@ def note_slow_disk(run, waited: float) -> None:
     interval = time.monotonic() - writer.submitted
     if waited > max(LEAST_WAIT, LEAST_WAITING * interval):
         writer.slow_disk_is_noted = True
-        advice = "give a larger --save-every"
-        if run.config.checkpoint_format == "file" and run.grid.world > 1:
-            advice += (", or --checkpoint-format folder, with which each rank writes its own part "
-                       "to a disk that all share")
         print_rank0(f"note     training waited {waited:.1f} of the last {interval:.1f} s for a "
-                    f"checkpoint to be written: {advice}")
+                    f"checkpoint to be written: give a larger --save-every")
 
 
 def report_start(run, begin: Start) -> None:
@@ -220,15 +216,13 @@ def report_resume(run, state: dict, begin: Start) -> None:
                   step=done)
 
 
-def report_stop(run, done: int) -> None:
-    """The event of a run that a signal ends after step `done`, and a line: how to continue it."""
+def report_stop(run) -> None:
+    """The event of a run that a signal ends, and a line: how to continue it."""
     command = "the same command"
-    if run.config.resume == "never" and run.saved_step is not None:
+    if run.config.resume == "never":
         command += " without --resume never"
-    line = f"stopped and saved after step {done}; run {command} to go on"
-    if run.saved_step is None:
-        line = f"stopped before step 1 was done; run {command} to begin again"
-    run.log.event("stop", line, step=done)
+    run.log.event("stop", f"stopped and saved after step {run.finished_step}; run {command} to go "
+                  f"on", step=run.finished_step)
 
 
 def report_end(run) -> None:
@@ -236,7 +230,7 @@ def report_end(run) -> None:
     run.log.event("end", step=run.config.steps)
     meta = run.train_data.meta
     if is_named(meta["tokenizer"]) or "tokenizer_file" in meta:
-        file = shlex.quote(f"{run.config.out}/{LATEST[run.config.checkpoint_format]}")
+        file = shlex.quote(f"{run.config.out}/{LATEST}")
         chat = " --chat" if "template" in meta else ""
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}{chat}")
 

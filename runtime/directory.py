@@ -12,13 +12,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from base.checkpoint_files import CorruptCheckpoint, list_checkpoints, verify
 from base.processes import RunError, all_ranks, is_rank0, on_rank0, warn
 from checkpoint import load
 from parallelism.collectives import all_gather_object, on_hosts
-from runtime import dashboards
 
 
 @contextmanager
@@ -70,13 +67,15 @@ def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. Every rank calls it, and reads its share. Raises
+    """What is wrong with a checkpoint, or None. Every rank calls it, and rank 0 reads it. Raises
     RunError if rank 0 has the checkpoint and another rank does not see it."""
     def look() -> tuple[str | None, bool]:
         try:
-            verify_share(path)
             if is_rank0():
+                verify(path)
                 load(path)
+            elif not path.exists():
+                raise FileNotFoundError
         except (CorruptCheckpoint, FileNotFoundError) as error:
             return str(error), isinstance(error, FileNotFoundError)
         return None, False
@@ -87,14 +86,6 @@ def damage(path: Path) -> str | None:
             raise RunError(f"rank {rank}{on_hosts([rank], hosts)} does not see {path}: --out must "
                            f"be on a disk that all machines share")
     return next((reason for reason in reasons if reason is not None), None)
-
-
-def verify_share(path: Path) -> None:
-    """Verify this rank's share of a checkpoint."""
-    if dist.is_initialized():
-        verify(path, dist.get_rank(), dist.get_world_size())
-    else:
-        verify(path)
 
 
 class Start(NamedTuple):
@@ -119,8 +110,7 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     `restarted` the group: FILE may be gone. With --eval-only, FILE is evaluated without a look at
     `out`. The kind is then "init-from": the weights are enough.
 
-    Every rank calls it, and verifies its share of the checkpoint. Raises RunError, with status 2
-    for a usage error, also for a damaged FILE.
+    Every rank calls it. Raises RunError, with status 2 for a usage error, also for a damaged FILE.
     """
     file = init_from if resume in ("auto", "never") else resume         # one of them at most
     kind = "seed"
@@ -136,7 +126,7 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     found = on_rank0(look)
     newest, events = latest_valid(found) if found else (None, [])
     if not found and file is not None:
-        all_ranks(lambda: verify_share(file))
+        on_rank0(lambda: verify(file))
     return on_rank0(lambda: decide(out, kind, file, found, newest, events, eval_only, restarted))
 
 
@@ -213,11 +203,10 @@ def last_lines(out: Path) -> list[dict]:
 
 class Metrics:
     """OUT/metrics.jsonl, append-only: one object per step, and one with `event` for anything else.
-    Only rank 0 writes. `dashboards`: those of --log, which get each line too."""
+    Only rank 0 writes. tools/follow.py reads it while the run trains."""
 
     def __init__(self, out: Path, rank: int):
         self.path = None
-        self.dashboards = []
         if rank == 0:
             self.path = out / "metrics.jsonl"
             with open(self.path, "a+b") as file:
@@ -240,10 +229,3 @@ class Metrics:
                     raise OSError("the disk is full")
         except OSError as error:                        # costs this line, not the run
             warn(f"{self.path} lacks a line: {error.strerror or error}")
-        for dashboard in self.dashboards:
-            dashboard.write(row)
-
-    def close(self) -> None:
-        """End the dashboards, which get no more lines."""
-        dashboards.close(self.dashboards)
-        self.dashboards = []

@@ -107,11 +107,6 @@ class DivergenceMonitor:
         monitor.least_deviation = ANSWERS_DEVIATION if data.has_conversations else 0.0
         return monitor
 
-    def copy(self) -> "DivergenceMonitor":
-        """One whose lists grow apart from this one's."""
-        return DivergenceMonitor(**{name: list(value) if isinstance(value, list) else value
-                                    for name, value in vars(self).items()})
-
     def deviation(self) -> float:
         """Standard deviation of the losses. It is estimated from neighbors, so that a falling loss
         does not count as noise: the median of their distances times 1.4826 / sqrt(2), which is
@@ -128,7 +123,7 @@ class DivergenceMonitor:
         return self.lowest + SPIKE_MARGIN * self.deviation()
 
     def observe(self, start: int, stats) -> Divergence | None:
-        """Judge a step by its train.StepStats; `start` is the number of its batch's first
+        """Judge a step by its StepStats; `start` is the number of its batch's first
         sequence. Returns a divergence once."""
         limit = self.limit()
         self.starts = [*self.starts, start][-(MAX_LOSSES + LEAD_IN):]

@@ -1,6 +1,6 @@
 """Flipped bits: ranks that must hold the same bits compare them. runtime/monitors.py calls
 `find_difference` before each save and every --check-every steps, runtime/rollback.py before it acts
-on a divergence, runtime/signals.py before the last save.
+on a divergence.
 
 A bit that flips in memory, or a processor that errs, changes one copy in silence. The copies that
 must be equal, by the group of ranks that hold them:
@@ -47,9 +47,8 @@ def hash_bits(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def shared_hashes(flat: FlatParameters, in_flight: bool) -> dict[str, dict]:
-    """{kind of group: {(parameter, tensor): hash}}; a group's ranks have the same keys in turn.
-    `in_flight`: gathered parameters may be incomplete, and are left out."""
+def shared_hashes(flat: FlatParameters) -> dict[str, dict]:
+    """{kind of group: {(parameter, tensor): hash}}; a group's ranks have the same keys in turn."""
     shared = {kind: {} for kind in KINDS}
     grid = flat.grid
     device = flat.buckets[0].data.device
@@ -71,7 +70,7 @@ def shared_hashes(flat: FlatParameters, in_flight: bool) -> dict[str, dict]:
             for name in ("exp_avg", "exp_avg_sq", "master", "data"):    # cause before effect
                 if name != "master" or bucket.shard["master"] is not bucket.shard["data"]:
                     add(kinds, spec, name, bucket.shard[name], part.start, part.stop)
-        if flat.zero in (1, 2) and not in_flight:
+        if flat.zero in (1, 2):
             for spec in bucket.specs:
                 first = bucket.offsets[spec.name]
                 if grid.groups[bucket.group] is not None:
@@ -79,36 +78,27 @@ def shared_hashes(flat: FlatParameters, in_flight: bool) -> dict[str, dict]:
     return shared
 
 
-def find_difference(run, by_signal: bool = False) -> dict | None:
+def find_difference(run) -> dict | None:
     """The first tensor of a train.Run whose copies differ, the same on every rank; each must call
     it. `ranks` have another copy than the majority of their group; without one all of the group are
-    named. Ranks exchange a number for each kind of group and, only if these differ, all hashes.
-    `by_signal`: another thread calls it, while the main thread may be in any other group than the
-    one for saves."""
+    named. Ranks exchange a number for each kind of group and, only if these differ, all hashes."""
     flat, grid, timeout = run.flat, run.grid, run.config.timeout
     if run.config.check_every == 0 or grid.world == 1:
         return None
-    group = None
-    if by_signal:
-        group = grid.groups["save"]
-    else:
-        flat.wait_params()
-    shared = shared_hashes(flat, in_flight=by_signal)
+    flat.wait_params()
+    shared = shared_hashes(flat)
     digests = flat.buckets[0].data.new_zeros(grid.world, len(KINDS), dtype=torch.int64)
     for i, hashes in enumerate(shared.values()):
         if hashes:
             digests[grid.rank, i] = hash_bits(torch.stack(list(hashes.values())))
-    if by_signal:
-        digests = all_gather(to_host(digests, timeout), group).wait()
-    else:
-        digests = to_host(all_gather(digests, grid.groups["world"]).wait(), timeout)
+    digests = to_host(all_gather(digests, grid.groups["world"]).wait(), timeout)
     unequal = [(kind, ranks) for i, kind in enumerate(KINDS) for ranks in grid.all_groups(kind)
                if len(digests[ranks, i].unique()) > 1]
     if not unequal:
         return None
     first, _ = unequal[0]
     hashes = {key: value.item() for key, value in shared[first].items()}
-    tables = all_gather_object(hashes, group)
+    tables = all_gather_object(hashes)
     found = []                      # [(parameter, tensor, rank)]
     for ranks in [ranks for kind, ranks in unequal if kind == first]:
         for key in tables[ranks[0]]:

@@ -5,7 +5,6 @@ the same rules.
 """
 from model import GPTConfig
 from parallelism.exact import MOST_STRIPS
-from parallelism.shared_heads import can_cut_heads
 
 
 def refuse(problems: list[str]) -> None:
@@ -38,8 +37,6 @@ def check_grid(world: int, config) -> None:
         problems.append("sequence parallelism splits the positions over tensor-parallel ranks, "
                         "but tp is 1: drop it, or give --tp 2 or more, and as many processes: "
                         "torchrun --nproc_per_node=2 train.py --tp 2")
-    if config.tp_overlap:
-        problems += problems_of_overlap(config)
     interleaved = schedule == "interleaved"
     if interleaved != (chunks > 1) or (interleaved and pp == 1):
         problems.append(f"--pp-schedule {schedule} with pp {pp} and pp-chunks {chunks}: chunks "
@@ -62,25 +59,6 @@ def check_grid(world: int, config) -> None:
         problems.append("--exact cannot be combined with --dropout and --sequence-parallel, where "
                         "each rank draws masks for its positions: drop one")
     refuse(problems)
-
-
-def problems_of_overlap(config) -> list[str]:
-    """What --tp-overlap (parallelism/halves.py) cannot be combined with."""
-    problems = []
-    if config.tp == 1:
-        problems.append("--tp-overlap hides sums between tensor-parallel ranks, but tp is 1: drop "
-                        "it, or give --tp 2 or more")
-    if config.micro_batch == 1:
-        problems.append("--tp-overlap computes a microbatch in two halves, but micro-batch is 1: "
-                        "give --micro-batch 2 or more, or drop it")
-    for flag, value, reason in (
-            ("--sequence-parallel", config.sequence_parallel,
-             "where a half would wait for the sum of the other before it gets its input"),
-            ("--exact", config.exact, "which multiplies whole microbatches"),
-            ("--dropout", config.dropout > 0, "of which both halves would draw the same masks")):
-        if value:
-            problems.append(f"--tp-overlap cannot be combined with {flag}, {reason}: drop one")
-    return problems
 
 
 def nearest_heads(channels: int, heads: int, tp: int) -> list[str]:
@@ -178,26 +156,19 @@ def problems_of_tp(model_config: GPTConfig, world: int, batch: int, config) -> l
     tp, pp, cp = config.tp, config.pp, config.cp
     problems = []
     heads, groups = model_config.n_head, model_config.n_kv_head
-    channels = groups * model_config.head_dim
-    if not can_cut_heads(model_config, tp):
-        problem, which = f"n_head {heads} is not divisible by tp {tp}", "divides it"
-        if heads % tp == 0:
-            problem = f"tp {tp} neither divides n_kv_head {groups} nor is a multiple of it"
-            which = "fits it"
-        fitting = [n for n in range(1, heads + 1)
-                   if can_cut_heads(model_config, n) and world % (n * pp * cp) == 0]
+    if groups % tp:
+        name = "n_head" if heads == groups else "n_kv_head"
+        fitting = [n for n in range(1, groups + 1)
+                   if groups % n == 0 and world % (n * pp * cp) == 0]
         possible = [str(n) for n in fitting if batch % (world // (n * pp * cp)) == 0]
         near = []
         if heads == groups:
             near = nearest_heads(model_config.n_embd, heads, tp)
         if possible:
-            near.insert(0, f"a --tp that {which} and the {world} processes: "
+            near.insert(0, f"a --tp that divides it and the {world} processes: "
                            f"{', '.join(possible)}")
-        problems.append(f"{problem}: give {'; or '.join(near) or 'another number of processes'}")
-    elif channels % tp and (config.exact or getattr(model_config, "norm_all_heads", False)):
-        reason = "--exact" if config.exact else "a norm over all heads"
-        problems.append(f"{reason} requires that tp {tp} divides the {channels} channels of all "
-                        f"heads of keys: give a --tp or a --head-dim that fits")
+        problems.append(f"{name} {groups} is not divisible by tp {tp}: give "
+                        f"{'; or '.join(near) or 'another number of processes'}")
     elif model_config.hidden % tp:
         problems.append(f"the MLP's {model_config.hidden} hidden channels are not divisible by tp "
                         f"{tp}: give a --tp or a --hidden that fits")
@@ -212,9 +183,6 @@ def problems_of_experts(model_config: GPTConfig, config, replicas: int) -> list[
             problems.append(f"--ep {config.ep} divides the experts of a mixture, and this model "
                             f"has none: drop it, or give --model moe-nano or another after it")
         return problems
-    if config.tp_overlap:
-        problems.append("--tp-overlap cannot be combined with a mixture of experts, whose tokens "
-                        "change places between the products: drop it")
     if model_config.n_expert % config.ep:
         problems.append(f"ep {config.ep} does not divide the {model_config.n_expert} experts: give "
                         f"an --ep or an --n-expert that fits")

@@ -1,5 +1,4 @@
-"""What watches a run: divergence and flipped bits. train.py calls it in its loop, and
-runtime/startup.py calls `fail_if_diverged` where a signal stopped the end:
+"""What watches a run: divergence and flipped bits. train.py calls it in its loop:
 
     begin_step          leaves out sequences: --skip-steps, or a rollback's    rollback.py
     judge_step          goes back if the loss has diverged                     rollback.py
@@ -32,7 +31,7 @@ class Monitors:
         rollback.skip_excluded(self.run)
 
     def judge_step(self, batch: Batch, stats, lr: float) -> dict | None:
-        """Judge a step by its train.StepStats. Returns its row of metrics.jsonl. Returns None if
+        """Judge a step by its StepStats. Returns its row of metrics.jsonl. Returns None if
         the run has diverged: step, weights and data are then those of an older checkpoint."""
         run, log = self.run, self.run.log
         row = log.new_row(run, batch, stats, lr, time.perf_counter() - self.started)

@@ -1,34 +1,32 @@
-"""What `train.py --plain` needs besides training: what it refuses, what its checkpoints hold
-besides tensors, its log, and its end by a signal. train.plain_launch makes a `PlainRun`, and
-runtime/startup.py calls `check_flags` and `check_file`.
+"""What `train.py --plain` needs besides training: what it refuses, and its log, checkpoints and end
+as those of a train.Run. train.plain_launch makes a `PlainRun`, and runtime/startup.py calls
+`check_flags`.
 
 The directory of a plain run is that of any other run: either continues what the other has saved.
 """
-import dataclasses
 import math
-import shlex
-import signal
 import socket
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator, NamedTuple
 
-import checkpoint
+import torch
+
 from amp import make_scaler
 from base.checkpoint_files import remove_old, step_file, what_is_left
-from base.flops import parameter_count
 from base.options import SHAPE, Config
-from base.processes import RunError, all_ranks, print_rank0
+from base.processes import RunError, all_ranks
 from base.retries import first_cause
 from data import TokenDataset
-from model import GPTConfig, ceil_div
+from model import GPTConfig
+from parallelism.build import Grid
 from parallelism.collectives import out_of_memory
-from runtime.console import changed_flags, describe, environment
+from runtime import console, run_state
 from runtime.directory import Metrics, Start
 from runtime.divergence import STATISTICS, DivergenceMonitor
-from runtime.evaluation import bits_per_byte, describe_data
-from runtime.run_log import time_left
+from runtime.evaluation import bits_per_byte
+from runtime.run_log import RunLog
 from runtime.signals import StopSignal, exit_like_signal
 
 # The flags that --plain takes. A run that it continues may have had others. They are ignored.
@@ -37,7 +35,6 @@ FLAGS = {"plain", "data", "out", "model", *SHAPE, "batch_size", "steps", "epochs
          "beta2", "clip", "seed", "device", "dtype", "save_every", "keep", "resume", "eval_every",
          "eval_tokens", "log_every"}
 CHANGE_THE_BATCH = ("dropout", "batch_ramp", "skip_steps")      # but not these
-LINES = 50                      # of steps on the console in a run, about
 
 
 def check_flags(given: dict, world: int) -> None:
@@ -58,21 +55,8 @@ def check_flags(given: dict, world: int) -> None:
                          "directory")
 
 
-def check_file(begin: Start) -> None:
-    """Raise RunError if the run would continue from a folder."""
-    if begin.path is not None and begin.path.is_dir():
-        raise RunError(f"--plain reads files, and {begin.path} is a folder: drop --plain, or make "
-                       f"a file of it, `python -m tools.checkpoint {begin.path} NEW/latest.pt`, "
-                       f"and give --out NEW", 2)
-
-
-# ---- What a checkpoint holds besides tensors -------------------------------------------------
-
-def facts_at_start(loaded: dict | None, config: Config, model_config: GPTConfig, begin: Start,
-                   train_data: TokenDataset) -> dict:
-    """What the run's checkpoints hold besides tensors, at its start. `loaded` are the entries of
-    the checkpoint with which it continues, of any layout, or None. Raises RunError if the plain
-    forms cannot continue it."""
+def check_model(config: Config, model_config: GPTConfig, train_data: TokenDataset) -> None:
+    """Raise RunError unless the plain forms can train this model on these data."""
     if train_data.has_conversations:
         raise RunError(f"--plain reads text, and {config.data} has conversations: drop --plain, or "
                        f"give another --data", 2)
@@ -80,21 +64,6 @@ def facts_at_start(loaded: dict | None, config: Config, model_config: GPTConfig,
         raise RunError(f"--plain moves no bias of a router, and this model has --balance-bias "
                        f"{model_config.balance_bias:g}: drop --plain, or give --balance-bias 0 in "
                        f"a new run", 2)
-    if loaded is None:
-        facts = dict(format=checkpoint.FORMAT, run=begin.run, step=0,
-                     model=dataclasses.asdict(model_config))
-        monitor = DivergenceMonitor()
-    else:
-        check_continues(loaded, config)
-        facts = loaded
-        monitor = DivergenceMonitor.restored(loaded, config, train_data)
-        # The losses of the steps to come are not judged. What the run could go back to stays.
-        for name in STATISTICS:
-            setattr(monitor, name, getattr(DivergenceMonitor(), name))
-    facts.update(data=train_data.mixture.phases, monitor=dataclasses.asdict(monitor),
-                 tokenizer=train_data.meta["tokenizer"])
-    return facts | {key: train_data.meta[key] for key in checkpoint.OPTIONAL
-                    if key in train_data.meta}
 
 
 def check_continues(loaded: dict, config: Config) -> None:
@@ -115,84 +84,91 @@ def check_continues(loaded: dict, config: Config) -> None:
                        "--plain cannot continue: drop --plain", 2)
 
 
-# ---- The run ----------------------------------------------------------------------------------
+class Position(NamedTuple):
+    """In the data, as that of data.Batches: sequences trained on or left out, and trained on."""
+    consumed: int
+    sequences_trained: int
+
 
 class PlainRun:
-    """A plain run beside its training.
+    """A plain run beside its training. Log, console and checkpoints take it for a train.Run, whose
+    names it has.
 
-    step        the last finished step
-    facts       what its checkpoints hold besides tensors: the step, the flags, the data ...
-    seconds     the time that the step took; `steps` sets it
-    metrics     directory.Metrics: metrics.jsonl; `start` sets it
-    stop        StopAfterStep; `start` sets it
+    finished_step   the last finished step
+    seconds         the time that the step took; `steps` sets it
+    stopping        whether a signal ends the run after this step; `log_step` sets it
     """
 
-    def __init__(self, config: Config, model_config: GPTConfig, begin: Start, loaded: dict | None,
-                 train_data: TokenDataset, val_data: TokenDataset):
+    def __init__(self, config: Config, model_config: GPTConfig, device: torch.device, begin: Start,
+                 loaded: dict | None, train_data: TokenDataset, val_data: TokenDataset,
+                 learning_rate: Callable):
         """`loaded` are the entries of the checkpoint with which it continues, or None."""
-        self.config, self.model_config, self.begin = config, model_config, begin
-        self.val_data = val_data
-        self.facts = facts_at_start(loaded, config, model_config, begin, train_data)
-        self.step = self.facts["step"]
+        check_model(config, model_config, train_data)
+        if loaded is not None:
+            check_continues(loaded, config)
+        self.config, self.model_config, self.device = config, model_config, device
+        self.begin, self.loaded = begin, loaded
+        self.train_data, self.val_data = train_data, val_data
+        self.learning_rate = learning_rate
+        self.grid = Grid(1, 1, 1)
+        self.grid.hosts = [socket.gethostname()]
+        self.identity = begin.run
+        self.finished_step = 0 if loaded is None else loaded["step"]
+        self.optimizer_steps = 0        # plain_save takes the number from Adam
+        self.scaler = make_scaler(config.dtype)
+        self.divergence = DivergenceMonitor.restored(loaded, config, train_data)
+        # The losses of the steps to come are not judged. What the run could go back to stays.
+        for name in STATISTICS:
+            setattr(self.divergence, name, getattr(DivergenceMonitor(), name))
 
-    def print_finished(self) -> None:
-        print_rank0(f"{self.begin.path} is step {self.step} of {self.config.steps}: nothing left "
-                    f"to do; raise --steps to continue, or begin a new run in another --out")
+    @property
+    def step(self) -> int:
+        return self.finished_step + 1
 
-    def start(self) -> None:
-        """Write the event of a start or a resume. From here on a signal ends the run."""
-        config, model_config, begin, step = self.config, self.model_config, self.begin, self.step
-        self.metrics = all_ranks(lambda: Metrics(Path(config.out), rank=0))
-        print_rank0(f"model    {parameter_count(model_config):,} parameters\n"
-                    f"data     {config.data}, {config.batch_size} sequences of "
-                    f"{model_config.seq_len} tokens in a step")
-        event = dict(event="start")
-        if step > 0:
-            changed = changed_flags(config, self.facts)
-            event = dict(event="resume", path=str(begin.path), given=begin.given, changed=changed)
-            print_rank0(", ".join([f"resume   {begin.path}, after step {step}",
-                                   *describe(changed)]))
-        for damaged in begin.events:
-            self.metrics.write(**damaged, step=step)
-        self.metrics.write(**event, step=step, config=dataclasses.asdict(config),
-                           data=describe_data(self.val_data, config, model_config),
-                           environment=environment([socket.gethostname()]))
-        self.stop = StopAfterStep()
+    @property
+    def batches(self) -> Position:
+        return Position(*2 * [self.finished_step * self.config.batch_size])
 
-    def steps(self, training: Iterator) -> Iterator[tuple[int, float, float]]:
-        """The number, the loss and the gradient norm of each step, which `training` makes. Raises
-        RunError if the norm is not finite."""
+    def steps(self, training: Iterator, stack: ExitStack) -> Iterator[tuple[int, float, float]]:
+        """The number, the loss and the gradient norm of each step, which `training` makes. After a
+        signal the process ends by it: the step in progress is the last. Raises RunError if the
+        norm is not finite."""
+        if self.step > self.config.steps:
+            console.print_finished(self, self.loaded, self.begin)
+            return
+        self.log = RunLog(all_ranks(lambda: Metrics(Path(self.config.out), rank=0)))
+        if self.loaded is None:
+            console.report_start(self, self.begin)
+        else:
+            console.report_resume(self, self.loaded, self.begin)
+        self.stop = stack.enter_context(StopSignal())
         start = time.perf_counter()
         for loss, norm in training:
             self.seconds = time.perf_counter() - start
-            self.step += 1
+            self.finished_step += 1
             if not math.isfinite(norm):
-                raise RunError(f"step {self.step} has loss {loss} and gradient norm {norm}: lower "
-                               f"--lr")
-            yield self.step, loss, norm
+                raise RunError(f"step {self.finished_step} has loss {loss} and gradient norm "
+                               f"{norm}: lower --lr")
+            yield self.finished_step, loss, norm
+            if self.stopping:
+                console.report_stop(self)
+                exit_like_signal(self.stop.number)
             start = time.perf_counter()
+        console.report_end(self)
 
-    def log(self, row: dict) -> None:
-        """Write the row of a step to metrics.jsonl. Print some of the rows."""
-        config, step = self.config, self.step
-        tokens = config.batch_size * self.model_config.seq_len          # of a step
-        speed = tokens / self.seconds
-        row |= dict(tokens=step * tokens, batch_size=config.batch_size, loss_scale=1.0,
-                    tokens_per_second=round(speed, 1))
-        if config.is_due(step, config.log_every or ceil_div(config.steps, LINES)):
-            print_rank0(f"step {step}/{config.steps}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
-                        f"norm {row['grad_norm']:.3f}  {speed:,.0f} tok/s  "
-                        f"left {time_left(config.steps - step, self.seconds)}")
+    def log_step(self, row: dict) -> None:
+        """Write the row of a step to metrics.jsonl, and print what a Run prints of it. A signal
+        that has come by now ends the run after this step."""
+        self.stopping = self.stop.number is not None and self.step <= self.config.steps
+        tokens = self.config.batch_size * self.model_config.seq_len         # of a step
+        row |= dict(tokens=self.finished_step * tokens, batch_size=self.config.batch_size,
+                    loss_scale=1.0, skipped=0, tokens_per_second=round(tokens / self.seconds, 1))
         if "val_loss" in row:
-            bits = bits_per_byte(row["val_loss"], self.val_data.meta["bytes_per_token"])
-            row["bits_per_byte"] = bits
-            in_bits = "" if bits is None else f", {bits:.4f} bits a byte"
-            print_rank0(f"validation: {row['val_loss']:.4f} nats a token{in_bits}")
-        self.metrics.write(**row)
-
-    def is_stopping(self) -> bool:
-        """Whether a signal ends the run after this step."""
-        return self.stop.received and self.step < self.config.steps
+            row["bits_per_byte"] = bits_per_byte(row["val_loss"],
+                                                 self.val_data.meta["bytes_per_token"])
+        self.log.recent_seconds.append(self.seconds)
+        self.log.print_step(self, row)
+        self.log.write_row(self, row)
 
     @contextmanager
     def saving(self):
@@ -200,9 +176,10 @@ class PlainRun:
         write, remove what it wrote and raise RunError. Then remove the checkpoints that neither
         --keep nor a rollback of a later Run needs."""
         out = Path(self.config.out)
-        self.update_facts()
+        # is_start: a Run that continues may go back to this file. Its loss was finite.
+        run_state.judge_checkpoint(self, is_start=True)
         try:
-            yield self.facts
+            yield run_state.facts_of(self)
         except (OSError, RuntimeError) as error:
             with suppress(OSError):
                 (out / "step.pt.tmp").unlink(missing_ok=True)       # give its space back
@@ -210,59 +187,5 @@ class PlainRun:
                 raise
             raise RunError(f"a checkpoint could not be written: {first_cause(error)}; "
                            f"{what_is_left(out)}") from error
-        named = {file for _, file, _ in self.facts["monitor"]["checkpoints"]}
-        remove_old(step_file(out, self.step), self.config.keep, named)
-
-    def update_facts(self) -> None:
-        """Set what changes from one checkpoint to the next, for the one after this step."""
-        config, step = self.config, self.step
-        consumed = step * config.batch_size
-        monitor = DivergenceMonitor(**self.facts["monitor"])
-        file = step_file(Path(config.out), step).name
-        # is_start: a Run that continues may go back to this file. Its loss was finite.
-        monitor.add_checkpoint(step, file, config.keep, scheduled=True, at_floor=False,
-                               is_start=True)
-        self.facts.update(
-            step=step, consumed_samples=consumed, tokens=consumed * self.model_config.seq_len,
-            config=dataclasses.asdict(config), scaler=make_scaler(config.dtype).state_dict(),
-            monitor=dataclasses.asdict(monitor))
-
-    def end_by_signal(self) -> None:
-        """End the process by the signal that it got, after the save of this step."""
-        self.metrics.write(event="stop", step=self.step)
-        print_rank0(f"stopped and saved after step {self.step}; run the same command to continue")
-        exit_like_signal(self.stop.number)
-
-    def end(self) -> None:
-        """The event of a run that has made all steps, and a line: how to sample."""
-        self.metrics.write(event="end", step=self.config.steps)
-        file = shlex.quote(f"{self.config.out}/latest.pt")
-        print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
-
-
-class StopAfterStep:
-    """Ctrl-C, SIGTERM and a closed terminal. The run ends after the step in progress and its save.
-    A second signal ends it at once, unless it comes within half a second: a launcher may forward
-    what the terminal has already sent."""
-
-    def __init__(self):
-        self.number = None              # of the first signal
-        self.since = None               # its time, in seconds
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)            # Windows has no SIGHUP
-            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.receive)
-
-    @property
-    def received(self) -> bool:
-        return self.number is not None
-
-    def receive(self, number: int, frame) -> None:
-        now = time.monotonic()
-        if not self.received:
-            self.number, self.since = number, now
-            StopSignal.write("saving after the step in progress; a second signal ends at once, "
-                             "without saving")
-        elif now - self.since >= 0.5:
-            StopSignal.write("ended without saving")
-            exit_like_signal(number)
+        named = {file for _, file, _ in self.divergence.checkpoints}
+        remove_old(step_file(out, self.finished_step), self.config.keep, named)

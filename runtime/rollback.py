@@ -21,7 +21,7 @@ from runtime.divergence import BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, scal
 
 
 def go_back_if_diverged(run, began_at: int, batch: Batch, stats, row: dict) -> bool:
-    """Judge a step by its train.StepStats; complete its row of metrics.jsonl. The step found the
+    """Judge a step by its StepStats; complete its row of metrics.jsonl. The step found the
     run at the sequence `began_at` of its data. Returns True if the run has gone back to an older
     checkpoint: the row is then written."""
     monitor, config = run.divergence, run.config
@@ -93,7 +93,7 @@ def roll_back(run, divergence: Divergence) -> None:
         f"{run.step - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
         reason=divergence.reason, to=run.step - 1, sequences=excluded, lr_factor=monitor.lr_factor,
         rollbacks=monitor.rollbacks, step=diverged_at)
-    run_state.submit(run, run_state.Progress.of(run))
+    run_state.submit(run)
     all_ranks(lambda: run.writer.wait(required=True))
 
 

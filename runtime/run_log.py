@@ -17,9 +17,9 @@ from data import Batch
 from model import ceil_div
 from parallelism.build import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
-from runtime import expert_loads
 from runtime.directory import Metrics
 from runtime.evaluation import eval_sequences, perplexity
+from runtime.step_stats import experts_in_words
 
 COMPARE_RANKS_EVERY = 100       # steps
 LINES = 50                      # of steps on the console in a run, about
@@ -31,7 +31,6 @@ class RunLog:
 
     def __init__(self, metrics: Metrics):
         self.metrics = metrics
-        self.unwritten = None           # the row of a step that is finished, until `write_row`
         self.recent_seconds = deque(maxlen=20)      # of the last steps
         self.compute_clock = None       # this rank's, when ranks were last compared, in seconds
         self.printed_at = None          # when a step's line was last printed, in seconds
@@ -45,15 +44,14 @@ class RunLog:
             print_rank0(line)
 
     def new_row(self, run, batch: Batch, stats, lr: float, seconds: float) -> dict:
-        """The row of metrics.jsonl of a step that took `seconds`; `stats`: its train.StepStats."""
+        """The row of metrics.jsonl of a step that took `seconds`; `stats`: its StepStats."""
         self.recent_seconds.append(seconds)
         seq_len = run.model_config.seq_len
-        self.unwritten = dict(
+        return dict(
             step=batch.step, tokens=run.batches.sequences_trained * seq_len, loss=stats.loss,
             lr=lr, batch_size=batch.size, grad_norm=stats.grad_norm, loss_scale=stats.loss_scale,
             activation_norm=stats.activation_norm,
             tokens_per_second=round(batch.size * seq_len / seconds, 1), **stats.expert_loads)
-        return self.unwritten
 
     def print_step(self, run, row: dict) -> None:
         """Print a step's line: with --log-every N each N-th, otherwise about LINES in the run and
@@ -81,11 +79,10 @@ class RunLog:
     def write_row(self, run, row: dict) -> None:
         """Write a step's row to metrics.jsonl, and its evaluation also to the console."""
         self.metrics.write(**row)
-        self.unwritten = None
         if "val_loss" in row:
             print_rank0(format_eval(row, run))
             if "dead_experts" in row:
-                print_rank0(expert_loads.in_words(row, run.model_config))
+                print_rank0(experts_in_words(row, run.model_config))
         # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
         on_cpus = run.grid.world > 1 and run.device.type == "cpu"
         if row["step"] % COMPARE_RANKS_EVERY == 0 and on_cpus:

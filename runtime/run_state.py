@@ -1,63 +1,26 @@
 """The state of a run: what its checkpoints hold beside tensors, and how it is saved and restored.
-train.py calls `make_writer`, `progress_in` and `initial_weights` to build a run, and `save` in its
+train.Run restores it, calls `make_writer` and `initial_weights` to build a run, and `save` in its
 loop. startup.py calls `save` at the start of a branch. rollback.py and flipped_bits.py call
-`go_back`. rollback.py and signals.py call `submit`, the second after `judge_checkpoint`. `run` is a
-train.Run.
+`go_back`. rollback.py calls `submit`. `run` is a train.Run.
 """
-import copy
 import dataclasses
 import time
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Callable
 
 import checkpoint
-from amp import LossScaler, make_scaler
 from base.checkpoint_files import step_file
 from base.options import Config
 from base.processes import all_ranks, on_rank0
 from runtime.checkpoint_writer import Writer
 from runtime.console import note_slow_disk
 from runtime.directory import latest_valid, load_state
-from runtime.divergence import DivergenceMonitor
-from runtime.folder_writer import FolderWriter
-
-
-class Progress(NamedTuple):
-    """A run's state besides tensors and settings: a checkpoint holds all three."""
-    step: int                   # the last finished one
-    consumed: int               # sequences of the data: trained on, or left out
-    sequences_trained: int      # without those that were left out
-    optimizer_steps: int        # updates, without skipped steps
-    scaler: LossScaler
-    monitor: DivergenceMonitor
-
-    @classmethod
-    def of(cls, run) -> "Progress":
-        return cls(run.finished_step, run.batches.consumed, run.batches.sequences_trained,
-                   run.optimizer_steps, run.scaler, run.divergence)
-
-    def copy(self) -> "Progress":
-        return self._replace(scaler=copy.copy(self.scaler), monitor=self.monitor.copy())
-
-
-def progress_in(state: dict | None, run) -> Progress:
-    """The progress of a run that continues from this checkpoint, or begins before step 1."""
-    scaler = make_scaler(run.config.dtype)
-    monitor = DivergenceMonitor.restored(state, run.config, run.train_data)
-    if state is None:
-        return Progress(0, 0, 0, 0, scaler, monitor)
-    if state["config"]["dtype"] == run.config.dtype:
-        scaler.load_state_dict(state["scaler"])
-    return Progress(state["step"], state["consumed_samples"],
-                    state["tokens"] // run.model_config.seq_len, state["optimizer_steps"], scaler,
-                    monitor)
 
 
 def make_writer(run) -> Writer:
-    """The writer of the run's checkpoints, in the format of --checkpoint-format."""
+    """The writer of the run's checkpoints."""
     config = run.config
-    writer = FolderWriter if config.checkpoint_format == "folder" else Writer
-    return writer(Path(config.out), config.keep, run.model_config, run.flat, config.timeout)
+    return Writer(Path(config.out), config.keep, run.model_config, run.flat, config.timeout)
 
 
 def initial_weights(config: Config) -> Callable | None:
@@ -85,12 +48,11 @@ def go_back(run, find: Callable) -> None:
 def save(run, is_start: bool = False) -> None:
     """Write a checkpoint after the last finished step. `is_start`: save the state before the first
     step. The state is copied; threads write it while training goes on."""
-    progress = Progress.of(run)
-    judge_checkpoint(run.config, progress, is_start)
+    judge_checkpoint(run, is_start)
     start = time.monotonic()
     all_ranks(run.writer.wait)          # a rank holds at most one copy of its shards
     note_slow_disk(run, time.monotonic() - start)
-    submit(run, progress)
+    submit(run)
 
 
 def wait_for_last_save(run) -> None:
@@ -99,28 +61,31 @@ def wait_for_last_save(run) -> None:
     all_ranks(lambda: run.writer.wait(required=True))
 
 
-def judge_checkpoint(config: Config, progress: Progress, is_start: bool) -> None:
+def judge_checkpoint(run, is_start: bool) -> None:
     """Record in the monitor the checkpoint that is about to be written, and whether it is healthy:
     a rollback may return to it. `is_start`: it is the starting state of the run."""
-    done = progress.step
-    file = step_file(Path(config.out), done, config.checkpoint_format).name
+    config, done = run.config, run.finished_step
+    file = step_file(Path(config.out), done).name
     scheduled = done == config.steps or (config.save_every > 0 and done % config.save_every == 0)
-    at_floor = config.dtype == "fp16" and progress.scaler.scale <= progress.scaler.min_scale
-    progress.monitor.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)
+    at_floor = config.dtype == "fp16" and run.scaler.scale <= run.scaler.min_scale
+    run.divergence.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)
 
 
-def submit(run, progress: Progress) -> None:
+def submit(run) -> None:
     """Start to write a checkpoint: this state and the tensors. The last write must have ended. The
     files to which a rollback may return stay."""
-    run.saved_step = progress.step
-    facts = dict(
-        format=checkpoint.FORMAT, run=run.identity, step=progress.step,
-        consumed_samples=progress.consumed,
-        tokens=progress.sequences_trained * run.model_config.seq_len,
-        optimizer_steps=progress.optimizer_steps, config=dataclasses.asdict(run.config),
+    run.writer.submit(facts_of(run), {file for _, file, _ in run.divergence.checkpoints})
+
+
+def facts_of(run) -> dict:
+    """What a checkpoint of this moment holds besides tensors, of a train.Run or a PlainRun."""
+    return dict(
+        format=checkpoint.FORMAT, run=run.identity, step=run.finished_step,
+        consumed_samples=run.batches.consumed,
+        tokens=run.batches.sequences_trained * run.model_config.seq_len,
+        optimizer_steps=run.optimizer_steps, config=dataclasses.asdict(run.config),
         model=dataclasses.asdict(run.model_config),
-        data=run.train_data.mixture.phases, scaler=progress.scaler.state_dict(),
-        monitor=dataclasses.asdict(progress.monitor),
+        data=run.train_data.mixture.phases, scaler=run.scaler.state_dict(),
+        monitor=dataclasses.asdict(run.divergence),
         **{key: value for key, value in run.train_data.meta.items()
            if key in ("tokenizer", *checkpoint.OPTIONAL)})
-    run.writer.submit(facts, {file for _, file, _ in progress.monitor.checkpoints})

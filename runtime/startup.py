@@ -19,12 +19,10 @@ from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid, make_groups
-from runtime import (checks, console, dashboards, evaluation, layout_checks, memory_limits,
-                     plain_run, run_state)
-from runtime.cpu_threads import choose_threads
+from runtime import checks, console, layout_checks, memory_limits, plain_run, run_state
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state, lock_output_dir,
                                start_branch)
-from runtime.run_log import RunLog, announce_evaluation
+from runtime.run_log import RunLog
 
 
 def parse() -> tuple[Job, dict, torch.device, timedelta]:
@@ -60,8 +58,6 @@ def prepare(given: dict, job: Job, device: torch.device,
     store = launch_store() if job.rank == 0 else None
     restarted = on_rank0(lambda: store.check(["begun"]))    # a refused start leaves no key
     config = Config(**given)
-    if config.log is not None:
-        on_rank0(lambda: dashboards.check("--log", config.log))
     begin = find_start(Path(config.out), config.resume, config.init_from, config.eval_only,
                        restarted)
     return on_rank0(lambda: resolve(given, begin, job, device, store, stack))
@@ -86,8 +82,6 @@ def resolve(given: dict, begin: Start, job: Job, device: torch.device, store: di
                                            begin.kind == "init-from", begin.path)
     memory_limits.check_memory(model_config, make_grid(config, job), config,
                                PRECISIONS[config.dtype], device, job.local_world)
-    if config.plain:
-        plain_run.check_file(begin)
     if not config.eval_only:
         stack.enter_context(lock_output_dir(Path(config.out)))
         if list_checkpoints(Path(config.out)) != begin.found:
@@ -138,17 +132,10 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
     return train_data, val_data
 
 
-def begin_training(run, state: dict | None, begin: Start, stack: ExitStack) -> None:
+def begin_training(run, state: dict | None, begin: Start) -> None:
     """Open the log of a train.Run, report how it begins and, if it begins from a file, save its
-    starting state. `state` is that of `load_start`, without the tensors. `stack` closes the
-    dashboards."""
-    config = run.config
-    metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
-    run.log = RunLog(metrics)
-    if config.log is not None and run.grid.rank == 0:
-        metrics.dashboards = dashboards.start(config.log, Path(config.out), begin.run["id"],
-                                              run.step)
-        stack.callback(metrics.close)
+    starting state. `state` is that of `load_start`, without the tensors."""
+    run.log = RunLog(all_ranks(lambda: Metrics(Path(run.config.out), run.grid.rank)))
     console.print_summary(run)
     if state is None:
         console.report_start(run, begin)
@@ -157,34 +144,11 @@ def begin_training(run, state: dict | None, begin: Start, stack: ExitStack) -> N
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
     console.print_notes(run, begin)
-    choose_threads(run.device, run.grid.world)
-    row = on_rank0(lambda: find_unevaluated(config, state))
-    if row is not None:
-        announce_evaluation(run)
-        row |= evaluation.evaluate(run)
-        run.log.write_row(run, row)
-        run.monitors.fail_if_diverged(row)
-
-
-def find_unevaluated(config: Config, state: dict | None) -> dict | None:
-    """The row of the step of this checkpoint, if an evaluation was due after it and a signal ended
-    the run before, or its loss was not finite."""
-    if state is None:
-        return None
-    step, every = state["step"], state["config"]["eval_every"]
-    is_last = step in (config.steps, state["config"]["steps"])
-    is_due = is_last or (every > 0 and step % every == 0)
-    rows = [line for line in last_lines(Path(config.out))
-            if "event" not in line and line["step"] == step]
-    if not is_due or not rows or rows[-1].get("val_loss") is not None:
-        return None
-    del rows[-1]["time"]
-    return rows[-1]
 
 
 def has_ended(run) -> bool:
-    """Whether a run has made all steps, and reported its end. If it has not, a signal or a crash
-    came after the last step. Every rank calls it."""
+    """Whether a run has made all steps, and reported its end. If it has not, a crash came after the
+    last save. Every rank calls it."""
     done = run.step - 1
     if done != run.config.steps:
         return done > run.config.steps

@@ -1,5 +1,5 @@
 """Sums over all ranks, which also tell every rank of a signal in the same step. train.py and
-evaluation.py call `sum_across_ranks` with their numbers, signals.py with none.
+evaluation.py call `sum_across_ranks` with their numbers.
 """
 import math
 
@@ -12,7 +12,7 @@ def sum_across_ranks(run, local: dict) -> dict:
     """Sum each tensor of `local` over all ranks of a train.Run -> {name: a number, or a list of the
     rows of a matrix}. Waits for the other ranks, at most --timeout. One more number is summed on
     the way: how many ranks have received a signal."""
-    has_signal = run.stop is not None and run.stop.since is not None
+    has_signal = run.stop is not None and run.stop.number is not None
     tensors = [*local.values(), scalar(float(has_signal), run.device)]
     numbers = torch.cat([x.flatten() for x in tensors])
     sums = all_reduce(numbers, run.grid.groups["world"]).wait()
@@ -20,7 +20,7 @@ def sum_across_ranks(run, local: dict) -> dict:
     parts = to_host(sums, timeout).split([x.numel() for x in tensors])
     *totals, signals = [part.view_as(x).tolist() for part, x in zip(parts, tensors)]
     if signals > 0:
-        run.stop.receive()
+        run.stop.agreed = True
     return dict(zip(local, totals))
 
 

@@ -354,7 +354,7 @@ class Memory(data.TokenDataset):
             tokens[i] = (3 * tokens[i - 1] + 7) % cfg.vocab_size
         self.seq_len, self.n_windows, self.n_tokens = cfg.seq_len, n_windows, len(tokens)
         self.meta = dict(tokenizer="bytes", vocab_size=cfg.vocab_size, bytes_per_token=1.0)
-        self.has_conversations = False
+        self.has_conversations, self.n_rows = False, cfg.vocab_size
         windows = TextWindows([tokens], cfg.seq_len)
         self.mixture = Mixture({"memory": Source("memory", 1, 0, windows, self.meta)})
 
@@ -423,9 +423,9 @@ def nothing(run):
     return None
 
 
-def no_signal(held=nullcontext, close=lambda: None):
-    """Stands for a signals.StopSignal that never gets a signal."""
-    return SimpleNamespace(held=held, close=close, since=None)
+def no_signal():
+    """Stands for a signals.StopSignal that gets no signal by itself."""
+    return SimpleNamespace(number=None, agreed=False)
 
 
 def without_saves(run):

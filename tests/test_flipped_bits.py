@@ -144,7 +144,7 @@ def test_tp_copies_on_a_gpu_are_compared_where_their_gradients_are_summed(device
     grid.groups["tp"] = "two ranks"
     specs = param_specs(build_stage(SMALL, grid), SMALL, grid)
     flat = FlatParameters(specs, grid, torch.float32, torch.float32, device)
-    assert (len(flipped_bits.shared_hashes(flat, in_flight=False)["tp"]) > 0) == is_compared
+    assert (len(flipped_bits.shared_hashes(flat)["tp"]) > 0) == is_compared
 
 
 @pytest.mark.claim("A flipped bit is found, named and undone.")

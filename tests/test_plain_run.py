@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 from unittest import mock
 
@@ -33,8 +32,7 @@ def test_flags_of_other_programs_are_refused(shards, run_train, tmp_path, flags,
     assert not out.exists()
 
 
-def test_several_processes_conversations_and_tokens_beyond_the_vocabulary_are_refused(
-        shards, run_train, tmp_path):
+def test_several_processes_and_conversations_are_refused(shards, run_train, tmp_path):
     flags = ["--out", tmp_path / "o", *PLAIN, "--seq-len", 32]
     expect_mistake(run_train("--data", shards, *flags, WORLD_SIZE=2),
                    "--plain is for one process, not 2")
@@ -42,10 +40,6 @@ def test_several_processes_conversations_and_tokens_beyond_the_vocabulary_are_re
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     prepare([tmp_path / "chat.jsonl"], tmp_path / "chat", "bytes", field=None)
     expect_mistake(run_train("--data", tmp_path / "chat", *flags), "--plain reads text")
-    broken = shutil.copytree(shards, tmp_path / "broken")
-    file = next(broken.glob("train*.bin"))
-    file.write_bytes(file.read_bytes()[:-2] + b"\xff\xff")
-    expect_mistake(run_train("--data", broken, *flags), "holds token 65535, beyond")
 
 
 @pytest.mark.parametrize("first, then, words", [
@@ -97,7 +91,7 @@ def test_checkpoints_and_metrics_have_the_entries_of_a_run(shards, run_train, tm
     (rows, events), (plain_rows, plain_events) = (
         read_metrics(tmp_path / name) for name in ("run", "plain"))
     for row, plain_row in zip(rows, plain_rows, strict=True):
-        assert row.keys() - plain_row.keys() == {"activation_norm", "skipped"}
+        assert row.keys() - plain_row.keys() == {"activation_norm"}
         for key in ("step", "tokens", "lr", "batch_size", "loss_scale"):
             assert row[key] == plain_row[key]
     assert kinds(plain_events) == ["start", "end"]
@@ -126,7 +120,7 @@ def test_a_finished_run_says_so_and_a_resume_tells_which_flags_have_changed(shar
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     _, printed, _ = run_train(*flags, "--steps", 6, "--lr", 0.001)
     assert (f"resume   {tmp_path}/step_00000004.pt, after step 4, steps 6 instead of 4, "
-            f"lr 0.001 instead of 0.004\n") in printed
+            f"lr 0.001 instead of 0.004; so the next step's learning rate is ") in printed
     assert "bits a byte" in printed
     event, = (event for event in read_metrics(tmp_path)[1] if event["event"] == "resume")
     assert event["changed"] == dict(steps=[4, 6], lr=[0.004, 0.001])
@@ -145,7 +139,7 @@ def test_a_signal_ends_a_run_after_a_save(shards, tmp_path):
     rows, events = read_metrics(tmp_path)
     last = rows[-1]["step"]
     assert events[-1].items() >= dict(event="stop", step=last).items()
-    assert f"saved after step {last}; run the same command to continue" in text
+    assert f"saved after step {last}; run the same command to go on" in text
     assert checkpoint.load(tmp_path / "latest.pt")["step"] == last >= 3
     status, _, error = Command("train.py", *flags, "--steps", last + 1).finish()
     assert (status, error) == (0, "")

@@ -58,12 +58,11 @@ def a_step_of_a_run(rank, world, config, cfg):
     sends by process group, an all-reduce's in a ring; FLOPs), on a device with products in its
     type"""
     sent = {}
-    steps_are_made = []
     flops = FlopCounterMode(display=False, custom_mapping={
         torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]})
 
     def note(name, x, *args, **kwargs):
-        if name in ("isend", "all_reduce", "all_to_all_single") and not steps_are_made:
+        if name in ("isend", "all_reduce", "all_to_all_single"):
             group = next(v for v in (*args, *kwargs.values()) if isinstance(v, dist.ProcessGroup))
             kind = next(kind for kind in grid.groups if grid.groups[kind] is group)
             nbytes = x.nbytes
@@ -83,7 +82,7 @@ def a_step_of_a_run(rank, world, config, cfg):
         with flops, traffic(note), plain, mock.patch.object(kernels, "NO_PRODUCTS", []), \
                 mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
             run.log = run_log.RunLog(Rows(run, nothing))
-            run.stop = no_signal(close=lambda: steps_are_made.append(True))
+            run.stop = no_signal()
             run.train()
     numel = sum(bucket.numel for bucket in run.flat.buckets)
     return numel, held, sent, flops.get_total_flops()
@@ -129,9 +128,8 @@ def unattended(cfg, config, tokens):
 
 
 LLAMA = LlamaConfig(384, 16, 2, 8, 64, n_kv_head=4, hidden=192, qk_norm=True)
-ONE_KEY = replace(LLAMA, n_kv_head=1)
 # Rows of COVER: each ZeRO stage and schedule on four ranks, tp beside pp and dp beside cp on eight.
-ON_FOUR = [(1, LLAMA), (13, ONE_KEY), (17, CFG), (18, CFG), (19, LLAMA)]
+ON_FOUR = [(1, LLAMA), (13, LLAMA), (17, CFG), (18, CFG), (19, LLAMA)]
 ON_EIGHT = [(3, CFG), (6, LLAMA), (10, CFG), (13, LLAMA), (21, CFG), (22, LLAMA)]
 
 
@@ -390,22 +388,6 @@ OPT_175B = ("--gpu a100-80g --model opt-175b --dtype fp16 --tp 8 --batch-size 99
             "--recompute --vocab-size 50272 --json")
 
 
-@pytest.mark.parametrize("flags, writes_at, reads_at, copies", [
-    ("--world 992 --zero 3", 100e9, 100e9, 1),                  # as fast as the file system
-    ("--world 992 --zero 1 --file-system 1000", 248e9, 248e9, 1),       # as 124 machines
-    ("--world 992 --zero 0", 2e9, 100e9, 124),                  # one machine has all of a replica
-    ("--world 992 --zero 1 --network 0.1 --file-system 1000", LINK * 124 * 0.8e9,
-     LINK * 124 * 0.8e9, 1),                                    # as the machines' network
-    ("--world 8", 2e9, 2e9, 1)])
-def test_a_folder_is_written_by_all_machines_side_by_side(flags, writes_at, reads_at, copies):
-    """OPT-175B. Each number is read once for its CRC, and once by each rank that needs it."""
-    plan = json.loads(answer(f"{flags} {OPT_175B}".split()))
-    N = parameter_count(GPTConfig(50272, **SIZES["opt-175b"]))
-    assert plan["folder_write_seconds"] == pytest.approx(12 * N / writes_at)
-    assert plan["folder_read_seconds"] == pytest.approx(
-        (1 + copies) * 12 * N / reads_at)
-
-
 MIXTURE = MoEConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, n_kv_head=4, hidden=128,
                     n_expert=4, n_active=3)
 WITH_SHARED = replace(MIXTURE, shared_hidden=160)
@@ -417,7 +399,7 @@ WITH_SHARED = replace(MIXTURE, shared_hidden=160)
     (2, 1, 1, False, True, "gelu", []), (2, 1, 1, True, False, "gelu", []),
     (2, 1, 1, True, True, "relu", []), (1, 1, 4, False, False, "gelu", []),
     (2, 1, 1, True, False, "silu", [torch.bfloat16]),
-    (2, 1, 4, True, True, "gelu", [torch.bfloat16]), (4, 1, 1, False, False, "silu", []),
+    (2, 1, 4, True, True, "gelu", [torch.bfloat16]),
     (1, 1, 1, False, False, MIXTURE, []), (1, 1, 1, False, False, WITH_SHARED, [])])
 def test_the_estimate_of_activations_is_what_autograd_keeps(
         tp, pp, cp, sequence_parallel, recompute, model, missing, monkeypatch):
@@ -541,8 +523,7 @@ def test_the_pages_plan_is_what_the_command_prints():
                   f"at {plan['goodput']:.0%} goodput {plan['days'] / plan['goodput']:.0f} days",
                   f"| {plan['checkpoint_bytes'] / 1e12:.1f} TB |",
                   f"| {plan['write_seconds'] / 60:.0f} minutes, on a disk of 2 GB/s |",
-                  f"| written in {plan['folder_write_seconds']:.0f} s, read in "
-                  f"{plan['folder_read_seconds']:.0f} s, {plan['folder_goodput']:.1%} goodput |"):
+                  f"| {plan['read_seconds'] / 60:.0f} minutes |"):
         assert words in " ".join(section.split()), words
     assert not any(isinstance(value, (dict, list)) for value in plan.values())
     assert plan["mfu"] * 312 == pytest.approx(plan["model_tflops_per_gpu"])
@@ -592,8 +573,9 @@ def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
     ("", "--world, the number of GPUs, and --gpu, one of v100-16g, "),
     ("--world 8 --gpu h100 --tokens nan", "argument --tokens: nan must be at least 1"),
     ("--world 8 --gpu h100 --tokens 1e9 --steps 5", "--steps and --tokens both say"),
-    ("--world 8 --zero 9 --lr 1 --gpu h300",
-     "invalid choice: 9 (choose from 0, 1, 2, 3); argument --gpu: h300 is none of v100-16g, "),
+    ("--world 8 --zero 9 --gpu h100", "invalid choice: 9 (choose from 0, 1, 2, 3)"),
+    ("--world 8 --gpu h300", "argument --gpu: h300 is none of v100-16g, "),
+    ("--world 8 --gpu h100 --lr 1e-3", "unknown argument --lr: --help lists the flags"),
     ("--world 8 --gpu a100", "a100 is a100-40g or a100-80g: give one"),
     ("--world 3 --tp 2 --gpu h100", "--world 3 is not divisible by tp 2 x pp 1"),
     ("--world 7 --gpu h100 --search", "no layout of this model and batch size 16 fits 7 x h100: "
@@ -601,8 +583,7 @@ def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
     ("--world 2 --gpu h100 --model gpt3-175b --dtype bf16 --search --zero 1 --recompute",
      " GB of each GPU: take more or larger GPUs, or --offload\n"),
     ("--world 1 --gpu v100-32g --dtype bf16", "a V100 has no matrix products in bf16"),
-    ("--world 8 --gpu h100 --model Qwen/Qwen3-8B", "python -m tools.huggingface import "),
-    ("--gpu h100 --gpus 8", "--gpus: give --world, the number of GPUs")])
+    ("--world 8 --gpu h100 --model gpt3-6.7", "did you mean gpt3-6.7b?")])
 def test_the_plans_mistakes_are_refused_in_one_line(monkeypatch, capsys, flags, message):
     monkeypatch.setattr(sys, "argv", ["tools.plan", *flags.split()])
     with pytest.raises(SystemExit) as end:

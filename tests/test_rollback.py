@@ -6,7 +6,6 @@ Runs with a fault are compared with runs without it, and the judgement of steps 
 the rules in the docstring of runtime/divergence.py.
 """
 import errno
-import json
 import math
 import re
 import threading
@@ -26,10 +25,10 @@ from base.processes import RunError
 from parallelism.build import Grid
 from runtime import rollback
 from runtime.divergence import DivergenceMonitor
+from runtime.step_stats import StepStats
 from tests.harness import (CFG, TINY, Command, Memory, after_backward, assert_same_state,
                            batches_from, column, failing, kinds, monitor_now, names_in, poison,
-                           read_metrics, relative, run_steps, saved, saved_file, settings, staged,
-                           watched)
+                           relative, run_steps, saved, saved_file, settings, staged, watched)
 
 
 def test_of_finite_gradients_whose_norm_is_not_no_rank_is_named():
@@ -245,8 +244,7 @@ def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_wit
 
 def test_a_run_that_ends_diverged_fails_before_its_last_save(run_train, shards, tmp_path):
     """Three steps at a rate of 1e10 end before three bad ones in a row are seen: status 1. Of the
-    file of step 2 sample.py tells in one line that its logits are not finite. A run of two
-    steps that a signal stopped in its last evaluation ends the same way each time it is resumed."""
+    file of step 2 sample.py tells in one line that its logits are not finite."""
     flags = ["--data", shards, *TINY, "--out", tmp_path, "--warmup-steps", 1, "--save-every", 1]
     status, text, error = run_train(*flags, "--steps", 3, "--lr", 1e10)
     assert status == 1 and "Now sample" not in text
@@ -257,12 +255,6 @@ def test_a_run_that_ends_diverged_fails_before_its_last_save(run_train, shards, 
                                    "--temperature", temperature).finish()
         assert status == 1 and error.startswith("sample.py: the model's logits are not finite")
         assert error.count("\n") == 1
-    rows = [row for row in read_metrics(tmp_path)[0] if row["step"] <= 2]
-    del rows[1]["val_loss"]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for _ in range(2):
-        status, _, error = run_train(*flags, "--steps", 2, "--lr", 1e10)
-        assert status == 1 and "step 2: the validation loss is not finite" in error
 
 
 @pytest.mark.claim("Every rank takes the same decision on a divergence.")
@@ -332,7 +324,7 @@ def judge(losses):
     reasons = {}
     for i, loss in enumerate(losses):
         skipped = isinstance(loss, str)
-        stats = train.StepStats(2.0 if skipped else loss, 1.0, 1.0,
+        stats = StepStats(2.0 if skipped else loss, 1.0, 1.0,
                                 amp.NOT_FINITE if skipped else "",
                                 loss_scale=2.0 if loss == "overflow" else 1.0, local_loss=None)
         divergence = monitor.observe(i, stats)
@@ -384,7 +376,7 @@ def test_the_batches_of_a_divergence_are_left_out_with_eight_before_them():
     """Of one of three steps, and of the slowest, as long as the window of 64 losses."""
     monitor = DivergenceMonitor()
     for number in range(100):
-        monitor.observe(4 * number, train.StepStats(2.0, 1.0, 1.0, "", loss_scale=1.0,
+        monitor.observe(4 * number, StepStats(2.0, 1.0, 1.0, "", loss_scale=1.0,
                                                     local_loss=None))
     for steps in (3, 64):
         assert monitor.to_exclude(steps, 400) == ([4 * (100 - steps - 8), 400], False)

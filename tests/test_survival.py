@@ -45,7 +45,7 @@ from base.options import Config
 from base.processes import RunError
 from parallelism import collectives, pipeline
 from parallelism.build import Grid
-from runtime import directory, layout_checks, run_log, run_state, signals
+from runtime import directory, layout_checks, run_log, run_state
 from runtime.checkpoint_writer import copy_pieces
 from runtime.streamed_tensors import Streamed
 from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Command, Memory,
@@ -223,7 +223,7 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4,
         resource.setrlimit(resource.RLIMIT_DATA, (int(bytes_held("VmData") + 1.1 * allowed + 3e7),
                                                   limits[1]))
         try:
-            run_state.submit(run, run_state.Progress.of(run))
+            run_state.submit(run)
             while not run.writer.pending.done():
                 seen.append(bytes_held("RssAnon"))
                 time.sleep(0.001)
@@ -506,18 +506,12 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
     """Train on from a file, or from the seed. After step `at` a signal saves and ends the run, or
     in it all ranks are killed. In steps 3 and 9 a rank finds infinite gradients; a run that
     diverges does so after step 28, and rolls back."""
-    @contextmanager
-    def held():
-        yield
-        at_step = run.finished_step == run.step == at
-        if fate == "signal" and at_step and not run.log.unwritten:
-            signals.StopSignal(run).save(run_state.Progress.of(run).copy())
-            raise ZeroDivisionError
-
     def hurt(step):
         if step in (3, 9) and rank == step % world:
             run.flat.buckets[-1].shard["grad"][0] = math.inf
-        if step == at and fate != "signal":
+        if step == at and fate == "signal":
+            run.stop.number = signal.SIGTERM
+        elif step == at:
             raise ZeroDivisionError
     Path(config.out).mkdir(exist_ok=True)
     with gridded(rank, world, config.tp, config.pp, config.sequence_parallel,
@@ -529,7 +523,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
             run.log = run_log.RunLog(directory.Metrics(Path(config.out), rank))
-            run.stop = no_signal(held)
+            run.stop = no_signal()
             run.train()
             assert all(bucket.unsharding is None for bucket in run.flat.buckets)
         run.writer.wait()

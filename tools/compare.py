@@ -7,7 +7,7 @@ The table has the best run first, and beside each run's name the flags that diff
 Best is the lowest validation loss or, where tokenizer, text or sample differ, the fewest bits per
 byte (tools/comparable_losses.py). `hours` is the time from line to line of metrics.jsonl within
 each process; where the clock was set back, none. A second table says how mixtures of experts used
-them in their last step (runtime/expert_loads.py).
+them in their last step (runtime/step_stats.py).
 """
 import json
 import sys

@@ -6,7 +6,7 @@ A block stands between two marks:
 
     <!-- generated: train_flags -->     base.options.Config; sizes, the names of --model
     <!-- generated: data_flags -->      the parser of data.py; sample_flags, that of sample.py
-    <!-- generated: other_names -->     base/other_names.py
+    <!-- generated: other_names -->     tools/other_names.py
     <!-- end -->
 """
 import dataclasses
@@ -17,9 +17,9 @@ from base import sample_flags
 from base.commandline import Parser, flag_name, placeholder
 from base.errors import errors_in_one_line, named
 from base.options import LOCAL, SHAPE, Config
-from base.other_names import IN_PROJECTS, PROJECTS
 from corpus import flags as data_flags
 from models import SIZES
+from tools.other_names import IN_PROJECTS, PROJECTS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/flags.md"
 BLOCK = re.compile(r"^(<!-- generated: (\w+) -->\n)(.*?)^(<!-- end -->)$", re.S | re.M)

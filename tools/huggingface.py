@@ -18,7 +18,7 @@ import shlex
 import sys
 import tempfile
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -28,13 +28,14 @@ from base.checkpoint_files import verify
 from base.commandline import Parser
 from base.errors import WriteFailed, errors_in_one_line, named
 from base.flops import parameter_count
-from checkpoint import load, parameter_shapes
+from checkpoint import FORMAT, KEYS, load, parameter_shapes
 from corpus.huggingface_tokenizers import find_in_model, load as load_tokenizer, to_huggingface
 from corpus.templates import get_template, hash_of, plain_program, program_of
 from corpus.tokenizers import get_tokenizer, is_named
+from model import GPTConfig
 from models import make_config
 from parallelism.collectives import first_line
-from tools.checkpoint import state_of_weights
+from runtime.directory import new_run
 from tools.huggingface_families import (family_of, our_config, their_config, their_names, to_ours,
                                         to_theirs)
 from tools.model_card import model_card
@@ -169,6 +170,13 @@ def read_parameters(folder: Path, config, cfg) -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------------------------------------
 
 
+def state_of_weights(cfg: GPTConfig, parameters: dict[str, torch.Tensor]) -> dict:
+    """A state of weights alone, whose tokenizer is not told yet."""
+    return {key: {} for key in KEYS} | dict(
+        format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
+        run=new_run("import"), model=asdict(cfg), parameters=parameters)
+
+
 def import_model(source: str, file: Path) -> None:
     """Write a checkpoint of weights alone. `source` is a folder or, if there is none of that name,
     a model on the hub."""
@@ -223,7 +231,7 @@ def add_tokenizer(state: dict, folder: Path, config) -> None:
         name = f"{config.model_type}-{config.vocab_size}"
     state["tokenizer"] = name
     try:
-        found = find_in_model(folder, name)
+        found = find_in_model(folder)
         if name == "gpt2-50257" and (found is None or SOME_OF_GPT2S.items() <=
                                      found.tokenizer.get_vocab().items()):
             state["tokenizer"] = name = "gpt2"
@@ -257,7 +265,7 @@ def write_tokenizer(encoding, cfg, folder: Path, template) -> None:
     tokenizer.chat_template = None if template is None else (
         template.program or plain_program(encoding))
     tokenizer.save_pretrained(folder)
-    if load_tokenizer(folder).name != ours.name:
+    if load_tokenizer(folder, "AutoTokenizer").name != ours.name:
         note("AutoTokenizer encodes for this architecture with a pattern of words of its own: open "
              "the tokenizer by PreTrainedTokenizerFast")
 

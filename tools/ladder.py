@@ -47,7 +47,6 @@ from base.checkpoint_files import step_file
 from base.commandline import Parser, add_flags, flag, flag_name, parse_given
 from base.errors import errors_in_one_line, named
 from base.flops import active_parameters, looked_up
-from base.other_names import ADVICE
 from data import TokenDataset
 from model import GPTConfig, ceil_div
 from models import SIZES, make_config
@@ -107,8 +106,7 @@ class Rung:
         """The run that ends there."""
         own = dict(steps=end, save_every=0)
         if end < self.steps:
-            own["resume"] = step_file(self.out(self.steps), start_of_branch(end),
-                                      self.flags.get("checkpoint_format", "file"))
+            own["resume"] = step_file(self.out(self.steps), start_of_branch(end))
         return Job(self.out(end), self.flags | own)
 
     def jobs(self) -> list[Job]:
@@ -210,7 +208,7 @@ OWN = ("rungs", "jobs", "launch", "budget")
 def read_flags(arguments: list[str]) -> tuple[LadderConfig, dict]:
     """The config, and train.py's flags for all runs. Raises ValueError."""
     parser = Parser("tools.ladder", "python -m tools.ladder [--rungs W,W,W] [--jobs N] [train.py's "
-                    "flags of the target]", HELP, ADVICE)
+                    "flags of the target]", HELP)
     add_flags(parser, LadderConfig)
     given = parse_given(parser, arguments)
     refused = [flag_name(name) for name in REFUSED if name in given]

@@ -8,7 +8,7 @@ are there. Each run is in a folder of --out that is named by its values.
 A run that has ended is not repeated, and one that was stopped continues: give the same command
 again, or one with more values. One that fails or diverges does not end the others.
 
-It ends with the table of tools.compare, the best run first, and with matplotlib draws sweep.svg:
+It ends with the table of tools.compare, the best run first, and with matplotlib draws sweep.svg,
 the best validation loss over each number, with a line for each value of the others.
 """
 import dataclasses
@@ -21,7 +21,6 @@ from pathlib import Path
 from base.commandline import Parser, add_flags, flag, flag_name
 from base.errors import errors_in_one_line
 from base.options import Config, parse_flags
-from base.other_names import ADVICE
 from data import TokenDataset
 from tools import compare
 from tools.comparable_losses import evaluated
@@ -64,13 +63,11 @@ def split_arguments(arguments: list[str]) -> tuple[dict[str, list[str]], list[st
 def read_command(arguments: list[str]) -> tuple[SweepFlags, dict, list[Job]]:
     """The sweep's flags, {field: values} of what is swept, and the jobs. Raises ValueError."""
     parser = Parser("tools.sweep", "python -m tools.sweep --FLAG A,B,C ... [train.py's flags]",
-                    __doc__, ADVICE)
+                    __doc__)
     add_flags(parser, SweepFlags)
     add_flags(parser, Config, [f.name for f in dataclasses.fields(Config) if f.name != "out"])
     swept, others = split_arguments(arguments)
-    args, problems = parser.parse(others)
-    if problems:
-        raise ValueError("; ".join(problems))
+    args = parser.parse(others)
     own = {f.name: getattr(args, f.name) for f in dataclasses.fields(SweepFlags)
            if hasattr(args, f.name)}
     flags = SweepFlags(**own)

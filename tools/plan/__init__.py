@@ -21,8 +21,7 @@ layouts that fit; flags that are given are constraints. `--json` prints the numb
     t    = sum(products) / (rate of the GPU) + FLOPs of attention / (its rate)
            + (PASSES / tp + WHOLE_PASSES) bytes of x / memory bandwidth
            + bytes of tp, cp and pp / (LINK * link speed) + HOP for each rank, none of them hidden
-           but two of the four sums of tp in a block, as TP3 in parallelism/tensor.py hides them,
-           and with --tp-overlap three quarters of the other two (parallelism/halves.py)
+           but two of the four sums of tp in a block, as TP3 in parallelism/tensor.py hides them
 
 A product takes half a wave of tiles more, so that narrow and short ones are slow. Attention's rate
 is FlashAttention 1's, so that a plan of a long context is cautious. The constants are fitted on

@@ -7,7 +7,6 @@ from dataclasses import replace
 from base import options
 from base.commandline import Parser, add_flags, parse_given
 from base.errors import errors_in_one_line
-from base.other_names import PLAN_ADVICE
 from base.processes import print_rank0
 from models import make_config
 from runtime.checks import check_config
@@ -29,8 +28,7 @@ says. Command is what starts the run."""
 
 def read_flags(arguments: list[str]) -> tuple[PlanConfig, dict]:
     """The config, and what of it was given. Raises ValueError on a usage error."""
-    parser = Parser("tools.plan", "python -m tools.plan --world N --gpu NAME [FLAG ...]", HELP,
-                    PLAN_ADVICE)
+    parser = Parser("tools.plan", "python -m tools.plan --world N --gpu NAME [FLAG ...]", HELP)
     add_flags(parser, PlanConfig, OWN_FLAGS + RUN_FLAGS)
     given = parse_given(parser, arguments)
     if "world" not in given or "gpu" not in given:

@@ -48,14 +48,12 @@ def product_seconds(config: PlanConfig, rows: float, columns: float, inner: floa
     return 2 * (rows * columns + idle) * inner / (gpu.products * gpu.peak(config.size))
 
 
-def linear_seconds(stage: Stage, outputs: float, inputs: float,
-                   parts: int = 1) -> tuple[float, float, float]:
-    """A linear layer's forward, the gradient of its input, and that of its weight, in so many parts
-    of the rows."""
-    config, rows = stage.config, stage.positions / parts
-    return (parts * product_seconds(config, rows, outputs, inputs),
-            parts * product_seconds(config, rows, inputs, outputs),
-            parts * product_seconds(config, outputs, inputs, rows))
+def linear_seconds(stage: Stage, outputs: float, inputs: float) -> tuple[float, float, float]:
+    """A linear layer's forward, the gradient of its input, and that of its weight."""
+    config, rows = stage.config, stage.positions
+    return (product_seconds(config, rows, outputs, inputs),
+            product_seconds(config, rows, inputs, outputs),
+            product_seconds(config, outputs, inputs, rows))
 
 
 class BlockTimes(NamedTuple):
@@ -76,7 +74,7 @@ def block_seconds(stage: Stage) -> BlockTimes:
     up = 2 * hidden if cfg.gated else hidden
     layers = [(own + 2 * keys, C), (C, own), (up, C), (C, hidden)]      # (outputs, inputs)
     forward, inputs, weights = zip(*(
-        linear_seconds(stage, *layer, config.parts_in_turn) for layer in layers))
+        linear_seconds(stage, *layer) for layer in layers))
     columns = [0] if hasattr(cfg, "n_expert") else [0, 2]       # experts wait for their sum of dx
     scores = 4 * stage.positions * stage.cfg.seq_len * own / (
         gpu.attention * gpu.peak(config.size))
@@ -110,20 +108,16 @@ def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
                for kind in block.forward}
     rings, recomputed_rings = 8, 0              # an all-reduce is two
     if config.recompute:
-        recomputed_rings = 1 + config.parts_in_turn
+        recomputed_rings = 2
         seconds = {kind: x + layers * block.recomputed[kind] for kind, x in seconds.items()}
-    hops = dict(tp=HOP * (config.tp - 1) * layers * config.parts_in_turn
-                * (rings + recomputed_rings),
+    hops = dict(tp=HOP * (config.tp - 1) * layers * (rings + recomputed_rings),
                 cp=HOP * (config.cp - 1) * layers * CONTEXT_RINGS, pp=0,
                 ep=HOP * (config.ep - 1) * layers * 4)
     seconds |= {kind: sent[kind] / m / links[kind] + hops[kind] for kind in hops}
     forward = (layers * sum(block.forward.values()) + seconds["pp"] / 2
                + seconds["cp"] / CONTEXT_RINGS + seconds["ep"] / 2
                + seconds["tp"] * rings / 2 / (rings + recomputed_rings))
-    once = (ring(config.tp, stage.x * config.size) / links["tp"]
-            + HOP * (config.tp - 1) * config.parts_in_turn)
-    if config.tp_overlap:
-        forward -= layers * hidden_in_halves(block.forward, once)
+    once = ring(config.tp, stage.x * config.size) / links["tp"] + HOP * (config.tp - 1)
     seconds["tp"] -= layers * hidden_seconds(config, block, once)
     if stage.grid.is_last:      # the head's gradients come in forward; 8 passes through its logits
         vocab = stage.cfg.vocab_size / config.tp
@@ -140,13 +134,8 @@ def hidden_seconds(config: PlanConfig, block: BlockTimes, once: float) -> float:
     """Seconds of a block's tensor parallelism that are hidden, if x goes around the ring in `once`.
     In backward (TP3 in parallelism/tensor.py) the sum of dx, twice around, travels behind the
     gradient of the weight. Sequence parallelism sums in one ring, and gathers x in another, behind
-    the product that is dx. ZB-H1 hides none. With --tp-overlap also in forward, and again in
-    recomputation."""
+    the product that is dx. ZB-H1 hides none."""
     hidden = 0.0
-    if config.tp_overlap:
-        hidden += hidden_in_halves(block.forward, once)
-        if config.recompute:
-            hidden += hidden_in_halves(block.recomputed, once)
     if config.pp_schedule == "zb-h1":       # the gradients of the weights come later
         return hidden
     for of_input, of_weight in block.columns:
@@ -155,12 +144,6 @@ def hidden_seconds(config: PlanConfig, block: BlockTimes, once: float) -> float:
         else:
             hidden += 2 * once - exposed(2 * once, of_weight)
     return hidden
-
-
-def hidden_in_halves(forward: dict, once: float) -> float:
-    """The same of a block's forward with --tp-overlap: three of its four half sums, of a ring's
-    bytes each, travel behind half of attention or of the MLP (parallelism/halves.py)."""
-    return 3 * (once - exposed(once, sum(forward.values()) / 4))
 
 
 def pipeline_seconds(config: PlanConfig, stages: list[StageTimes], m: int) -> float:
