@@ -2,13 +2,15 @@
 
 Each tp rank has some heads, and so some of the channels. For each position the tp ranks sum the
 squares of their channels, a number (B, T) forward and its gradient backward. With --exact the sum
-is over the strips of exact.py, in the same order in every layout.
+is over the strips of exact.py, in the same order in every layout. Of a head that ranks share
+(shared_heads.py) each counts its part of the squares.
 """
 import torch
 import torch.nn as nn
 
 from models.llama import AllHeadsNorm
 from parallelism.collectives import all_gather, all_reduce
+from parallelism.shared_heads import JoinHeads
 from parallelism.tensor import TensorParallel
 
 
@@ -59,6 +61,12 @@ def sum_of_squares(q: torch.Tensor) -> torch.Tensor:
     return q.square().sum((1, 3), keepdim=True)
 
 
+def sharing_of(q: torch.Tensor, weight: torch.Tensor) -> int:
+    """How many ranks or strips share each head of q, or of k, (B, heads, T, D). `weight` is the
+    piece of one of them. (Heads of q are not shared: 1.)"""
+    return q.shape[1] * q.shape[3] // len(weight)
+
+
 class ParallelAllHeadsNorm(TensorParallel):
     """RMSNorm over the channels of all heads, of which q (B, H / tp, T, D) has this rank's."""
     partition_dim = {"weight": 0}
@@ -69,17 +77,26 @@ class ParallelAllHeadsNorm(TensorParallel):
 
     def forward(self, q):
         q = widened(q)
-        squares = sum_of_squares(q)
+        sharing = sharing_of(q, self.weight)
+        [weight] = self.whole_weights(sharing, [self.weight])
+        squares = sum_of_squares(q) / sharing
         if self.grid.tp > 1:
             squares = _SumBothWays.apply(squares, self.grid.groups["tp"])
-        return self.normalize(q, squares, self.weight)
+        return self.normalize(q, squares, weight)
 
     def of_strips(self, qs: tuple) -> list:
-        """--exact: the q of this rank's strips (exact.NormedInStrips)."""
+        """--exact: the q of this rank's strips (exact.AttentionInStrips)."""
         qs = [widened(q) for q in qs]
-        totals = SumInOrder.apply(self.grid, *map(sum_of_squares, qs))
+        pieces = self.weight.chunk(len(qs))
+        sharing = sharing_of(qs[0], pieces[0])
+        weights = self.whole_weights(sharing, pieces)
+        totals = SumInOrder.apply(self.grid, *(sum_of_squares(q) / sharing for q in qs))
         return [self.normalize(q, total, weight)
-                for q, total, weight in zip(qs, totals, self.weight.chunk(len(qs)))]
+                for q, total, weight in zip(qs, totals, weights)]
+
+    def whole_weights(self, sharing: int, pieces: list | tuple) -> list | tuple:
+        """The weights of pieces of heads -> the weight of the whole heads, for each piece."""
+        return pieces if sharing == 1 else JoinHeads.apply(self.grid, sharing, *pieces)
 
     def normalize(self, q, squares, weight):
         """q in fp32 or wider, the squares (B, 1, T, 1) of all heads, the weight of those of q."""

@@ -14,7 +14,7 @@ import re
 import socket
 from dataclasses import replace
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from parallelism.experts import EXPERT_PLAN, ParallelExperts, ParallelRouter
 from parallelism.kernels import use_kernels
 from parallelism.parameters import ParamSpec, param_specs
 from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
+from parallelism.shared_heads import SharedHeadsQKV
 from parallelism.tensor import TP_PLAN, TensorParallel
 from parallelism.zero import FlatParameters, gather_before_use
 
@@ -136,12 +137,17 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
         plan |= EXACT_PLAN | EXACT_EXPERT_PLAN
     if grid.cp > 1:
         plan |= CP_PLAN
+    sharing = grid.tp // model_config.n_kv_head         # ranks that share a head of k and v
+    if sharing > 1:
+        plan["attn.qkv"] = partial(SharedHeadsQKV, model_config=model_config)
     for name, module in list(model.named_modules()):
         name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
         if name_in_plan in plan:
             model.set_submodule(name, plan[name_in_plan](module, grid))
     for block in model.blocks.values():     # different heads need different dropout masks
         block.attn.core_attention.part = grid.tp_rank
+        if sharing > 1:
+            block.attn.group //= sharing
     return model
 
 

@@ -23,6 +23,7 @@ the same, and a row of LayerNorm however many rows there are. Random layouts tes
     embeddings                    backward: positions, sequences                 ExactLookup
     LayerNorm, bias after g       backward: positions                            Affine
     norms over all heads          both ways: strips, in their order              SumInOrder
+    k and v that strips share     backward: strips, in their order               JoinHeads
     qkv and proj, up and down     forward (g) and backward (f): strips           sum_strips
         their biases              backward: positions                            StripProduct
     logits and loss               strips of the vocabulary, positions            ExactCrossEntropy
@@ -45,10 +46,11 @@ from model import GPT, IGNORE_INDEX, GPTConfig
 from models.moe import Mixture
 from parallelism.all_heads_norm import ParallelAllHeadsNorm
 from parallelism.collectives import all_reduce
-from parallelism.exact_strips import Affine, InStrips, NormedInStrips
+from parallelism.exact_strips import Affine, AttentionInStrips, InStrips
 from parallelism.exact_sums import ExactSums
 from parallelism.kernels import use_kernels
 from parallelism.sequence import all_positions, by_ranks, sum_over_ranks
+from parallelism.shared_heads import can_cut_heads
 from parallelism.tensor import (VocabParallelCrossEntropy, VocabParallelEmbedding,
                                 VocabParallelHead, local_columns, matmul, tile_size)
 from parallelism.zero import FlatParameters, adamw_update, slices_to_update
@@ -251,10 +253,12 @@ def new_sums(model_config: GPTConfig, config, device: torch.device) -> ExactSums
 
 
 def count_strips(model_config: GPTConfig) -> int:
-    """The largest number that cuts the heads of keys and the channels of the MLPs into equal
-    strips. tp divides it."""
-    return math.gcd(MOST_STRIPS, model_config.hidden, model_config.n_kv_head,
-                    getattr(model_config, "shared_hidden", 0))
+    """The largest number that cuts the heads and the channels of the MLPs into equal strips. tp
+    divides it. (Strips cut k and v into equal pieces, too. Of ranks the last one's is padded.)"""
+    channels = math.gcd(MOST_STRIPS, model_config.hidden, getattr(model_config, "shared_hidden", 0))
+    return max(n for n in range(1, channels + 1) if channels % n == 0
+               and can_cut_heads(model_config, n)
+               and model_config.n_kv_head * model_config.head_dim % n == 0)
 
 
 def make_exact(model: GPT, model_config: GPTConfig, grid) -> None:
@@ -266,10 +270,12 @@ def make_exact(model: GPT, model_config: GPTConfig, grid) -> None:
         for norm in ("q_norm", "k_norm"):           # all strips share it
             if hasattr(block.attn, norm):
                 setattr(narrow.attn, norm, getattr(block.attn, norm))
-        in_strips = InStrips
-        if isinstance(getattr(block.attn, "q_norm", None), ParallelAllHeadsNorm):
-            in_strips = NormedInStrips
-        block.attn.forward = in_strips(block.attn, narrow.attn, ("qkv", "proj"), grid)
+        sharing = max(1, grid.exact.strips // model_config.n_kv_head)
+        if sharing > 1 or isinstance(getattr(block.attn, "q_norm", None), ParallelAllHeadsNorm):
+            attention = AttentionInStrips(block.attn, narrow.attn, grid, sharing)
+        else:
+            attention = InStrips(block.attn, narrow.attn, ("qkv", "proj"), grid)
+        block.attn.forward = attention
         mlp, narrow_mlp = block.mlp, narrow.mlp
         if isinstance(mlp, Mixture):        # exact_experts.py has its experts
             mlp, narrow_mlp = mlp.shared, narrow_mlp.shared

@@ -1,16 +1,19 @@
 """--exact: attention and MLPs in strips. exact.py has the argument, and builds them (make_exact).
 
 A strip of attention has some heads, a strip of an MLP some channels. All products have one strip's
-shape, whatever tp is.
+shape, whatever tp is. Where there are more strips than heads of k and v, some strips share one, and
+each computes a piece of it, as ranks do (shared_heads.py).
 """
 import copy
 
 import torch
 import torch.nn as nn
 
+from parallelism.all_heads_norm import ParallelAllHeadsNorm
 from parallelism.exact_sums import ExactSums
 from parallelism.kernels import linear
 from parallelism.sequence import all_positions, by_ranks, sum_over_ranks
+from parallelism.shared_heads import JoinHeads
 from parallelism.tensor import TensorParallel, matmul
 
 
@@ -122,9 +125,12 @@ class InStrips:
         """The y of each strip of this rank, by its x."""
         return [narrow(x, *args) for narrow, x in zip(self.strips(len(xs), self.names), xs)]
 
+    def cut(self, name: str, count: int) -> list[tuple]:
+        return cut_in_strips(getattr(self.part, name), count)
+
     def strips(self, count: int, names: tuple):
         """Yields `narrow` once for each strip, with this strip's weights of the layers `names`."""
-        strips = {name: cut_in_strips(getattr(self.part, name), count) for name in names}
+        strips = {name: self.cut(name, count) for name in names}
         self.narrow.train(self.part.training)
         for number in range(count):
             for name in names:
@@ -139,14 +145,50 @@ class InStrips:
             yield self.narrow
 
 
-class NormedInStrips(InStrips):
-    """Attention whose norms are over all heads: they need the q and k of all strips first."""
+class AttentionInStrips(InStrips):
+    """Attention that needs the q, k and v of all strips first: its norms are over all heads, or
+    `sharing` strips have one head of k and v, of which each computes a piece (shared_heads.py)."""
+
+    def __init__(self, part: nn.Module, narrow: nn.Module, grid, sharing: int):
+        names = ("qkv", "proj") if sharing == 1 else ("q", "kv", "proj")
+        super().__init__(part, narrow, names, grid)
+        self.sharing = sharing
+        narrow.group //= sharing
+
+    def cut(self, name, count):
+        if name not in ("q", "kv"):
+            return super().cut(name, count)
+        layer = self.part.qkv
+        biases = [None] * count if layer.bias is None else self.rows(name, layer.bias, count)
+        return list(zip(self.rows(name, layer.weight, count), biases))
+
+    def rows(self, name: str, x: torch.Tensor, count: int) -> list:
+        """The rows of q, or of k and v, of each strip: views of this rank's weight or bias. This
+        rank has some heads of k and v with their q, or a piece of one head."""
+        heads = max(1, count // self.sharing)
+        on_rank = count // heads                                # strips of one head
+        x = x.unflatten(0, (heads, -1))
+        of_kv = 2 * self.narrow.head_dim * on_rank // self.sharing
+        q, kv = x.split([x.shape[1] - of_kv, of_kv], 1)
+        strips_of_heads = (q if name == "q" else kv).unflatten(1, (on_rank, -1))
+        return [strip for head in strips_of_heads for strip in head]
 
     def of_strips(self, xs, args):
         count = len(xs)
-        qkvs = [narrow.qkv(x) for narrow, x in zip(self.strips(count, ("qkv",)), xs)]
+        if self.sharing == 1:
+            qkvs = [narrow.qkv(x) for narrow, x in zip(self.strips(count, ("qkv",)), xs)]
+        else:
+            products = [(narrow.q(x), narrow.kv(x))
+                        for narrow, x in zip(self.strips(count, ("q", "kv")), xs)]
+            qs, pieces = zip(*products)
+            heads = JoinHeads.apply(self.grid, self.sharing, *pieces)
+            qkvs = [torch.cat(pair, -1) for pair in zip(qs, heads)]
         qs, ks, vs = zip(*map(self.narrow.split_heads, qkvs))
-        qs, ks = self.part.q_norm.of_strips(qs), self.part.k_norm.of_strips(ks)
+        q_norm, k_norm = (getattr(self.part, name, None) for name in ("q_norm", "k_norm"))
+        if isinstance(q_norm, ParallelAllHeadsNorm):
+            qs, ks = q_norm.of_strips(qs), k_norm.of_strips(ks)
+        elif q_norm is not None:
+            qs, ks = map(q_norm, qs), map(k_norm, ks)
         return [narrow.attend(q, k, v, *args)
                 for narrow, q, k, v in zip(self.strips(count, ("proj",)), qs, ks, vs)]
 

@@ -22,7 +22,8 @@ class ParamSpec:
     dimension that is cut, matrices are stacked, the sections. A rank has a piece of each:
 
         sections 4, 2; 2 ranks      q0 q1 | q2 q3 | k | v       rank 0: q0 q1 k     rank 1: q2 q3 v
-    """
+
+    The stack may be repeated, `groups` times. Then each group is cut among tp / groups ranks."""
     name: str
     shape: tuple                # of the full parameter, without padding
     partition_dim: int | None   # the dimension that is cut; None: every rank has all of it
@@ -34,6 +35,7 @@ class ParamSpec:
     is_tied: bool = False       # embedding and head share it
     ep: int = 1                 # so many replicas divide its dimension 0, the experts
     sign_step: float = 0.0      # above 0: the size of its steps, against the sign of its gradient
+    groups: int = 1
 
     @property
     def local_shape(self) -> list[int]:
@@ -69,9 +71,10 @@ class ParamSpec:
     def pieces(self, tp_rank: int) -> Iterator[tuple]:
         """A rank's piece of each section: (where it begins in the full tensor, its size, its width
         in the rank's part). From size to width it is padding."""
-        start = 0
+        group, part = divmod(tp_rank, self.tp // self.groups)
+        start = group * sum(self.sections)
         for section, width in zip(self.sections, self.widths):
-            low = min(tp_rank * width, section)
+            low = min(part * width, section)
             yield start + low, min(width, section - low), width
             start += section
 
@@ -132,15 +135,18 @@ def param_specs(model: GPT, model_config: GPTConfig, grid) -> list[ParamSpec]:
             if name in OF_VOCABULARY:
                 shape[0] = model_config.vocab_size
             dim = getattr(module, "partition_dim", {}).get(attribute)
-            sections, widths = (), ()
-            if dim is not None:
+            groups, sections, widths = 1, (), ()
+            if hasattr(module, "sections"):
+                groups, sections, widths = module.groups, module.sections, module.widths
+            elif dim is not None:
                 count = module.stacked
                 sections = (shape[dim] // count,) * count
                 widths = (ceil_div(parameter.shape[dim] // count, grid.tp),) * count
             specs[name] = ParamSpec(
                 name, tuple(shape), dim, sections, widths, grid.tp, owners=[(module, attribute)],
                 is_tied_copy=local_name in tied and not grid.is_first,
-                is_tied=name in tied.values(), ep=grid.ep if hasattr(module, "is_expert") else 1)
+                is_tied=name in tied.values(), ep=grid.ep if hasattr(module, "is_expert") else 1,
+                groups=groups)
             if local_name.endswith("mlp.router.bias"):
                 specs[name].sign_step = model_config.balance_bias
     return list(specs.values())

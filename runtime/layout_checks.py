@@ -5,6 +5,7 @@ the same rules.
 """
 from model import GPTConfig
 from parallelism.exact import MOST_STRIPS
+from parallelism.shared_heads import can_cut_heads
 
 
 def refuse(problems: list[str]) -> None:
@@ -156,19 +157,26 @@ def problems_of_tp(model_config: GPTConfig, world: int, batch: int, config) -> l
     tp, pp, cp = config.tp, config.pp, config.cp
     problems = []
     heads, groups = model_config.n_head, model_config.n_kv_head
-    if groups % tp:
-        name = "n_head" if heads == groups else "n_kv_head"
-        fitting = [n for n in range(1, groups + 1)
-                   if groups % n == 0 and world % (n * pp * cp) == 0]
+    channels = groups * model_config.head_dim
+    if not can_cut_heads(model_config, tp):
+        problem, which = f"n_head {heads} is not divisible by tp {tp}", "divides it"
+        if heads % tp == 0:
+            problem = f"tp {tp} neither divides n_kv_head {groups} nor is a multiple of it"
+            which = "fits it"
+        fitting = [n for n in range(1, heads + 1)
+                   if can_cut_heads(model_config, n) and world % (n * pp * cp) == 0]
         possible = [str(n) for n in fitting if batch % (world // (n * pp * cp)) == 0]
         near = []
         if heads == groups:
             near = nearest_heads(model_config.n_embd, heads, tp)
         if possible:
-            near.insert(0, f"a --tp that divides it and the {world} processes: "
+            near.insert(0, f"a --tp that {which} and the {world} processes: "
                            f"{', '.join(possible)}")
-        problems.append(f"{name} {groups} is not divisible by tp {tp}: give "
-                        f"{'; or '.join(near) or 'another number of processes'}")
+        problems.append(f"{problem}: give {'; or '.join(near) or 'another number of processes'}")
+    elif channels % tp and (config.exact or getattr(model_config, "norm_all_heads", False)):
+        reason = "--exact" if config.exact else "a norm over all heads"
+        problems.append(f"{reason} requires that tp {tp} divides the {channels} channels of all "
+                        f"heads of keys: give a --tp or a --head-dim that fits")
     elif model_config.hidden % tp:
         problems.append(f"the MLP's {model_config.hidden} hidden channels are not divisible by tp "
                         f"{tp}: give a --tp or a --hidden that fits")

@@ -56,10 +56,17 @@ class Stage:
         return self.x // self.grid.tp if self.grid.sequence_parallel else self.x
 
     @cached_property
+    def sharing(self) -> int:
+        """The tensor-parallel ranks that share a head of k and v (parallelism/shared_heads.py)."""
+        return max(1, self.grid.tp // self.cfg.n_kv_head)
+
+    @cached_property
     def keys_and_values(self) -> int:
-        """How many numbers a block's K and V of all positions have, (B, T, K D / tp)."""
+        """How many numbers a block's K and V of all positions have, (B, T, K D / tp), or
+        (B, T, D)."""
         cfg, grid = self.cfg, self.grid
-        return 2 * self.positions * grid.cp * cfg.n_kv_head * cfg.head_dim // grid.tp
+        channels = cfg.n_kv_head * self.sharing * cfg.head_dim // grid.tp
+        return 2 * self.positions * grid.cp * channels
 
     @cached_property
     def buckets(self) -> list[tuple[Bucket, int]]:
@@ -195,7 +202,7 @@ def kept_by_attention(stage: Stage) -> int:
     rotated or normed it keeps those that attention takes: to rotate back needs the angles alone.)
     """
     cfg = stage.cfg
-    channels = (2 * cfg.n_head + 2 * cfg.n_kv_head) * cfg.head_dim
+    channels = (2 * cfg.n_head + 2 * cfg.n_kv_head * stage.sharing) * cfg.head_dim
     return channels * stage.positions // stage.grid.tp
 
 

@@ -1,4 +1,5 @@
 """Bytes that a rank sends in a step, by kind. (The tests compare them with those of real runs.)"""
+from model import ceil_div
 from tools.plan.memory import Stage
 
 INTEGER = 8             # bytes of a count, or of the number of an expert
@@ -145,16 +146,21 @@ def tensor_parallel_bytes(stage: Stage) -> float:
     """`rings_of_block`; an all-reduce of the embedding, and one of the head; 3 numbers a position
     for the loss. Sequence parallelism: the gradients of what is replicated are summed; without it,
     of norms of heads alone. A norm over all heads of q, or of k, sums a number for each position,
-    and its gradient."""
+    and its gradient. Ranks that share a head of k and v exchange them (B, T / cp, 2 D) and their
+    gradients, and of a norm over all heads its D weights."""
     config, grid = stage.config, stage.grid
     rings = rings_of_block(config) * stage.layers + 2 * grid.is_first + 2 * grid.is_last
     per_microbatch = rings * ring(grid.tp, stage.x * config.size)
     if grid.is_last:
         per_microbatch += 2 * ring(grid.tp, 3 * config.master_size * stage.positions)
     total = stage.microbatches * per_microbatch
+    exchanges = stage.microbatches * stage.layers + forwards(stage)
+    channels = stage.sharing * ceil_div(2 * stage.cfg.head_dim, stage.sharing)      # padded
+    exchanged = stage.positions * channels
     if getattr(stage.cfg, "norm_all_heads", False):
-        passes = stage.microbatches * stage.layers + forwards(stage)
-        total += 2 * 2 * passes * ring(grid.tp, stage.positions * config.master_size)
+        total += 2 * 2 * exchanges * ring(grid.tp, stage.positions * config.master_size)
+        exchanged += stage.cfg.head_dim
+    total += exchanges * ring(stage.sharing, exchanged * config.size)
     replicated = 0
     for bucket, count in stage.buckets:
         for spec, shard_slice, _ in bucket.shard_ranges:
