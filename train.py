@@ -358,7 +358,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
         elif startup.has_ended(run):
             console.print_finished(run, state, begin)
         else:
-            startup.begin_training(run, state, begin)
+            startup.begin_training(run, state, begin, stack)
             with StopSignal() as run.stop:
                 run.train()
             if run.step <= config.steps and job.world == 1:         # stopped by a signal

@@ -17,6 +17,8 @@ class Config:
     data: str = flag("data/python", "directory of token shards, or a mixture: A=0.7,B=0.3",
                      group="paths", form="DIR")
     out: str = flag("out", "directory of the run: checkpoints and metrics.jsonl", form="DIR")
+    log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb", form="NAMES",
+                    choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
     model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model",
                       form="NAME")
     n_layer: int = flag(None, "blocks (this and the next fourteen override --model)", low=1)
@@ -115,7 +117,7 @@ ROUTER_LOSSES = ("balance_loss", "z_loss")      # they change the training, not 
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation", *OF_LLAMA, *OF_MIXTURE)
 # These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
 # is stored as the resulting --steps.)
-LOCAL = {"data", "out", "resume", "init_from", "eval_only", "log_every", "plain", "tp", "pp",
+LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "log_every", "plain", "tp", "pp",
          "cp", "ep", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch",
          "zero", "recompute", "sequence_parallel", "offload", "dtype", "exact",
          "epochs"}

@@ -14,6 +14,7 @@ imports train.py:
     step_stats                          the numbers of a step, summed over all ranks
     run_log, console                    metrics.jsonl and the steps; what else a run prints
     evaluation, eval_answers            the validation loss; answers that are right
+    dashboards                          TensorBoard and Weights & Biases, for --log
     signals                             the end by a signal
     sample_and_chat                     prompts and conversations of sample.py, and what it prints
 """

@@ -16,6 +16,7 @@ from base.checkpoint_files import CorruptCheckpoint, list_checkpoints, verify
 from base.processes import RunError, all_ranks, is_rank0, on_rank0, warn
 from checkpoint import load
 from parallelism.collectives import all_gather_object, on_hosts
+from runtime import dashboards
 
 
 @contextmanager
@@ -203,10 +204,11 @@ def last_lines(out: Path) -> list[dict]:
 
 class Metrics:
     """OUT/metrics.jsonl, append-only: one object per step, and one with `event` for anything else.
-    Only rank 0 writes. tools/follow.py reads it while the run trains."""
+    Only rank 0 writes. `dashboards`: those of --log, which get each line too."""
 
     def __init__(self, out: Path, rank: int):
         self.path = None
+        self.dashboards = []
         if rank == 0:
             self.path = out / "metrics.jsonl"
             with open(self.path, "a+b") as file:
@@ -229,3 +231,10 @@ class Metrics:
                     raise OSError("the disk is full")
         except OSError as error:                        # costs this line, not the run
             warn(f"{self.path} lacks a line: {error.strerror or error}")
+        for dashboard in self.dashboards:
+            dashboard.write(row)
+
+    def close(self) -> None:
+        """End the dashboards, which get no more lines."""
+        dashboards.close(self.dashboards)
+        self.dashboards = []

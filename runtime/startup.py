@@ -19,7 +19,8 @@ from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid, make_groups
-from runtime import checks, console, layout_checks, memory_limits, plain_run, run_state
+from runtime import (checks, console, dashboards, layout_checks, memory_limits, plain_run,
+                     run_state)
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state, lock_output_dir,
                                start_branch)
 from runtime.run_log import RunLog
@@ -58,6 +59,8 @@ def prepare(given: dict, job: Job, device: torch.device,
     store = launch_store() if job.rank == 0 else None
     restarted = on_rank0(lambda: store.check(["begun"]))    # a refused start leaves no key
     config = Config(**given)
+    if config.log is not None:
+        on_rank0(lambda: dashboards.check("--log", config.log))
     begin = find_start(Path(config.out), config.resume, config.init_from, config.eval_only,
                        restarted)
     return on_rank0(lambda: resolve(given, begin, job, device, store, stack))
@@ -132,10 +135,17 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
     return train_data, val_data
 
 
-def begin_training(run, state: dict | None, begin: Start) -> None:
+def begin_training(run, state: dict | None, begin: Start, stack: ExitStack) -> None:
     """Open the log of a train.Run, report how it begins and, if it begins from a file, save its
-    starting state. `state` is that of `load_start`, without the tensors."""
-    run.log = RunLog(all_ranks(lambda: Metrics(Path(run.config.out), run.grid.rank)))
+    starting state. `state` is that of `load_start`, without the tensors. `stack` closes the
+    dashboards."""
+    config = run.config
+    metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
+    run.log = RunLog(metrics)
+    if config.log is not None and run.grid.rank == 0:
+        metrics.dashboards = dashboards.start(config.log, Path(config.out), begin.run["id"],
+                                              run.step)
+        stack.callback(metrics.close)
     console.print_summary(run)
     if state is None:
         console.report_start(run, begin)

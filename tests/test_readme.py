@@ -179,7 +179,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         config, cfg = checks.validate(given, None, world, "cuda")
         if "n_layer" not in given:
             assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 30
+    assert len(commands) == 31
 
 
 KINDS = ("tp", "pp", "cp", "pp_schedule", "pp_chunks", "zero", "sequence_parallel", "recompute",

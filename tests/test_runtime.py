@@ -93,6 +93,8 @@ REFUSED = [
     ("did you mean gelu?", ["--activation GELU"], ["--activation gelu"]),
     ("no CUDA device here", ["--device cuda"], []), ("give --device cpu", ["--device mps"], []),
     ("needs a C++ compiler: install g++", ["--compile"], []),
+    ("install tensorboard", ["--log tensorboard,wandb"], []),
+    ("install wandb", ["--log wandb"], []),
     ("--steps cannot be combined with --epochs", ["--epochs 2"], []),
     ("--init-from: the value is empty: give a path (is a variable of the shell not set?)", [
         "--init-from ", "--init-from="], []),

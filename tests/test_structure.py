@@ -138,7 +138,7 @@ def test_data_py_needs_neither_torch_nor_the_model():
     assert done.stdout == "[]\n"
 
 
-FLAGS = """data out model n_layer n_head n_embd seq_len activation n_kv_head head_dim hidden
+FLAGS = """data out log model n_layer n_head n_embd seq_len activation n_kv_head head_dim hidden
     rope_theta n_expert n_active shared_hidden balance_loss z_loss balance_bias dropout batch_size
     batch_ramp steps epochs lr min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1
     beta2 clip seed plain tp pp cp ep pp_schedule pp_chunks device compile timeout micro_batch zero

@@ -11,6 +11,7 @@ IN_PROJECTS = {
     "resume": ("`init_from=resume`", "`load_path`", "`--load`", "`-y`"),
     "init-from": ("`init_from=gpt2`", "", "`--finetune`", "`-e`"),
     "eval-only": ("`eval_only`", "", "", ""),
+    "log": ("`wandb_log`", "`--use_wandb`", "`--tensorboard-dir`, `--wandb-project`", ""),
     "model": ("", "", "", "`-e d12`"),
     "n-layer": ("`n_layer`", "`--num_hidden_layers`", "`--num-layers`", ""),
     "n-head": ("`n_head`", "`--num_attention_heads`", "`--num-attention-heads`", ""),
