@@ -27,18 +27,20 @@ Reading it runs no code from it.
 A file of weights alone has no moments and is for `train.py --init-from`.
 
 First come `plain_save` and `plain_load` for a model in one process, then `restore` in any layout,
-then `save` and `load` of a run. Other files help: base/pieces.py knows which rank has which
+then `save` and `load` of a run. base/checkpoint_folder.py has a format for larger models: a folder,
+of which every rank writes a part. Other files help: base/pieces.py knows which rank has which
 numbers, runtime/checkpoint_writer.py moves them to rank 0 and writes in a thread, and
 base/atomic_writes.py and base/checkpoint_files.py know disks.
 """
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from base.atomic_writes import flush_folder, link_file, write_file
 from base.checkpoint_files import read_state, reading, remove_old, step_file, verify
+from base.checkpoint_folder import FolderTensors, add_tensors, shapes_of
 from base.retries import retry_transient
 from model import GPT, OF_VOCABULARY, GPTConfig
 from models import make_config
@@ -115,10 +117,13 @@ def restore(state: dict, flat: FlatParameters) -> None:
     flat.wait_params()
 
 
-def load_shards(tensors: dict, flat: FlatParameters, kind: str) -> None:
+def load_shards(tensors: Mapping, flat: FlatParameters, kind: str) -> None:
     """Fill this rank's shard[kind] of each bucket from full tensors. It reads only these slices of
-    them. A file's position table may be longer than the model's."""
-    flat.load(kind, lambda name, shape: tensors[name][:shape[0]])
+    them. Every rank calls it. A file's position table may be longer than the model's."""
+    if isinstance(tensors, FolderTensors):
+        tensors.load_shards(flat, kind)
+    else:
+        flat.load(kind, lambda name, shape: tensors[name][:shape[0]])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -143,13 +148,16 @@ def save(state: dict, out: Path, keep: int, named: Container[str] = ()) -> Path:
 
 @retry_transient
 def load(path: Path) -> dict:
-    """Load the state in a file: its tensors are mapped from disk, not yet read nor verified.
+    """Load the state in a file: its tensors are mapped from disk, not yet read nor verified. Those
+    of a folder are read when they are asked for.
 
     Raises CorruptCheckpoint if the file is no checkpoint, contradicts itself, or holds anything but
     tensors and plain types. Raises ValueError if another version of this code wrote it.
     """
     with reading(path, "is refused"):
         state = read_state(path)
+        if path.is_dir():
+            state = add_tensors(state, path, STATE)
         if not isinstance(state, dict) or "format" not in state:
             raise ValueError("it is not a checkpoint of this project")
     if state["format"] != FORMAT:               # not damaged: it must not be passed over
@@ -161,7 +169,7 @@ def load(path: Path) -> dict:
         weights_only = not state["exp_avg"] and not state["exp_avg_sq"]
         shapes = parameter_shapes(make_config(**state["model"]))
         for key in STATE:
-            found = {name: tuple(tensor.shape) for name, tensor in state[key].items()}
+            found = shapes_of(state[key])
             if found != shapes and (key == "parameters" or not weights_only):
                 raise ValueError(f"its {key} are not those of its model")
     return state

@@ -6,8 +6,9 @@ Every room above calls it. It calls model.py, the models' tables, amp.py and par
     batch_ramp                          the sizes of batches that grow
     processes, devices                  ranks, and what they compute on
     checkpoint_files                    the files of checkpoints: find, read, remove
-    atomic_writes                       a name belongs to a whole file at each moment
-    pieces                              which rank gives a checkpoint which numbers
+    atomic_writes                       a name belongs to a whole file or folder at each moment
+    pieces, chunks                      which rank gives a checkpoint which numbers
+    checkpoint_folder, dcp_table        a checkpoint as a folder, of which each rank writes a part
     retries                             reading again where a file system fails for a while
     flops                               what a model computes
 

@@ -1,6 +1,7 @@
 """How a checkpoint gets its name. It is written under another name, flushed to the disk, then
-renamed. So a name belongs to a whole file at each moment, also when the process is killed or the
-power fails. checkpoint.py and tools write by it.
+renamed. So a name belongs to a whole file or folder at each moment, also when the process is killed
+or the power fails. checkpoint.py writes files by it, runtime/folder_writer.py folders, and tools
+both.
 """
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from base.errors import WriteFailed, is_failure
+from base.processes import warn
 from base.retries import first_cause
 from parallelism.collectives import PeerError, out_of_memory
 
@@ -40,7 +42,10 @@ def writing(aside: Path, path: Path):
     try:
         yield
     except (OSError, RuntimeError) as error:
-        aside.unlink(missing_ok=True)
+        if aside.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.unlink(missing_ok=True)
         cause = first_cause(error)
         if isinstance(cause, PeerError) or out_of_memory(cause):
             raise cause
@@ -60,6 +65,42 @@ def link_file(path: Path, name: Path) -> None:
             with open(path, "rb") as file, flushed_file(aside) as copy:
                 shutil.copyfileobj(file, copy)
         os.replace(aside, name)
+
+
+def rename_folder(aside: Path, path: Path, name: Path) -> None:
+    """Give a folder that is whole its name, and the link `name` to it. A folder that had the name
+    is called .old first, and `list_checkpoints` lists it: at each moment one of the two is there.
+    (`remove_old` removes it.)"""
+    old = path.with_name(path.name + ".old")
+    if path.exists():
+        remove(old)
+        os.rename(path, old)
+    os.rename(aside, path)
+    link = name.with_name(name.name + ".tmp")
+    link.unlink(missing_ok=True)
+    try:
+        if name.is_dir() and not name.is_symlink():     # a copy may have made a folder of the link
+            remove(name)
+        os.symlink(path.name, link)
+        os.replace(link, name)
+    except OSError as error:            # a run needs no link: the folder has its name
+        with suppress(OSError):
+            name.unlink(missing_ok=True)                # of an older folder
+        warn(f"{path} is whole, but no link {name} can be made to it: {error.strerror}")
+    flush_folder(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, if it is there. A folder loses its name first: half of it is none."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    aside = path.with_name("removed.tmp")
+    if path != aside:
+        remove(aside)                           # a killed process has left it
+        os.rename(path, aside)
+        flush_folder(path.parent)
+    shutil.rmtree(aside)
 
 
 def flush_folder(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """The files of checkpoints: which a directory has, which is the newest, which are removed, and how
 one is read from a disk that may fail. checkpoint.py says what a file holds, and calls this file. So
-does whoever looks for a checkpoint.
+does whoever looks for a checkpoint. A checkpoint may also be a folder (checkpoint_folder.py).
 
 Reading fails in three ways, which differ in what to do:
 
@@ -21,22 +21,32 @@ from pathlib import Path
 
 import torch
 
+from base.atomic_writes import remove
+from base.checkpoint_folder import FACTS, verify_folder
+from base.dcp_table import TABLE
 from base.processes import warn
 from base.retries import first_cause, retry_transient
 from parallelism.collectives import first_line
 
-STEP_FILE = re.compile(r"step_(\d{8})\.pt")
-LATEST = "latest.pt"                            # another name of the newest
-ASIDE = ("step.pt.tmp", "latest.pt.tmp")        # not yet whole: a kill leaves them
+# A folder has no suffix. One with ".old" is about to be replaced (atomic_writes.rename_folder).
+STEP_FILE = re.compile(r"step_(\d{8})(\.pt|\.old)?")
+LATEST = {"file": "latest.pt", "folder": "latest"}      # names of the newest, by format
+# What is not yet whole, or no longer. It is there after a kill.
+ASIDE = ("step.pt.tmp", "latest.pt.tmp", "step.tmp", "latest.tmp", "removed.tmp")
 
 
 class CorruptCheckpoint(ValueError):
     """The file is not a whole checkpoint."""
 
 
-def step_file(out: Path, step: int) -> Path:
-    """The checkpoint after a step."""
-    return out / f"step_{step:08d}.pt"
+def step_file(out: Path, step: int, form: str = "file") -> Path:
+    """The checkpoint after a step. `form`: --checkpoint-format."""
+    return out / (f"step_{step:08d}.pt" if form == "file" else f"step_{step:08d}")
+
+
+def facts_file(path: Path) -> Path:
+    """The file that has a checkpoint's entries other than tensors."""
+    return path / FACTS if path.is_dir() else path
 
 
 # ---------------------------------------------------------------------------------------------
@@ -49,8 +59,10 @@ def reading(path: Path, problem: str):
     """Turn an exception of the block that reads `path` into a CorruptCheckpoint that names the
     problem: damaged bytes make zipfile and torch.load raise exceptions of many types. Errors of the
     file system are raised as they are."""
+    if (path.parent / FACTS).exists():
+        raise ValueError(f"{path} is a part of the checkpoint {path.parent}: give the folder")
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if not stat.S_ISREG(os.stat(facts_file(path)).st_mode):
             raise FileNotFoundError
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -78,12 +90,15 @@ def disk_error(error: Exception) -> OSError | None:
 
 def advice(path: Path) -> str:
     """What to give instead of `path`, which is no file."""
-    inside = sorted(path.glob("*.pt"))                  # latest.pt is the first
-    if inside:
+    if (path / TABLE).exists():
+        return (f"it is a folder of torch.distributed.checkpoint of another program: `python -m "
+                f"tools.checkpoint {path} FILE.pt --data DIR --model NAME` takes its weights")
+    inside = sorted([*path.glob("*.pt"), *(facts.parent for facts in path.glob(f"*/{FACTS}"))])
+    if inside:                                          # latest or latest.pt is the first
         return f"it is a directory: give a file in it: {', '.join(map(str, inside))}"
     if path.suffix == ".pt":
         others = [file.name for file in list_checkpoints(path.parent)]
-        others += [LATEST] if (path.parent / LATEST).exists() else []
+        others += [name for name in LATEST.values() if (path.parent / name).exists()]
         if others:                                      # --keep has removed it
             return f"{path.parent} has {', '.join(others)}"
         return (f"run train.py first, or `python -m tools.huggingface import NAME {path}`, or give "
@@ -105,16 +120,25 @@ def name_for_torch(path: Path):
 
 
 def read_state(path: Path) -> dict:
-    """What a file holds. Errors are those of torch.load."""
-    with name_for_torch(path) as name:
+    """What a file holds, or the facts of a folder. Errors are those of torch.load."""
+    with name_for_torch(facts_file(path)) as name:
         return torch.load(name, map_location="cpu", mmap=True, weights_only=True)
 
 
 @retry_transient
-def verify(path: Path) -> None:
-    """Read a checkpoint once and compare its bytes with the CRCs of the zip. Raises
-    CorruptCheckpoint."""
-    with reading(path, "is damaged, cut off, or no checkpoint"), zipfile.ZipFile(path) as archive:
+def verify(path: Path, rank: int = 0, world: int = 1) -> None:
+    """Read a checkpoint once and compare its bytes with their CRCs: those of the zip, and of a
+    folder those in facts.pt. Of a folder each rank reads some of the files, if all ranks of `world`
+    call this; a file is for rank 0. Raises CorruptCheckpoint."""
+    with reading(path, "is damaged, cut off, or no checkpoint"):
+        if rank == 0:
+            verify_zip(facts_file(path))
+        if path.is_dir():
+            verify_folder(path, rank, world)
+
+
+def verify_zip(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
         bad = archive.testzip()
         if bad is not None:
             raise ValueError(f"the CRC of {bad} does not match")
@@ -132,15 +156,15 @@ def verify(path: Path) -> None:
 def list_checkpoints(out: Path) -> list[Path]:
     """The checkpoints in `out`, newest first. A file written after more rollbacks is newer: a
     rollback makes the files of later steps void. Otherwise that of the later step is. The time of
-    a file says nothing, because a copy changes it. A file with two names, because latest.pt is a
-    link to it, is listed once, under its step's name."""
+    a file says nothing, because a copy changes it. A file or folder with two names, because latest
+    is a link to it, is listed once, under its step's name."""
     try:
         names = os.listdir(out)
     except (FileNotFoundError, NotADirectoryError):
         return []
     files = {}                                      # {inode: path}
     for name in sorted(names):                      # latest.pt comes first
-        if STEP_FILE.fullmatch(name) or name == LATEST:
+        if STEP_FILE.fullmatch(name) or name in LATEST.values():
             with suppress(FileNotFoundError):       # another process has just removed it
                 files[os.stat(out / name).st_ino] = out / name
     orders = {path: read_order(path) for path in files.values()}
@@ -179,13 +203,19 @@ def read_order(path: Path) -> tuple[int, int] | None:
 
 def remove_old(path: Path, keep: int, named: Container[str]) -> None:
     """After the checkpoint `path` has been written, remove those beside it, except the newest
-    `keep` and those whose name is in `named`. Remove also what killed saves have left. A failure
-    costs a warning: `path` is whole."""
+    `keep` and those whose name is in `named`. Remove also what killed saves and the other format
+    have left. A failure costs a warning: `path` is whole."""
     out = path.parent
     try:
+        remove(out / LATEST["file" if path.is_dir() else "folder"])
+        for name in ASIDE:
+            remove(out / name)
         files = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
-        old = [file for file in files[keep:] if file.name not in named]
-        for file in [out / name for name in ASIDE] + old:
-            file.unlink(missing_ok=True)
+        replaced = [file for file in files
+                    if file.suffix == ".old" and file.with_suffix("").exists()]
+        others = [file for file in files if file not in replaced]
+        old = [file for file in others[keep:] if file.name not in named]
+        for file in replaced + old:
+            remove(file)
     except OSError as error:
         warn(f"old checkpoints in {out} could not be removed: {error}")

@@ -87,6 +87,9 @@ class Config:
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
                            group="checkpoints, evaluation, logging")
     keep: int = flag(3, "checkpoints kept; the newest healthy one stays, too", low=1)
+    checkpoint_format: str = flag("file", "file: rank 0 writes one; folder: each rank writes its "
+                                  "own part, in the format of torch.distributed.checkpoint",
+                                  choices=["file", "folder"])
     resume: str = flag("auto", "auto: from the newest whole checkpoint of --out; never: --out must "
                        "be new; FILE: branch from it into a new --out", form="{auto,never,FILE}")
     init_from: str = flag(None, "start a new run from the weights of this checkpoint", form="FILE")

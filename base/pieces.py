@@ -1,5 +1,5 @@
-"""Which rank gives a checkpoint which numbers. runtime/checkpoint_writer.py calls
-it.
+"""Which rank gives a checkpoint which numbers. runtime/checkpoint_writer.py and
+runtime/folder_writer.py call it.
 
 A parameter is cut twice:
 
@@ -9,7 +9,8 @@ A parameter is cut twice:
     piece | piece | piece | piece  ZeRO: a part is flattened, then cut where the shards of its
                                    bucket end
 
-Each number of the model has one owner (buckets.is_owner). The file has the pieces joined again.
+Each number of the model has one owner (buckets.is_owner). A file has the pieces joined again. For a
+folder each rank cuts its own into chunks of the full tensor (chunks.py).
 """
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,5 +1,5 @@
-"""Errors of the file system, which may come from a network and last for a while. checkpoint.py and
-checkpoint_files.py read by `retry_transient`.
+"""Errors of the file system, which may come from a network and last for a while. checkpoint.py,
+checkpoint_files.py and checkpoint_folder.py read by `retry_transient`.
 """
 import errno
 import time

@@ -148,8 +148,12 @@ def note_slow_disk(run, waited: float) -> None:
     interval = time.monotonic() - writer.submitted
     if waited > max(LEAST_WAIT, LEAST_WAITING * interval):
         writer.slow_disk_is_noted = True
+        advice = "give a larger --save-every"
+        if run.config.checkpoint_format == "file" and run.grid.world > 1:
+            advice += (", or --checkpoint-format folder, with which each rank writes its own part "
+                       "to a disk that all share")
         print_rank0(f"note     training waited {waited:.1f} of the last {interval:.1f} s for a "
-                    f"checkpoint to be written: give a larger --save-every")
+                    f"checkpoint to be written: {advice}")
 
 
 def report_start(run, begin: Start) -> None:
@@ -230,7 +234,7 @@ def report_end(run) -> None:
     run.log.event("end", step=run.config.steps)
     meta = run.train_data.meta
     if is_named(meta["tokenizer"]) or "tokenizer_file" in meta:
-        file = shlex.quote(f"{run.config.out}/{LATEST}")
+        file = shlex.quote(f"{run.config.out}/{LATEST[run.config.checkpoint_format]}")
         chat = " --chat" if "template" in meta else ""
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}{chat}")
 

@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from base.checkpoint_files import CorruptCheckpoint, list_checkpoints, verify
 from base.processes import RunError, all_ranks, is_rank0, on_rank0, warn
 from checkpoint import load
@@ -68,15 +70,13 @@ def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. Every rank calls it, and rank 0 reads it. Raises
+    """What is wrong with a checkpoint, or None. Every rank calls it, and reads its share. Raises
     RunError if rank 0 has the checkpoint and another rank does not see it."""
     def look() -> tuple[str | None, bool]:
         try:
+            verify_share(path)
             if is_rank0():
-                verify(path)
                 load(path)
-            elif not path.exists():
-                raise FileNotFoundError
         except (CorruptCheckpoint, FileNotFoundError) as error:
             return str(error), isinstance(error, FileNotFoundError)
         return None, False
@@ -87,6 +87,14 @@ def damage(path: Path) -> str | None:
             raise RunError(f"rank {rank}{on_hosts([rank], hosts)} does not see {path}: --out must "
                            f"be on a disk that all machines share")
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def verify_share(path: Path) -> None:
+    """Verify this rank's share of a checkpoint."""
+    if dist.is_initialized():
+        verify(path, dist.get_rank(), dist.get_world_size())
+    else:
+        verify(path)
 
 
 class Start(NamedTuple):
@@ -111,7 +119,8 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     `restarted` the group: FILE may be gone. With --eval-only, FILE is evaluated without a look at
     `out`. The kind is then "init-from": the weights are enough.
 
-    Every rank calls it. Raises RunError, with status 2 for a usage error, also for a damaged FILE.
+    Every rank calls it, and verifies its share of the checkpoint. Raises RunError, with status 2
+    for a usage error, also for a damaged FILE.
     """
     file = init_from if resume in ("auto", "never") else resume         # one of them at most
     kind = "seed"
@@ -127,7 +136,7 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     found = on_rank0(look)
     newest, events = latest_valid(found) if found else (None, [])
     if not found and file is not None:
-        on_rank0(lambda: verify(file))
+        all_ranks(lambda: verify_share(file))
     return on_rank0(lambda: decide(out, kind, file, found, newest, events, eval_only, restarted))
 
 

@@ -55,6 +55,14 @@ def check_flags(given: dict, world: int) -> None:
                          "directory")
 
 
+def check_file(begin: Start) -> None:
+    """Raise RunError if the run would continue from a folder."""
+    if begin.path is not None and begin.path.is_dir():
+        raise RunError(f"--plain reads files, and {begin.path} is a folder: drop --plain, or make "
+                       f"a file of it, `python -m tools.checkpoint {begin.path} NEW/latest.pt`, "
+                       f"and give --out NEW", 2)
+
+
 def check_model(config: Config, model_config: GPTConfig, train_data: TokenDataset) -> None:
     """Raise RunError unless the plain forms can train this model on these data."""
     if train_data.has_conversations:

@@ -15,12 +15,14 @@ from base.processes import all_ranks, on_rank0
 from runtime.checkpoint_writer import Writer
 from runtime.console import note_slow_disk
 from runtime.directory import latest_valid, load_state
+from runtime.folder_writer import FolderWriter
 
 
 def make_writer(run) -> Writer:
-    """The writer of the run's checkpoints."""
+    """The writer of the run's checkpoints, in the format of --checkpoint-format."""
     config = run.config
-    return Writer(Path(config.out), config.keep, run.model_config, run.flat, config.timeout)
+    writer = FolderWriter if config.checkpoint_format == "folder" else Writer
+    return writer(Path(config.out), config.keep, run.model_config, run.flat, config.timeout)
 
 
 def initial_weights(config: Config) -> Callable | None:
@@ -65,7 +67,7 @@ def judge_checkpoint(run, is_start: bool) -> None:
     """Record in the monitor the checkpoint that is about to be written, and whether it is healthy:
     a rollback may return to it. `is_start`: it is the starting state of the run."""
     config, done = run.config, run.finished_step
-    file = step_file(Path(config.out), done).name
+    file = step_file(Path(config.out), done, config.checkpoint_format).name
     scheduled = done == config.steps or (config.save_every > 0 and done % config.save_every == 0)
     at_floor = config.dtype == "fp16" and run.scaler.scale <= run.scaler.min_scale
     run.divergence.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)

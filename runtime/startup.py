@@ -85,6 +85,8 @@ def resolve(given: dict, begin: Start, job: Job, device: torch.device, store: di
                                            begin.kind == "init-from", begin.path)
     memory_limits.check_memory(model_config, make_grid(config, job), config,
                                PRECISIONS[config.dtype], device, job.local_world)
+    if config.plain:
+        plain_run.check_file(begin)
     if not config.eval_only:
         stack.enter_context(lock_output_dir(Path(config.out)))
         if list_checkpoints(Path(config.out)) != begin.found:

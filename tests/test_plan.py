@@ -128,9 +128,8 @@ def unattended(cfg, config, tokens):
 
 
 LLAMA = LlamaConfig(384, 16, 2, 8, 64, n_kv_head=4, hidden=192, qk_norm=True)
-ONE_KEY = replace(LLAMA, n_kv_head=1)
 # Rows of COVER: each ZeRO stage and schedule on four ranks, tp beside pp and dp beside cp on eight.
-ON_FOUR = [(1, LLAMA), (13, ONE_KEY), (17, CFG), (18, CFG), (19, LLAMA)]
+ON_FOUR = [(1, LLAMA), (13, LLAMA), (17, CFG), (18, CFG), (19, LLAMA)]
 ON_EIGHT = [(3, CFG), (6, LLAMA), (10, CFG), (13, LLAMA), (21, CFG), (22, LLAMA)]
 
 

@@ -374,7 +374,7 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         n_expert n_active shared_hidden balance_loss z_loss balance_bias
         dropout batch_size batch_ramp steps lr
         min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip seed
-        save_every keep check_every eval_every eval_tokens eval_answers rollback
+        save_every keep checkpoint_format check_every eval_every eval_tokens eval_answers rollback
         max_rollbacks skip_steps""".split())
 
 
@@ -988,17 +988,20 @@ def test_the_end_names_sample_py_where_it_has_the_tokenizer(capsys, meta, is_tol
     assert ("python sample.py --ckpt out/latest.pt" in capsys.readouterr().out) == is_told
 
 
-@pytest.mark.parametrize("waited, interval, is_told", [
-    (30, 600, False), (4, 20, False), (31, 600, True)])
-def test_a_disk_that_training_waits_for_is_told_once(capsys, waited, interval, is_told):
+@pytest.mark.parametrize("waited, interval, form, world, words", [
+    (30, 600, "file", 8, None), (4, 20, "file", 8, None), (31, 600, "file", 8, "folder"),
+    (31, 600, "folder", 8, "--save-every"), (31, 600, "file", 1, "--save-every")])
+def test_a_disk_that_training_waits_for_is_told_once(capsys, waited, interval, form, world, words):
+    """Of a file on several ranks with the other format, which does not help one rank."""
     writer = SimpleNamespace(submitted=time.monotonic() - interval, slow_disk_is_noted=False)
-    run = SimpleNamespace(writer=writer, config=Config())
+    run = SimpleNamespace(writer=writer, grid=SimpleNamespace(world=world),
+                          config=Config(checkpoint_format=form))
     console.note_slow_disk(run, waited)
     told = capsys.readouterr().out
-    assert (told != "") == is_told
+    assert (told != "") == (words is not None)
     if told:
         assert f"training waited {waited}.0 of the last {interval}.0 s for a checkpoint" in told
-        assert "--save-every" in told
+        assert words in told and ("--checkpoint-format" in told) == (words == "folder")
     console.note_slow_disk(run, waited)
     assert capsys.readouterr().out == ""
 

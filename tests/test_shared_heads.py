@@ -77,16 +77,19 @@ def test_16_bits_train_within_their_bound(pool, tmp_path, reference, name, layou
     assert loss <= 0.001 * factor and gradient <= 0.05 * factor and norm <= 0.01 * factor
 
 
-def test_a_run_goes_on_in_layouts_that_share_a_head_in_another_way(pool, tmp_path, reference):
+@pytest.mark.parametrize("file_format", ["file", pytest.param("folder", marks=pytest.mark.slow)])
+def test_a_run_goes_on_in_layouts_that_share_a_head_in_another_way(pool, tmp_path, reference,
+                                                                   file_format):
     """A single head of keys on four ranks, after step 1 on one, after step 2 on two of each of two
     stages: the rows of one process in fp64, to 1e-10."""
     cfg, flags = CFGS["palm"], dict(dtype="fp64", steps=3, lr=1e-2, warmup_steps=1)
     rows, begin = [], None
     for step, layout in [(1, (1, 4, 1)), (2, (1, 1, 1)), (3, (1, 2, 2))]:
         out = tmp_path / str(step)
-        part = trained(pool, layout, out, cfg, state=begin, save_every=1, keep=9, **flags)
+        part = trained(pool, layout, out, cfg, state=begin, save_every=1, keep=9,
+                       checkpoint_format=file_format, **flags)
         rows += [row for row in part.rows if row["step"] == step]
-        begin = step_file(out, step)
+        begin = step_file(out, step, file_format)
     one = reference(cfg, **flags)
     assert_same_rows(rows, one.rows, BOUNDS["fp64"])
 

@@ -163,6 +163,7 @@ def slow(method, step=None):
 """
 
 
+@pytest.mark.parametrize("form", ["file", pytest.param("folder", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("phase, number, ranks", [
     ("start", signal.SIGTERM, 1), ("step", signal.SIGINT, 1), ("step", signal.SIGHUP, 1),
     ("evaluation", signal.SIGINT, 1), ("last evaluation", signal.SIGTERM, 1),
@@ -170,11 +171,11 @@ def slow(method, step=None):
     *(pytest.param(phase, signal.SIGTERM, 2, marks=pytest.mark.slow)
       for phase in ("start", "evaluation", "last evaluation", "comparison", "save"))])
 def test_a_signal_ends_a_run_after_the_step_in_progress(shards, things, tmp_path, phase, number,
-                                                        ranks):
+                                                        ranks, form):
     """Its step is evaluated, where that is due, and saved. The same command goes on, and ends with
     the bits of a run that was not stopped. Two ranks get the signal from their launcher."""
     statement, last = PHASES[phase]
-    command = ["--data", shards, *TINY, "--pp", ranks]
+    command = ["--data", shards, *TINY, "--pp", ranks, "--checkpoint-format", form]
     run = start_and_wait_for(ranks, tmp_path, SLOW + statement, *command)
     time.sleep(0.1)
     for process in run:
@@ -186,7 +187,7 @@ def test_a_signal_ends_a_run_after_the_step_in_progress(shards, things, tmp_path
     rows, events = read_metrics(tmp_path / "out")
     assert column(rows, "step") == list(range(1, last + 1))
     assert kinds(events) == ["start", "stop" if stopped else "end"]
-    assert checkpoint.load(tmp_path / "out" / LATEST)["step"] == last
+    assert checkpoint.load(tmp_path / "out" / LATEST[form])["step"] == last
     for process in launch(ranks, *command, "--out", tmp_path / "out"):
         status, text, error = process.finish()
         assert (status, error) == (0, "")
@@ -194,7 +195,7 @@ def test_a_signal_ends_a_run_after_the_step_in_progress(shards, things, tmp_path
     assert column(rows, "step") == [1, 2, 3, 4] and kinds(events)[-1] == "end"
     assert [row["step"] for row in rows if "val_loss" in row] == [2, 4]
     if ranks == 1:
-        assert_same_state(checkpoint.load(tmp_path / "out" / LATEST),
+        assert_same_state(checkpoint.load(tmp_path / "out" / LATEST[form]),
                           checkpoint.load(things / "whole.pt"),
                           but=("config", "run", "monitor"))     # which may list other files
 

@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "corpus.*": ("corpus.* base.commandline base.errors", ""),
     "parallel": ("model data models.moe", ""),    # all but model: in `main` alone
     "checkpoint": ("model models* parallelism.* base.processes base.atomic_writes "
-                   "base.checkpoint_files base.retries", ""),
+                   "base.checkpoint_files base.checkpoint_folder base.retries", ""),
     "train": ("*", "tools* tests* test_all"),
     "sample": ("amp models* checkpoint corpus.tokenizers base.devices base.errors "
                "base.sample_flags runtime.sample_and_chat", ""),
@@ -142,7 +142,8 @@ FLAGS = """data out log model n_layer n_head n_embd seq_len activation n_kv_head
     rope_theta n_expert n_active shared_hidden balance_loss z_loss balance_bias dropout batch_size
     batch_ramp steps epochs lr min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1
     beta2 clip seed plain tp pp cp ep pp_schedule pp_chunks device compile timeout micro_batch zero
-    recompute sequence_parallel offload dtype exact save_every keep resume init_from check_every
+    recompute sequence_parallel offload dtype exact save_every keep checkpoint_format
+    resume init_from check_every
     eval_every eval_tokens eval_answers eval_only log_every rollback max_rollbacks skip_steps"""
 
 

@@ -1,0 +1,95 @@
+"""Turn a checkpoint that is one file into a folder, and back.
+
+    python -m tools.checkpoint out/latest.pt folder     # as train.py --checkpoint-format folder
+    python -m tools.checkpoint out/latest latest.pt     # a name that ends in .pt: a file
+
+One tensor is in memory at a time.
+"""
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from base.atomic_writes import flush_folder, write_file, writing
+from base.checkpoint_files import verify
+from base.checkpoint_folder import FolderTensors, write_part, write_table
+from base.commandline import Parser
+from base.dcp_table import make_table, part_file
+from base.errors import errors_in_one_line
+from checkpoint import FORMAT, KEYS, STATE, load
+from model import GPTConfig
+from runtime.directory import new_run
+from runtime.streamed_tensors import Streamed
+
+
+class Next:
+    """The source of Streamed tensors: each `read` gives the next tensor, in the file's order."""
+
+    def __init__(self, mappings: list):
+        self.tensors = (mapping[name] for mapping in mappings for name in mapping)
+
+    def read(self):
+        return next(self.tensors)
+
+
+def streamed(state: dict) -> dict:
+    """The state with tensors that are read from the folder when they are written."""
+    source = Next([state[kind] for kind in STATE])
+    return state | {kind: {name: Streamed(like.shape, like.dtype, source)
+                           for name, like in state[kind].like.items()} for kind in STATE}
+
+
+def state_of_weights(cfg: GPTConfig, parameters: dict[str, torch.Tensor]) -> dict:
+    """A state of weights alone, whose tokenizer is not told yet."""
+    return {key: {} for key in KEYS} | dict(
+        format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
+        run=new_run("import"), model=asdict(cfg), parameters=parameters)
+
+
+def write(state: dict, target: Path) -> None:
+    """Write a state to a new file or folder, which appears only when it is whole."""
+    target.absolute().parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(target.name + ".tmp")
+    if target.suffix == ".pt":
+        if isinstance(state["parameters"], FolderTensors):
+            state = streamed(state)
+        write_file(state, aside, target)
+        flush_folder(target.absolute().parent)
+        return
+    if aside.exists():
+        raise ValueError(f"{aside} exists, as a killed process may leave it: remove it")
+    with writing(aside, target):
+        aside.mkdir()
+        write_one_part(state, aside)
+        flush_folder(aside)
+        os.rename(aside, target)
+        flush_folder(target.absolute().parent)
+
+
+def write_one_part(state: dict, folder: Path) -> None:
+    """Write a state into a folder as a run of one rank does: one part has all tensors."""
+    entries, crc = write_part(folder / part_file(0), (
+        (f"{kind}.{name}", tensor.shape, (0,) * tensor.dim(), tensor)
+        for kind in STATE for name, tensor in state[kind].items()))
+    dtype = next(iter(state["parameters"].values())).dtype
+    facts = {key: value for key, value in state.items() if key not in STATE}
+    write_table(folder, make_table([entries], dtype), facts, [crc])
+
+
+@errors_in_one_line("tools.checkpoint")
+def main() -> None:
+    parser = Parser("tools.checkpoint", "python -m tools.checkpoint FROM TO",
+                    "Turn a checkpoint that is one file into a folder, and back.")
+    parser.add_argument("source", type=Path, metavar="FROM", help="a checkpoint: file or folder")
+    parser.add_argument("target", type=Path, metavar="TO", help="FILE.pt, or else a folder")
+    args = parser.parse_args()
+    if os.path.lexists(args.target):
+        raise ValueError(f"{args.target} exists: give a new name")
+    verify(args.source)
+    write(load(args.source), args.target)
+    print(f"wrote the {'folder' if args.target.is_dir() else 'file'} {args.target}")
+
+
+if __name__ == "__main__":
+    main()
