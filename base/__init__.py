@@ -8,7 +8,7 @@ Every room above calls it. It calls model.py, the models' tables, amp.py and par
     checkpoint_files                    the files of checkpoints: find, read, remove
     atomic_writes                       a name belongs to a whole file or folder at each moment
     pieces, chunks                      which rank gives a checkpoint which numbers
-    checkpoint_folder, dcp_table        a checkpoint as a folder, of which each rank writes a part
+    checkpoint_folder                   a checkpoint as a folder, of which each rank writes a part
     retries                             reading again where a file system fails for a while
     flops                               what a model computes
 

@@ -26,9 +26,9 @@ def write_file(state: dict, aside: Path, path: Path) -> None:
 
 
 @contextmanager
-def flushed_file(path: Path):
+def flushed_file(path: Path, mode: str = "wb"):
     """A new file, which is on the disk when the block ends."""
-    with open(path, "wb") as file:
+    with open(path, mode) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 
 from base.atomic_writes import remove
-from base.checkpoint_folder import FACTS, verify_folder
-from base.dcp_table import TABLE
+from base.checkpoint_folder import FACTS, TABLE, verify_folder
 from base.processes import warn
 from base.retries import first_cause, retry_transient
 from parallelism.collectives import first_line

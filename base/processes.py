@@ -83,23 +83,20 @@ def all_ranks(action: Callable, status: int = 2, group=None):
         except (ValueError, OSError, RunError) as error:
             return None, (str(error), getattr(error, "status", status))
 
-    def has_ended() -> bool:
-        if future.done():
-            future.result()                 # raises the error of another type
-        return future.done()
     future = ThreadPoolExecutor(1).submit(attempt)
-    wait([future], timeout=1)
-    while dist.is_initialized() and not all(all_gather_object(has_ended(), group)):
+    ended = [None]                          # of each rank whose action has: (machine, failure)
+    while None in ended:
         wait([future], timeout=1)
-    result, failure = future.result()
-    hosts, failures = zip(*all_gather_object((socket.gethostname(), failure), group))
+        own = (socket.gethostname(), future.result()[1]) if future.done() else None
+        ended = all_gather_object(own, group)
+    hosts, failures = zip(*ended)
     for rank, failure in enumerate(failures):
         if failure is not None:
             message, status = failure
             if rank > 0:
                 message = f"rank {rank}{on_hosts([rank], hosts)}: {message}"
             raise RunError(message, status)
-    return result
+    return future.result()[0]
 
 
 def on_rank0(action: Callable):

@@ -7,7 +7,7 @@ imports train.py:
     memory_limits                       and whether there is memory
     run_state                           what a run's checkpoints hold: save, restore, go back
     checkpoint_writer, streamed_tensors the thread that writes checkpoints, tensor by tensor
-    folder_writer                       the same of folders: each rank writes its part
+    folder_writer                       a checkpoint as a folder: each rank writes its part
     loader                              the rows of the batches that a rank reads
     plain_run                           what train.py --plain needs beside training
     monitors                            what watches a run: divergence, rollback, flipped_bits

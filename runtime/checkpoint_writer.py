@@ -51,6 +51,7 @@ class Writer:
         self.thread = ThreadPoolExecutor(1)
         self.pending = None         # the Future of the last write
         self.submitted = None       # when it began
+        self.paused = 0.0           # seconds that training waited for it before it went on
         self.slow_disk_is_noted = False
 
     @cached_property

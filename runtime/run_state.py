@@ -49,7 +49,7 @@ def go_back(run, find: Callable) -> None:
 
 def save(run, is_start: bool = False) -> None:
     """Write a checkpoint after the last finished step. `is_start`: save the state before the first
-    step. The state is copied; threads write it while training goes on."""
+    step. Of a file the state is copied, and threads write it while training goes on."""
     judge_checkpoint(run, is_start)
     start = time.monotonic()
     all_ranks(run.writer.wait)          # a rank holds at most one copy of its shards

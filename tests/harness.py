@@ -865,9 +865,9 @@ def is_killed(save, call, most):
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def lose_either_rank(folder, flags, fate):
+def lose_either_rank(folder, flags, fate, step=11):
     """Two jobs at the same time, each folder/wrapper.py on two ranks, in folder/0 and folder/1.
-    After step 11 a signal `fate` reaches rank 0 of the one and rank 1 of the other, and the job's
+    After a step a signal `fate` reaches rank 0 of the one and rank 1 of the other, and the job's
     file "lost" appears. The other rank exits with status 1 and one line. Returns the two folders,
     which are --out and the working directory."""
     folders = folder / "0", folder / "1"
@@ -877,7 +877,7 @@ def lose_either_rank(folder, flags, fate):
         jobs.append(launch(2, *flags, "--out", out, file=folder / "wrapper.py", cwd=out))
     try:
         for victim, (out, job) in enumerate(zip(folders, jobs)):
-            wait_for_step(out, 11, job[0])      # of saves every 5 steps: 5 is whole, 10 is not
+            wait_for_step(out, step, job[0])    # of saves every 5 steps: 5 is whole, 10 is not
             job[victim].send_signal(fate)
             (out / "lost").touch()
         for victim, job in enumerate(jobs):

@@ -128,8 +128,9 @@ def unattended(cfg, config, tokens):
 
 
 LLAMA = LlamaConfig(384, 16, 2, 8, 64, n_kv_head=4, hidden=192, qk_norm=True)
+ONE_KEY = replace(LLAMA, n_kv_head=1)
 # Rows of COVER: each ZeRO stage and schedule on four ranks, tp beside pp and dp beside cp on eight.
-ON_FOUR = [(1, LLAMA), (13, LLAMA), (17, CFG), (18, CFG), (19, LLAMA)]
+ON_FOUR = [(1, LLAMA), (13, ONE_KEY), (17, CFG), (18, CFG), (19, LLAMA)]
 ON_EIGHT = [(3, CFG), (6, LLAMA), (10, CFG), (13, LLAMA), (21, CFG), (22, LLAMA)]
 
 
@@ -388,6 +389,22 @@ OPT_175B = ("--gpu a100-80g --model opt-175b --dtype fp16 --tp 8 --batch-size 99
             "--recompute --vocab-size 50272 --json")
 
 
+@pytest.mark.parametrize("flags, writes_at, reads_at, copies", [
+    ("--world 992 --zero 3", 100e9, 100e9, 1),                  # as fast as the file system
+    ("--world 992 --zero 1 --file-system 1000", 248e9, 248e9, 1),       # as 124 machines
+    ("--world 992 --zero 0", 2e9, 100e9, 124),                  # one machine has all of a replica
+    ("--world 992 --zero 1 --network 0.1 --file-system 1000", LINK * 124 * 0.8e9,
+     LINK * 124 * 0.8e9, 1),                                    # as the machines' network
+    ("--world 8", 2e9, 2e9, 1)])
+def test_a_folder_is_written_by_all_machines_side_by_side(flags, writes_at, reads_at, copies):
+    """OPT-175B. Each number is read once for its CRC, and once by each rank that needs it."""
+    plan = json.loads(answer(f"{flags} {OPT_175B}".split()))
+    N = parameter_count(GPTConfig(50272, **SIZES["opt-175b"]))
+    assert plan["folder_write_seconds"] == pytest.approx(12 * N / writes_at)
+    assert plan["folder_read_seconds"] == pytest.approx(
+        (1 + copies) * 12 * N / reads_at)
+
+
 MIXTURE = MoEConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, n_kv_head=4, hidden=128,
                     n_expert=4, n_active=3)
 WITH_SHARED = replace(MIXTURE, shared_hidden=160)
@@ -399,7 +416,7 @@ WITH_SHARED = replace(MIXTURE, shared_hidden=160)
     (2, 1, 1, False, True, "gelu", []), (2, 1, 1, True, False, "gelu", []),
     (2, 1, 1, True, True, "relu", []), (1, 1, 4, False, False, "gelu", []),
     (2, 1, 1, True, False, "silu", [torch.bfloat16]),
-    (2, 1, 4, True, True, "gelu", [torch.bfloat16]),
+    (2, 1, 4, True, True, "gelu", [torch.bfloat16]), (4, 1, 1, False, False, "silu", []),
     (1, 1, 1, False, False, MIXTURE, []), (1, 1, 1, False, False, WITH_SHARED, [])])
 def test_the_estimate_of_activations_is_what_autograd_keeps(
         tp, pp, cp, sequence_parallel, recompute, model, missing, monkeypatch):
@@ -523,7 +540,8 @@ def test_the_pages_plan_is_what_the_command_prints():
                   f"at {plan['goodput']:.0%} goodput {plan['days'] / plan['goodput']:.0f} days",
                   f"| {plan['checkpoint_bytes'] / 1e12:.1f} TB |",
                   f"| {plan['write_seconds'] / 60:.0f} minutes, on a disk of 2 GB/s |",
-                  f"| {plan['read_seconds'] / 60:.0f} minutes |"):
+                  f"| written in {plan['folder_write_seconds']:.0f} s, read in "
+                  f"{plan['folder_read_seconds']:.0f} s, {plan['folder_goodput']:.1%} goodput |"):
         assert words in " ".join(section.split()), words
     assert not any(isinstance(value, (dict, list)) for value in plan.values())
     assert plan["mfu"] * 312 == pytest.approx(plan["model_tflops_per_gpu"])

@@ -1287,3 +1287,12 @@ def test_samples_that_cannot_be_written_are_told_in_one_line(things, redirection
     done = subprocess.run(["bash", "-c", f"{command} {redirection}"], cwd=ROOT, text=True,
                           stderr=subprocess.PIPE)
     assert done.returncode in (1, 2) and done.stderr == f"sample.py: {told}\n"
+
+
+def test_an_error_of_one_rank_is_raised_while_others_still_act():
+    """For example too little memory: the others wait for it."""
+    def fail():
+        raise MemoryError("too little")
+    with mock.patch.object(processes, "all_gather_object", side_effect=3 * [[None]]), \
+            pytest.raises(MemoryError, match="too little"):
+        processes.all_ranks(fail)

@@ -13,13 +13,13 @@ import torch
 
 from base.atomic_writes import flush_folder, write_file, writing
 from base.checkpoint_files import verify
-from base.checkpoint_folder import FolderTensors, write_part, write_table
+from base.checkpoint_folder import FolderTensors, part_file
 from base.commandline import Parser
-from base.dcp_table import make_table, part_file
 from base.errors import errors_in_one_line
 from checkpoint import FORMAT, KEYS, STATE, load
 from model import GPTConfig
 from runtime.directory import new_run
+from runtime.folder_writer import write_part, write_table
 from runtime.streamed_tensors import Streamed
 
 
@@ -69,12 +69,12 @@ def write(state: dict, target: Path) -> None:
 
 def write_one_part(state: dict, folder: Path) -> None:
     """Write a state into a folder as a run of one rank does: one part has all tensors."""
-    entries, crc = write_part(folder / part_file(0), (
+    part = write_part(folder / part_file(0), (
         (f"{kind}.{name}", tensor.shape, (0,) * tensor.dim(), tensor)
         for kind in STATE for name, tensor in state[kind].items()))
     dtype = next(iter(state["parameters"].values())).dtype
     facts = {key: value for key, value in state.items() if key not in STATE}
-    write_table(folder, make_table([entries], dtype), facts, [crc])
+    write_table(folder, [part], dtype, facts)
 
 
 @errors_in_one_line("tools.checkpoint")

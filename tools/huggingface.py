@@ -18,7 +18,7 @@ import shlex
 import sys
 import tempfile
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,14 +28,13 @@ from base.checkpoint_files import verify
 from base.commandline import Parser
 from base.errors import WriteFailed, errors_in_one_line, named
 from base.flops import parameter_count
-from checkpoint import FORMAT, KEYS, load, parameter_shapes
+from checkpoint import load, parameter_shapes
 from corpus.huggingface_tokenizers import find_in_model, load as load_tokenizer, to_huggingface
 from corpus.templates import get_template, hash_of, plain_program, program_of
 from corpus.tokenizers import get_tokenizer, is_named
-from model import GPTConfig
 from models import make_config
 from parallelism.collectives import first_line
-from runtime.directory import new_run
+from tools.checkpoint import state_of_weights
 from tools.huggingface_families import (family_of, our_config, their_config, their_names, to_ours,
                                         to_theirs)
 from tools.model_card import model_card
@@ -168,13 +167,6 @@ def read_parameters(folder: Path, config, cfg) -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------------------------------------
 # Import
 # ---------------------------------------------------------------------------------------------
-
-
-def state_of_weights(cfg: GPTConfig, parameters: dict[str, torch.Tensor]) -> dict:
-    """A state of weights alone, whose tokenizer is not told yet."""
-    return {key: {} for key in KEYS} | dict(
-        format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
-        run=new_run("import"), model=asdict(cfg), parameters=parameters)
 
 
 def import_model(source: str, file: Path) -> None:

@@ -106,7 +106,8 @@ class Rung:
         """The run that ends there."""
         own = dict(steps=end, save_every=0)
         if end < self.steps:
-            own["resume"] = step_file(self.out(self.steps), start_of_branch(end))
+            own["resume"] = step_file(self.out(self.steps), start_of_branch(end),
+                                      self.flags.get("checkpoint_format", "file"))
         return Job(self.out(end), self.flags | own)
 
     def jobs(self) -> list[Job]:

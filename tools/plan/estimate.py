@@ -62,8 +62,13 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
     moments = max(sizes.get("moments", 0) + sizes.get("host_moments", 0) for sizes in memory)
     pause = 1.5 * moments / gpu.host
     nodes = max(1, config.world / config.gpus_per_node)
-    saves = goodput(pause, *file_seconds(checkpoint, config), nodes, config.mtbf_hours)
-    return plan | dict(checkpoint_bytes=checkpoint) | saves
+    saves = {"file": goodput(pause, *file_seconds(checkpoint, config), nodes, config.mtbf_hours)}
+    write, read = folder_seconds(checkpoint, config, stages[0].grid.replicas)
+    saves["folder"] = goodput(write, 0.0, read, nodes, config.mtbf_hours) | dict(     # no thread
+        write_seconds=write)
+    return plan | dict(checkpoint_bytes=checkpoint) | saves[config.checkpoint_format] | {
+        f"folder_{name}": saves["folder"][name]
+        for name in ("write_seconds", "read_seconds", "interval_seconds", "goodput")}
 
 
 def file_seconds(checkpoint: float, config: PlanConfig) -> tuple[float, float]:
@@ -72,6 +77,23 @@ def file_seconds(checkpoint: float, config: PlanConfig) -> tuple[float, float]:
     gpu = config.spec
     speed = LINK * (gpu.network if config.world > config.gpus_per_node else gpu.host)
     return checkpoint / speed + checkpoint / DISK, 2 * checkpoint / DISK
+
+
+def folder_seconds(checkpoint: float, config: PlanConfig, replicas: int) -> tuple[float, float]:
+    """The same of a folder. The machines whose ranks have a part write and read side by side, as
+    fast as their network and the file system let them. Without ZeRO one replica writes, and each
+    reads all. The CRCs are read once more, by all ranks together."""
+    machine = DISK
+    if config.world > config.gpus_per_node:
+        machine = min(DISK, LINK * config.spec.network * config.gpus_per_node)
+
+    def rate(ranks: int) -> float:
+        return min(1e9 * config.file_system, machine * max(1, ranks / config.gpus_per_node))
+    writers, copies = config.world, 1
+    if config.zero == 0:
+        writers = config.pp * config.tp * config.ep
+        copies = replicas / config.ep
+    return checkpoint / rate(writers), (1 + copies) * checkpoint / rate(config.world)
 
 
 def hardware_flops_per_token(cfg: GPTConfig, config: PlanConfig) -> int:

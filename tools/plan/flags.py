@@ -42,6 +42,8 @@ class PlanConfig(options.Config):
     tokens: float = flag(None, "instead of --steps: train on so many tokens, as 26e9", low=1)
     mtbf_hours: float = flag(5100.0, "hours between two failures of a machine; OPT-175B: 35 "
                              "restarts in two months on 124 machines", low=1)
+    file_system: float = flag(100.0, "GB per second at which all machines together write and read "
+                              "a checkpoint that is a folder; a machine at most 2", low=1e-3)
     law: str = flag(None, "ladder.json of tools.ladder: its law in place of Hoffmann et al.'s",
                     form="FILE")
     search: bool = flag(False, "the ten fastest layouts that fit; layout flags that are given are "
@@ -82,5 +84,5 @@ LAYOUT = ("tp", "pp", "cp", "ep", "micro_batch", "zero", "recompute", "sequence_
           "pp_schedule", "pp_chunks", "steps")
 RUN_FLAGS = ["model", *options.SHAPE, "batch_size", "steps", "tp", "pp", "cp", "ep", "pp_schedule",
              "pp_chunks", "micro_batch", "zero", "recompute", "sequence_parallel",
-             "offload", "compile", "dtype"]
+             "offload", "compile", "dtype", "checkpoint_format"]
 OWN_FLAGS = list(PlanConfig.__annotations__)

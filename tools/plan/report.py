@@ -22,10 +22,11 @@ def parts(plan: dict, prefix: str, render) -> str:
                      if name.startswith(prefix) and name != "memory_bytes" and x > 0)
 
 
-def format_saves(plan: dict) -> str:
-    """How often to save, how long it takes, and the goodput."""
-    return (f"every {plan['interval_seconds']:,.0f} s, written in {plan['write_seconds']:,.4g} s "
-            f"and read in {plan['read_seconds']:,.4g} s; goodput {plan['goodput']:.1%}")
+def format_saves(form: str, plan: dict, prefix: str = "") -> str:
+    """How often to save in a format, how long it takes, and the goodput."""
+    return (f"as a {form} every {plan[prefix + 'interval_seconds']:,.0f} s, written in "
+            f"{plan[prefix + 'write_seconds']:,.4g} s and read in "
+            f"{plan[prefix + 'read_seconds']:,.4g} s; goodput {plan[prefix + 'goodput']:.1%}")
 
 
 def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, command: str) -> list[str]:
@@ -70,7 +71,10 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, command: str) ->
         f"failures every {plan['failure_hours']:,.4g} hours; a checkpoint is of "
         f"{format_bytes(plan['checkpoint_bytes'])}; a save pauses training for "
         f"{plan['pause_seconds']:,.4g} s",
-        f"saves    {format_saves(plan)}",
+        f"saves    {format_saves(config.checkpoint_format, plan)}"]
+    if config.checkpoint_format == "file":
+        lines.append(f"         {format_saves('folder', plan, 'folder_')}")
+    lines += [
         f"assumes  backward hides data parallelism and half of tp, and nothing cp and pp; no rank "
         f"is slow; {gpu.link / 1e9:g} GB/s to a GPU of the same machine, {gpu.network / 1e9:g} to "
         f"another's",
