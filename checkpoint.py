@@ -28,9 +28,9 @@ A file of weights alone has no moments and is for `train.py --init-from`.
 
 First come `plain_save` and `plain_load` for a model in one process, then `restore` in any layout,
 then `save` and `load` of a run. base/checkpoint_folder.py has a format for larger models: a folder,
-of which every rank writes a part. Other files help: base/pieces.py knows which rank has which
-numbers, runtime/checkpoint_writer.py moves them to rank 0 and writes in a thread, and
-base/atomic_writes.py and base/checkpoint_files.py know disks.
+of which every rank writes a part. Other files help: parallelism/pieces.py knows which rank has
+which numbers, runtime/checkpoint_writer.py moves them to rank 0 and writes in a thread, and
+base/disk.py and base/checkpoint_files.py know disks.
 """
 import os
 from collections.abc import Container, Iterator, Mapping
@@ -38,10 +38,9 @@ from pathlib import Path
 
 import torch
 
-from base.atomic_writes import flush_folder, link_file, write_file
 from base.checkpoint_files import read_state, reading, remove_old, step_file, verify
 from base.checkpoint_folder import FolderTensors, add_tensors, shapes_of
-from base.retries import retry_transient
+from base.disk import flush_folder, link_file, retry_transient, write_file
 from model import GPT, OF_VOCABULARY, GPTConfig
 from models import make_config
 from parallelism.kernels import use_kernels

@@ -21,13 +21,12 @@ from pathlib import Path
 
 import torch
 
-from base.atomic_writes import remove
 from base.checkpoint_folder import FACTS, TABLE, verify_folder
+from base.disk import first_cause, remove, retry_transient
 from base.processes import warn
-from base.retries import first_cause, retry_transient
 from parallelism.collectives import first_line
 
-# A folder has no suffix. One with ".old" is about to be replaced (atomic_writes.rename_folder).
+# A folder has no suffix. One with ".old" is about to be replaced (disk.rename_folder).
 STEP_FILE = re.compile(r"step_(\d{8})(\.pt|\.old)?")
 LATEST = {"file": "latest.pt", "folder": "latest"}      # names of the newest, by format
 # What is not yet whole, or no longer. It is there after a kill.

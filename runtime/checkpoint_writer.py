@@ -1,6 +1,6 @@
 """Checkpoints are written while training goes on. train.Run builds a `Writer`, run_state.save calls
-it. checkpoint.py says what a file holds, and base/pieces.py which pieces of a tensor come from
-which rank.
+it. checkpoint.py says what a file holds, and parallelism/pieces.py which pieces of a tensor come
+from which rank.
 
 Training waits only while each rank copies its own pieces to host memory. Then a thread of each rank
 sends them to rank 0, and a thread there joins them and writes the file, while the next steps run.
@@ -26,12 +26,12 @@ import torch.distributed as dist
 
 import checkpoint
 from base.checkpoint_files import what_is_left
-from base.pieces import Scattered, file_order, owned_slices
 from base.processes import RunError, warn
 from checkpoint import STATE
 from model import GPTConfig
 from parallelism.build import Grid
 from parallelism.collectives import PeerError, comm_errors, on_hosts, to_host
+from parallelism.pieces import Scattered, file_order, owned_slices
 from parallelism.zero import FlatParameters
 from runtime.streamed_tensors import Streamed
 

@@ -24,14 +24,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from base.atomic_writes import flush_folder, flushed_file, remove, rename_folder
 from base.checkpoint_files import LATEST, remove_old, step_file, what_is_left
-from base.checkpoint_folder import FACTS, TABLE, part_file
-from base.chunks import chunks
-from base.pieces import owned_slices
+from base.checkpoint_folder import FACTS, TABLE, chunks, part_file
+from base.disk import flush_folder, flushed_file, remove, rename_folder
 from base.processes import RunError, all_ranks, warn
 from checkpoint import STATE
 from parallelism.collectives import comm_errors, on_hosts
+from parallelism.pieces import owned_slices
 from parallelism.zero import FlatParameters
 from runtime.checkpoint_writer import Writer
 

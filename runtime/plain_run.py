@@ -15,9 +15,9 @@ import torch
 
 from amp import make_scaler
 from base.checkpoint_files import remove_old, step_file, what_is_left
+from base.disk import first_cause
 from base.options import SHAPE, Config
 from base.processes import RunError, all_ranks
-from base.retries import first_cause
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid

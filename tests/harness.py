@@ -72,13 +72,14 @@ import data
 import parallel
 import sample
 import train
-from base import pieces, processes
+from base import processes
 from base.options import Config
 from corpus import documents, downloads, encode, inputs, program
 from corpus.mixtures import Mixture, Source
 from corpus.prepare import prepare
 from corpus.windows import TextWindows
 from model import GPT, OF_VOCABULARY, GPTConfig
+from parallelism import pieces
 from parallelism.build import Grid, build_stage, make_groups
 from parallelism.context import recompute_attention
 from parallelism.full_tensors import full_gradients

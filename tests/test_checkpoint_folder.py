@@ -23,13 +23,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import checkpoint
 from base import checkpoint_files
 from base.checkpoint_files import CorruptCheckpoint, step_file
-from base.checkpoint_folder import FolderTensors, part_file, read_table
-from base.chunks import chunks
-from base.pieces import owned_slices, owners
+from base.checkpoint_folder import FolderTensors, chunks, part_file, read_table
 from models.llama import LlamaConfig
 from models.llama_sizes import FAMILIES
 from models.moe import MoEConfig
 from parallelism.build import Grid
+from parallelism.pieces import owned_slices, owners
 from runtime.folder_writer import make_table, write_part
 from tests.harness import (CFG, INTERLEAVED, TINY, assert_same_state, names_in, no_file_above,
                            run_main, saved_file, settings, trained, watched)

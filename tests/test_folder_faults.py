@@ -23,7 +23,7 @@ import torch
 
 import checkpoint
 import train
-from base import atomic_writes, checkpoint_files, processes, retries
+from base import checkpoint_files, disk, processes
 from base.checkpoint_files import list_checkpoints, step_file
 from base.processes import RunError
 from runtime import directory, folder_writer, run_state
@@ -163,7 +163,7 @@ def test_an_error_of_the_file_system_is_no_damage_of_a_folder(run_train, shards,
                                                               monkeypatch, file):
     """Two errors are waited out. If they go on, the run ends with exit status 1 and one line, and
     no older folder is taken."""
-    monkeypatch.setattr(retries, "RETRY_SECONDS", (0, 0, 0, 0))
+    monkeypatch.setattr(disk, "RETRY_SECONDS", (0, 0, 0, 0))
     flags = ["--data", shards, *TINY, "--checkpoint-format", "folder", "--out", tmp_path]
     assert run_train(*flags)[0] == 0
     for errors in (99, 2):
@@ -245,7 +245,7 @@ def test_a_file_system_without_links_has_folders_but_no_latest(tmp_path, capsys)
         assert names_in(tmp_path) == ["step_00000001", "step_00000002"]
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "step_00000002 is whole, but no link" in said
-        with mock.patch.object(atomic_writes.shutil, "rmtree", side_effect=OSError("stale")):
+        with mock.patch.object(disk.shutil, "rmtree", side_effect=OSError("stale")):
             assert save(2) is None
         assert "could not be removed: stale" in capsys.readouterr().err
         assert step_of(tmp_path / "latest") == 2

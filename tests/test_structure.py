@@ -49,8 +49,8 @@ MAY_IMPORT = {
              ""),
     "corpus.*": ("corpus.* base.commandline base.errors", ""),
     "parallel": ("model data models.moe", ""),    # all but model: in `main` alone
-    "checkpoint": ("model models* parallelism.* base.processes base.atomic_writes "
-                   "base.checkpoint_files base.checkpoint_folder base.retries", ""),
+    "checkpoint": ("model models* parallelism.* base.processes base.disk base.checkpoint_files "
+                   "base.checkpoint_folder", ""),
     "train": ("*", "tools* tests* test_all"),
     "sample": ("amp models* checkpoint corpus.tokenizers base.devices base.errors "
                "base.sample_flags runtime.sample_and_chat", ""),

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map_only
 import checkpoint
 import data
 import train
-from base import checkpoint_files, processes, retries
+from base import checkpoint_files, disk, processes
 from base.flops import parameter_count
 from base.options import Config
 from base.processes import RunError
@@ -158,7 +158,7 @@ def test_an_error_of_the_file_system_is_not_damage(run_train, run_sample, shards
                                                    monkeypatch, call, failures):
     """Two errors are waited out. If they go on, or --out cannot be listed, the program ends with
     exit status 1 and the path, and takes no older file."""
-    monkeypatch.setattr(retries, "RETRY_SECONDS", (0, 0, 0, 0))
+    monkeypatch.setattr(disk, "RETRY_SECONDS", (0, 0, 0, 0))
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     run_train(*flags)
     file, new = tmp_path / "o" / "step_00000004.pt", tmp_path / "new"

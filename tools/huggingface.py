@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
-from base.atomic_writes import write_file
 from base.checkpoint_files import verify
 from base.commandline import Parser
+from base.disk import write_file
 from base.errors import WriteFailed, errors_in_one_line, named
 from base.flops import parameter_count
 from checkpoint import load, parameter_shapes
