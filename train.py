@@ -25,6 +25,7 @@ import base      # first: without numpy or torch it exits with a one-line messag
 
 import numpy as np
 import torch
+from torch.distributed import DistError
 
 import checkpoint
 from amp import NOT_FINITE, PRECISIONS, clip_factor, make_scaler
@@ -35,7 +36,6 @@ from checkpoint import plain_load, plain_save
 from data import Batch, Batches, TokenDataset, open_shards, plain_batch, plain_windows
 from model import GPT, GPTConfig
 from parallelism.build import Grid, build_rank, set_factors
-from parallelism.collectives import PeerError
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
 from runtime import console, directory, evaluation, run_state, startup, step_stats
@@ -364,8 +364,8 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
             if run.step <= config.steps and job.world == 1:         # stopped by a signal
                 stack.close()
                 exit_like_signal(run.stop.number)
-    except PeerError as error:
-        raise PeerError(f"stage {grid.stage}, step {run.step}: {error}") from error
+    except DistError as error:
+        raise DistError(f"stage {grid.stage}, step {run.step}: {error}") from error
 
 
 def main() -> None:

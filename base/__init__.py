@@ -1,5 +1,5 @@
 """What the book stands on: what a program needs before it knows of any run, one concern a file.
-Every room above calls it. It calls model.py, the models' tables, amp.py and parallelism/:
+Every room above calls it. It calls model.py, the models' tables and amp.py:
 
     commandline, options, sample_flags  flags, and the mistakes in them
     errors                              which of them end a program in one line

@@ -23,8 +23,8 @@ import torch
 
 from base.checkpoint_folder import FACTS, TABLE, verify_folder
 from base.disk import first_cause, remove, retry_transient
+from base.errors import first_line
 from base.processes import warn
-from parallelism.collectives import first_line
 
 # A folder has no suffix. One with ".old" is about to be replaced (disk.rename_folder).
 STEP_FILE = re.compile(r"step_(\d{8})(\.pt|\.old)?")

@@ -6,8 +6,7 @@ import shutil
 import torch
 
 from base.options import Config
-from base.processes import Job, RunError
-from parallelism.collectives import all_gather_object
+from base.processes import Job, RunError, all_gather_object
 
 
 def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.device:

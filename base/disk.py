@@ -13,10 +13,10 @@ from functools import wraps
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from base.errors import WriteFailed, is_failure
+from base.errors import WriteFailed, is_failure, out_of_memory
 from base.processes import RunError, warn
-from parallelism.collectives import PeerError, out_of_memory
 
 RETRY_SECONDS = (0, 0.2, 1, 3)      # waits before each attempt to read
 
@@ -49,7 +49,7 @@ def retry_transient(read):
 def first_cause(error: BaseException) -> BaseException:
     """The system's error, or that of a lost peer, which zipfile and torch's zip writer hide behind
     their own."""
-    while error.__context__ is not None and not isinstance(error, PeerError):
+    while error.__context__ is not None and not isinstance(error, dist.DistError):
         error = error.__context__
     return error
 
@@ -75,7 +75,7 @@ def flushed_file(path: Path, mode: str = "wb"):
 @contextmanager
 def writing(aside: Path, path: Path):
     """The block writes a checkpoint as `aside` and renames it to `path`. If it cannot, remove what
-    it has written. Raises OSError, or PeerError if a rank that sends its pieces is gone, and the
+    it has written. Raises OSError, or DistError if a rank that sends its pieces is gone, and the
     allocator's own error if memory is too small."""
     try:
         yield
@@ -85,7 +85,7 @@ def writing(aside: Path, path: Path):
         else:
             aside.unlink(missing_ok=True)
         cause = first_cause(error)
-        if isinstance(cause, PeerError) or out_of_memory(cause):
+        if isinstance(cause, dist.DistError) or out_of_memory(cause):
             raise cause
         status = 1 if is_failure(cause) else 2
         raise WriteFailed(f"{path} could not be written: {cause}", status) from error

@@ -3,6 +3,7 @@ reads or writes a file gives an error of the system its path (`named`).
 """
 import errno
 import os
+import re
 import sys
 from contextlib import contextmanager
 
@@ -60,6 +61,17 @@ def describe(error: BaseException) -> str:
 def one_line(text: str) -> str:
     r"""A name may have line ends: each is shown as \n."""
     return text.replace("\r", r"\r").replace("\n", r"\n")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type's name if it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a CPU or a GPU has too little memory."""
+    words = "allocate memory|out of memory|ALLOC_FAILED"        # of the CPU, NCCL, cuBLAS
+    return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
 
 
 def is_failure(error: BaseException) -> bool:

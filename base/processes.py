@@ -8,6 +8,7 @@ after a signal exits with 0 under torchrun, and by that signal without.
 """
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -23,8 +24,7 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 
-from parallelism.collectives import (PeerError, all_gather_object, comm_errors, first_line,
-                                     on_hosts, out_of_memory)
+from base.errors import first_line, out_of_memory
 
 
 class RunError(Exception):
@@ -40,10 +40,31 @@ def fatal_message(error: Exception) -> str | None:
     """One line for a lost peer or too little memory; None for errors that need a traceback."""
     if out_of_memory(error):
         return "; ".join([first_line(error), *getattr(error, "__notes__", [])])
-    if isinstance(error, PeerError):
-        return (f"{error}; another rank has failed, was killed, or does not answer: see its own "
+    if isinstance(error, dist.DistError):
+        # without gloo's source file and advice
+        reason = re.sub(r"(?<=: )\[\S+\] |\. This is typically.*", "", first_line(error))
+        return (f"{reason}; another rank has failed, was killed, or does not answer: see its own "
                 f"message, then give the same command again")
     return None
+
+
+@contextmanager
+def peer_errors(operation: str):
+    """Turn a RuntimeError of torch.distributed into its DistError, which names `operation`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise dist.DistError(f"{operation}: {error}") from error
+
+
+def all_gather_object(value) -> list:
+    """The value of every rank, in the order of the ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    with peer_errors("exchange with all ranks"):
+        dist.all_gather_object(values, value)
+    return values
 
 
 def is_rank0() -> bool:
@@ -68,15 +89,15 @@ def warn(text: str) -> None:
         print(f"train.py: warning: {text}", file=sys.stderr, flush=True)
 
 
-def all_ranks(action: Callable, status: int = 2, group=None):
+def all_ranks(action: Callable, status: int = 2):
     """Run action() on every rank and return its result here. If it raises a ValueError, OSError or
     RunError on any rank, every rank raises the same RunError, with the message of the first such
     rank and its status (`status` for a ValueError or OSError).
 
     The action may take longer than --timeout, on a slow disk: it runs in a thread, and meanwhile
-    the ranks exchange messages, which show that each is alive. It must not communicate. `group`:
-    another one that has all ranks. An error of another type is raised at once, on its rank alone:
-    the actions of the others may wait for it. They end when this rank does."""
+    the ranks exchange messages, which show that each is alive. It must not communicate. An
+    error of another type is raised at once, on its rank alone: the actions of the others may wait
+    for it. They end when this rank does."""
     def attempt() -> tuple:
         try:
             return action(), None
@@ -88,13 +109,14 @@ def all_ranks(action: Callable, status: int = 2, group=None):
     while None in ended:
         wait([future], timeout=1)
         own = (socket.gethostname(), future.result()[1]) if future.done() else None
-        ended = all_gather_object(own, group)
+        ended = all_gather_object(own)
     hosts, failures = zip(*ended)
     for rank, failure in enumerate(failures):
         if failure is not None:
             message, status = failure
             if rank > 0:
-                message = f"rank {rank}{on_hosts([rank], hosts)}: {message}"
+                host = f" on {hosts[rank]}" if len(set(hosts)) > 1 else ""
+                message = f"rank {rank}{host}: {message}"
             raise RunError(message, status)
     return future.result()[0]
 
@@ -146,7 +168,7 @@ def process_group(rank: int, world: int, device: torch.device, timeout: timedelt
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with comm_errors("start of the process group"):
+    with peer_errors("start of the process group"):
         dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
                                 world_size=world, timeout=timeout)
     yield

@@ -30,7 +30,7 @@ from base.processes import RunError, warn
 from checkpoint import STATE
 from model import GPTConfig
 from parallelism.build import Grid
-from parallelism.collectives import PeerError, comm_errors, on_hosts, to_host
+from parallelism.collectives import comm_errors, on_hosts, to_host
 from parallelism.pieces import Scattered, file_order, owned_slices
 from parallelism.zero import FlatParameters
 from runtime.streamed_tensors import Streamed
@@ -86,7 +86,7 @@ class Writer:
     def wait(self, required: bool = False) -> str | None:
         """Wait for the last write, however slow the disk is. Returns why it failed, on rank 0 at
         least.
-        Raises PeerError if another rank is gone, and RunError if rank 0 could not write a
+        Raises DistError if another rank is gone, and RunError if rank 0 could not write a
         checkpoint that is `required`."""
         error = None if self.pending is None else self.pending.result()
         if required and error is not None:
@@ -99,14 +99,14 @@ class Writer:
         rank 0, nobody receives. So the others wait for `timeout` seconds."""
         if self.pending is not None:
             timeout = None if self.grid.rank == 0 else self.timeout
-            with suppress(PeerError, TimeoutError):
+            with suppress(dist.DistError, TimeoutError):
                 self.pending.result(timeout)
 
 
 @torch.no_grad()
 def copy_pieces(flat: FlatParameters, names, timeout: float) -> deque[torch.Tensor]:
     """Copy to host memory the pieces that the file takes from this rank, for each of the flat
-    tensors `names`, in the order of the file. PeerError if a GPU hangs for `timeout` seconds."""
+    tensors `names`, in the order of the file. DistError if a GPU hangs for `timeout` seconds."""
     copies = deque()
     for name in names:
         for bucket, _, shard_slice, _ in owned_slices(flat.buckets, flat.grid, flat.num_shards):

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from base.checkpoint_files import CorruptCheckpoint, list_checkpoints, verify
-from base.processes import RunError, all_ranks, is_rank0, on_rank0, warn
+from base.processes import RunError, all_gather_object, all_ranks, is_rank0, on_rank0, warn
 from checkpoint import load
-from parallelism.collectives import all_gather_object, on_hosts
+from parallelism.collectives import on_hosts
 from runtime import dashboards
 
 

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 
 from base.checkpoint_files import list_checkpoints
-from base.processes import RunError
+from base.processes import RunError, all_gather_object
 from model import ceil_div
-from parallelism.collectives import all_gather, all_gather_object, to_host
+from parallelism.collectives import all_gather, to_host
 from parallelism.zero import FlatParameters
 from runtime import run_state
 

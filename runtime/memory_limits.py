@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from base.errors import out_of_memory
 from base.options import Config
 from model import GPTConfig
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid, rank_buckets, rank_parameters
-from parallelism.collectives import out_of_memory
 from runtime.layout_checks import check_grid
 
 

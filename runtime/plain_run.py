@@ -16,12 +16,12 @@ import torch
 from amp import make_scaler
 from base.checkpoint_files import remove_old, step_file, what_is_left
 from base.disk import first_cause
+from base.errors import out_of_memory
 from base.options import SHAPE, Config
 from base.processes import RunError, all_ranks
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
-from parallelism.collectives import out_of_memory
 from runtime import console, run_state
 from runtime.directory import Metrics, Start
 from runtime.divergence import STATISTICS, DivergenceMonitor

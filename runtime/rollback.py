@@ -12,9 +12,8 @@ from pathlib import Path
 from amp import NOT_FINITE
 from base.batch_ramp import batch_size_at, sequences_after
 from base.options import step_range
-from base.processes import RunError, all_ranks
+from base.processes import RunError, all_gather_object, all_ranks
 from data import Batch
-from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
 from runtime import flipped_bits, run_state
 from runtime.divergence import BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, scale_may_help

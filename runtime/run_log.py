@@ -12,11 +12,11 @@ from itertools import zip_longest
 import torch
 
 from base.flops import flops_per_token, peak_flops
-from base.processes import print_rank0
+from base.processes import all_gather_object, print_rank0
 from data import Batch
 from model import ceil_div
 from parallelism.build import Grid
-from parallelism.collectives import Work, all_gather_object, on_hosts
+from parallelism.collectives import Work, on_hosts
 from runtime.directory import Metrics
 from runtime.evaluation import eval_sequences, perplexity
 from runtime.step_stats import experts_in_words

@@ -360,7 +360,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         run.stop = no_signal()
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
-        full = collectives.all_gather_object(whole)[0]
+        full = processes.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
         restored = evaluation.evaluate(run)["val_loss"]
@@ -425,11 +425,11 @@ def test_another_device_samples_what_the_cpu_does():
 
 def test_a_device_that_never_ends_its_work_ends_the_run():
     """A rank that hangs leaves the others' GPUs waiting, and a copy to the host with them: to_host
-    raises a PeerError after its timeout."""
+    raises a DistError after its timeout."""
     never = SimpleNamespace(Event=lambda: SimpleNamespace(record=list, query=lambda: False))
     x = mock.Mock(device=torch.device("cuda"))
     with mock.patch.object(torch, "get_device_module", lambda device: never):
-        with pytest.raises(collectives.PeerError, match="has not ended its work in 0.05 s"):
+        with pytest.raises(dist.DistError, match="has not ended its work in 0.05 s"):
             collectives.to_host(x, timeout=0.05)
 
 

@@ -29,6 +29,7 @@ from base.options import Config
 from corpus import mixtures
 from corpus.flags import DataFlags
 from model import GPTConfig
+from parallelism.schedules import SCHEDULES
 from tests.harness import ROOT, tokens_of
 
 OURS = ("amp", "checkpoint", "data", "model", "parallel", "sample", "train", "test_all",
@@ -55,7 +56,7 @@ MAY_IMPORT = {
     "sample": ("amp models* checkpoint corpus.tokenizers base.devices base.errors "
                "base.sample_flags runtime.sample_and_chat", ""),
     "parallelism.*": ("model models* amp parallel parallelism.*", ""),
-    "base.*": ("model models* amp parallelism.* base.*", ""),
+    "base.*": ("model models* amp base.*", ""),
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),
 }
@@ -175,6 +176,9 @@ def test_a_folders_docstring_names_its_files(folder):
 
 
 def test_constants_that_stand_in_two_files_are_equal():
-    """data.py must not import torch, and checkpoint.py nothing of corpus/."""
+    """data.py must not import torch, checkpoint.py nothing of corpus/, base/ nothing of
+    parallelism/."""
     assert data.IGNORE_INDEX == model.IGNORE_INDEX
     assert checkpoint.OPTIONAL == (*mixtures.OPTIONAL, "ends")     # of imports alone
+    [pp_schedule] = [field for field in fields(Config) if field.name == "pp_schedule"]
+    assert pp_schedule.metadata["choices"] == list(SCHEDULES)

@@ -43,7 +43,7 @@ from base import checkpoint_files, disk, processes
 from base.flops import parameter_count
 from base.options import Config
 from base.processes import RunError
-from parallelism import collectives, pipeline
+from parallelism import pipeline
 from parallelism.build import Grid
 from runtime import directory, layout_checks, run_log, run_state
 from runtime.checkpoint_writer import copy_pieces
@@ -238,7 +238,7 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4,
     read = 1024 * sum(map(int, re.findall(rf"{file.name}\nSize:.*\n.*\n.*\nRss:\s+(\d+)", maps)))
     assert own < read < 0.75 * of_stage, (own, read, of_stage)
     whole = 12 * (parameter_count(cfg) + (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd)
-    assert sum(collectives.all_gather_object(own)) == whole
+    assert sum(processes.all_gather_object(own)) == whole
     grown = max(seen) - seen[0]
     assert 0.9 * allowed - 1e7 < grown < 1.1 * allowed + 1e7 < 0.7 * whole, (allowed, grown)
     checkpoint.verify(tmp_path / "latest.pt")
@@ -387,7 +387,7 @@ def test_an_error_of_a_pipelines_messages_names_rank_machine_and_stage():
     words = (r"^backward of microbatch 7: send to rank 0 on n0 \(stage 0\), "
              r"backward .* 7: receive from rank 4 on n2 \(stage 2\): closed$")
     with mock.patch.multiple(dist, P2POp=mock.Mock(), batch_isend_irecv=closed), \
-            pytest.raises(collectives.PeerError, match=words):
+            pytest.raises(dist.DistError, match=words):
         pipeline.start_messages(grid, messages)
 
 

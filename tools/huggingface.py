@@ -26,14 +26,13 @@ import torch
 from base.checkpoint_files import verify
 from base.commandline import Parser
 from base.disk import write_file
-from base.errors import WriteFailed, errors_in_one_line, named
+from base.errors import WriteFailed, errors_in_one_line, first_line, named
 from base.flops import parameter_count
 from checkpoint import load, parameter_shapes
 from corpus.huggingface_tokenizers import find_in_model, load as load_tokenizer, to_huggingface
 from corpus.templates import get_template, hash_of, plain_program, program_of
 from corpus.tokenizers import get_tokenizer, is_named
 from models import make_config
-from parallelism.collectives import first_line
 from tools.checkpoint import state_of_weights
 from tools.huggingface_families import (family_of, our_config, their_config, their_names, to_ours,
                                         to_theirs)
