@@ -155,7 +155,6 @@ def begin_training(run, state: dict | None, begin: Start, stack: ExitStack) -> N
         console.report_resume(run, state, begin)
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
-    console.print_notes(run, begin)
 
 
 def has_ended(run) -> bool:
