@@ -1,7 +1,6 @@
 """What is refused before a run starts, each in one line that names the numbers.
 
 runtime/startup.py calls `validate` on rank 0. layout_checks.py has the rules of the layout.
-memory_limits.py asks whether there is memory.
 """
 import dataclasses
 import math
@@ -14,7 +13,7 @@ from corpus.templates import is_own
 from data import TokenDataset
 from model import GPTConfig
 from models import PEAK_LR, SIZES, make_config
-from runtime.layout_checks import check_heads, check_layout
+from runtime.layout_checks import check_layout
 
 
 def largest_microbatch(pp: int, device_type: str) -> int:
@@ -48,7 +47,6 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
                  device_type: str) -> tuple[Config, GPTConfig]:
     """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
     cannot run."""
-    check_heads(shape, config.tp)
     model_config = make_config(vocab_size=vocab_size, dropout=config.dropout, **shape)
     dp = world / (config.tp * config.pp * config.cp)
     sizes, _ = batch_sizes(config)

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from amp import PRECISIONS
 from base import devices
 from base.checkpoint_files import list_checkpoints
 from base.options import Config, parse_flags
@@ -19,8 +18,8 @@ from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid, make_groups
-from runtime import (checks, console, dashboards, layout_checks, memory_limits, plain_run,
-                     run_state)
+from parallelism.collectives import out_of_memory
+from runtime import checks, console, dashboards, layout_checks, plain_run, run_state
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state, lock_output_dir,
                                start_branch)
 from runtime.run_log import RunLog
@@ -83,8 +82,6 @@ def resolve(given: dict, begin: Start, job: Job, device: torch.device, store: di
         given = {**given, "init_from": str(begin.path)}
     config, model_config = checks.validate(given, load_state(begin.path), job.world, device.type,
                                            begin.kind == "init-from", begin.path)
-    memory_limits.check_memory(model_config, make_grid(config, job), config,
-                               PRECISIONS[config.dtype], device, job.local_world)
     if config.plain:
         plain_run.check_file(begin)
     if not config.eval_only:
@@ -95,21 +92,23 @@ def resolve(given: dict, begin: Start, job: Job, device: torch.device, store: di
     return config, model_config, begin._replace(given=given)
 
 
-def make_grid(config: Config, job: Job) -> Grid:
-    """The place of this process in the layout, without process groups."""
-    dp = job.world // (config.pp * config.cp * config.tp)
-    return Grid(dp, config.pp, config.tp, job.rank, cp=config.cp, ep=config.ep,
-                chunks=config.pp_chunks, sequence_parallel=config.sequence_parallel)
-
-
 def join_ranks(config: Config, job: Job, device: torch.device, stack: ExitStack) -> Grid:
     """Create this rank's process groups -> its grid, which has them. Every rank calls it. `stack`
     adds advice to an error of too little memory, and ends the groups."""
-    grid = make_grid(config, job)
-    stack.enter_context(memory_limits.advice_on_memory(config, grid))
+    stack.push(advise_on_memory)
+    dp = job.world // (config.pp * config.cp * config.tp)
+    grid = Grid(dp, config.pp, config.tp, job.rank, cp=config.cp, ep=config.ep,
+                chunks=config.pp_chunks, sequence_parallel=config.sequence_parallel)
     make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
     return grid
+
+
+def advise_on_memory(kind, error: BaseException | None, trace) -> None:
+    """To an error of too little memory that ends the run, add what takes less."""
+    if error is not None and out_of_memory(error):
+        error.add_note("give --recompute, a smaller --micro-batch, a higher --zero, or --tp, --pp "
+                       "or --cp on more processes")
 
 
 def load_start(begin: Start) -> dict | None:

@@ -870,5 +870,5 @@ def test_machines_that_cannot_go_on_alone_end_in_one_line(shards, tmp_path):
         wait_for_step(tmp_path / "out", 100, first)
         lose(second)
         text, _ = first.communicate(timeout=200)
-    message = "2 processes are not divisible by tp 2 x pp 2 = 4"
+    message = "2 processes are not divisible by tp 2 x pp 2 x cp 1 = 4"
     assert first.returncode != 0 and text.count(message) == 1, text
