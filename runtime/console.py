@@ -94,8 +94,12 @@ def print_finished(run, state: dict, begin: Start) -> None:
                 f"{unused}; {advice}")
 
 
-def report_start(run, begin: Start) -> None:
-    """The event of a new run; and a line, if it begins from weights."""
+def report_begin(run, state: dict | None, begin: Start) -> None:
+    """The event of a new run; and a line, if it begins from weights. With a `state`: of a resume.
+    """
+    if state is not None:
+        report_resume(run, state, begin)
+        return
     line = None
     if begin.kind == "init-from":
         line = f"weights  from {run.config.init_from}"

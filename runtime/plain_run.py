@@ -145,10 +145,7 @@ class PlainRun:
             console.print_finished(self, self.loaded, self.begin)
             return
         self.log = RunLog(all_ranks(lambda: Metrics(Path(self.config.out), rank=0)))
-        if self.loaded is None:
-            console.report_start(self, self.begin)
-        else:
-            console.report_resume(self, self.loaded, self.begin)
+        console.report_begin(self, self.loaded, self.begin)
         self.stop = stack.enter_context(StopSignal())
         start = time.perf_counter()
         for loss, norm in training:

@@ -12,7 +12,7 @@ from base.checkpoint_files import step_file
 from base.options import Config
 from base.processes import all_ranks, on_rank0
 from runtime.checkpoint_writer import Writer
-from runtime.directory import latest_valid, load_state
+from runtime.directory import latest_valid
 from runtime.folder_writer import FolderWriter
 
 
@@ -28,7 +28,7 @@ def initial_weights(config: Config) -> Callable | None:
     rank calls it."""
     if config.init_from is None:
         return None
-    weights = all_ranks(lambda: load_state(config.init_from))["parameters"]
+    weights = all_ranks(lambda: checkpoint.load(Path(config.init_from)))["parameters"]
     return lambda flat: checkpoint.load_shards(weights, flat, "master")
 
 
@@ -38,8 +38,8 @@ def go_back(run, find: Callable) -> None:
     step = run.step
     run.flat.wait_params()                      # restoring them starts the next all-gather
     all_ranks(run.writer.wait)                  # we may load the file being written
-    path, events = latest_valid(on_rank0(find))
-    run.restore(all_ranks(lambda: load_state(path), status=1))
+    _, state, events = latest_valid(on_rank0(find))
+    run.restore(state)
     for event in events:
         run.log.metrics.write(**event, step=step)
 

@@ -1,5 +1,5 @@
 """The start of a run. train.py calls, in this order, `parse`, before all communication, `prepare`,
-`load_start`, `open_data`, `join_ranks` and, when the ranks have built the run, `begin_training`.
+`open_data`, `join_ranks` and, when the ranks have built the run, `begin_training`.
 """
 import os
 import sys
@@ -20,7 +20,7 @@ from model import GPTConfig
 from parallelism.build import Grid, make_groups
 from parallelism.collectives import out_of_memory
 from runtime import checks, console, dashboards, layout_checks, plain_run, run_state
-from runtime.directory import (Metrics, Start, find_start, last_lines, load_state, lock_output_dir,
+from runtime.directory import (Metrics, Start, find_start, last_line, lock_output_dir,
                                start_branch)
 from runtime.run_log import RunLog
 
@@ -61,8 +61,13 @@ def prepare(given: dict, job: Job, device: torch.device,
     if config.log is not None:
         on_rank0(lambda: dashboards.check("--log", config.log))
     begin = find_start(Path(config.out), config.resume, config.init_from, config.eval_only,
-                       restarted)
-    return on_rank0(lambda: resolve(given, begin, job, device, store, stack))
+                       restarted)._replace(given=given)
+    config, model_config = on_rank0(lambda: resolve(begin, job, device, store, stack))
+    if begin.kind == "resume":
+        start_branch(begin.state, "lr" in given)
+    if config.plain or begin.kind == "init-from":       # they read the file by themselves
+        begin = begin._replace(state=None)
+    return config, model_config, begin
 
 
 def launch_store() -> dist.Store:
@@ -73,14 +78,14 @@ def launch_store() -> dist.Store:
     return dist.HashStore()
 
 
-def resolve(given: dict, begin: Start, job: Job, device: torch.device, store: dist.Store,
-            stack: ExitStack) -> tuple[Config, GPTConfig, Start]:
-    """Resolve flags and checkpoint on rank 0: the complete config, the model, and where the run
-    begins. Finally lock --out; `stack` releases the lock. Raises ValueError, OSError or RunError.
-    """
+def resolve(begin: Start, job: Job, device: torch.device, store: dist.Store,
+            stack: ExitStack) -> tuple[Config, GPTConfig]:
+    """Resolve flags and checkpoint on rank 0: the complete config, and the model. Finally lock
+    --out; `stack` releases the lock. Raises ValueError, OSError or RunError."""
+    given = begin.given
     if begin.kind == "init-from":
         given = {**given, "init_from": str(begin.path)}
-    config, model_config = checks.validate(given, load_state(begin.path), job.world, device.type,
+    config, model_config = checks.validate(given, begin.state, job.world, device.type,
                                            begin.kind == "init-from", begin.path)
     if config.plain:
         plain_run.check_file(begin)
@@ -89,7 +94,7 @@ def resolve(given: dict, begin: Start, job: Job, device: torch.device, store: di
         if list_checkpoints(Path(config.out)) != begin.found:
             raise ValueError(f"another run has just written to {config.out}: start again")
         store.set("begun", "")
-    return config, model_config, begin._replace(given=given)
+    return config, model_config
 
 
 def join_ranks(config: Config, job: Job, device: torch.device, stack: ExitStack) -> Grid:
@@ -111,16 +116,6 @@ def advise_on_memory(kind, error: BaseException | None, trace) -> None:
                        "or --cp on more processes")
 
 
-def load_start(begin: Start) -> dict | None:
-    """The checkpoint with whose whole state the run begins, or None. Every rank calls it."""
-    if begin.kind not in ("continue", "resume"):
-        return None
-    state = all_ranks(lambda: load_state(begin.path))
-    if begin.kind == "resume":
-        start_branch(state, "lr" in begin.given)
-    return state
-
-
 def open_data(config: Config, model_config: GPTConfig, state: dict | None,
               job: Job) -> tuple[TokenDataset, TokenDataset]:
     """Open the data for training and validation on every rank. All must have the same. Every rank
@@ -136,10 +131,9 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
     return train_data, val_data
 
 
-def begin_training(run, state: dict | None, begin: Start, stack: ExitStack) -> None:
+def begin_training(run, begin: Start, stack: ExitStack) -> None:
     """Open the log of a train.Run, report how it begins and, if it begins from a file, save its
-    starting state. `state` is that of `load_start`, without the tensors. `stack` closes the
-    dashboards."""
+    starting state. `stack` closes the dashboards."""
     config = run.config
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
     run.log = RunLog(metrics)
@@ -148,10 +142,7 @@ def begin_training(run, state: dict | None, begin: Start, stack: ExitStack) -> N
                                               run.step)
         stack.callback(metrics.close)
     console.print_summary(run)
-    if state is None:
-        console.report_start(run, begin)
-    else:
-        console.report_resume(run, state, begin)
+    console.report_begin(run, begin.state, begin)
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
 
@@ -162,5 +153,5 @@ def has_ended(run) -> bool:
     done = run.step - 1
     if done != run.config.steps:
         return done > run.config.steps
-    lines = on_rank0(lambda: last_lines(Path(run.config.out)))
-    return not lines or lines[-1].get("event") == "end"
+    line = on_rank0(lambda: last_line(Path(run.config.out)))
+    return not line or line.get("event") == "end"
