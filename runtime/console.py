@@ -116,20 +116,14 @@ def circumstances(run) -> dict:
                 environment=environment(run.grid.hosts))
 
 
-def changed_flags(config: Config, state: dict) -> dict:
-    """{name: [what the checkpoint has, what the run has]} of the flags that differ."""
+def changed_settings(run, state: dict) -> dict:
+    """{name: [what the checkpoint has, what the run has]} of the flags and the data that differ."""
     changed = {}
     stored = flags_of_writer(state)
     for name in OF_TRAINING:
-        now = getattr(config, name)
+        now = getattr(run.config, name)
         if stored[name] != now:
             changed[name] = [stored[name], now]
-    return changed
-
-
-def changed_settings(run, state: dict) -> dict:
-    """As `changed_flags`, and the data if they differ."""
-    changed = changed_flags(run.config, state)
     if state["data"] != run.train_data.mixture.phases:
         changed["data"] = [state["config"]["data"], run.config.data]
     return changed

@@ -366,7 +366,7 @@ def test_an_exact_run_keeps_its_microbatch(shards, run_train, tmp_path):
     command = ["--data", shards, "--out", tmp_path, *TINY, "--save-every", 0]
     assert run_train(*command, "--exact", "--micro-batch", 1)[0] == 0
     status, _, error = run_train(*command, "--steps", 6, "--exact", "--micro-batch", 2)
-    assert status == 2 and "this run's microbatches have 1 sequences" in error, error
+    assert status == 2 and "4.pt have 1 sequences: drop --micro-batch 2" in error, error
     status, text, error = run_train(*command, "--steps", 6, "--exact")
     assert status == 0 and "4 microbatches x 1 sequences" in text, error
     assert run_train(*command, "--steps", 8, "--micro-batch", 2)[0] == 0
