@@ -162,23 +162,23 @@ REFUSED = [
     # Data
     ("--data a,b: a mixture is DIR=WEIGHT,DIR=WEIGHT: 'a' lacks its DIR or its =WEIGHT: give both, "
      "as in a=0.7", ["--data a,b"], ["--data other=0.7,beyond=0.7"]),
-    ("lacks its DIR or its =WEIGHT", ["--data a:0.5,b:0.5", "--data a=1,b", "--data =1,b=1"], []),
+    ("lacks its DIR or its =WEIGHT", [
+        "--data a:0.5,b:0.5", "--data a=1,b", "--data =1,b=1", "--data ,", "--data a=1,"], []),
     ("the weight 'x' of a is no number: give one, as in a=0.7", ["--data a=x,b=1"], []),
     ("the weight of a must be 0 or 1e-6 to 1000 ... scale all of them; a=0 leaves it out", [
         "--data a=nan,b=1", "--data a=inf,b=1", "--data a=-1,b=2", "--data a=1001,b=1"],
      ["--data other=200,beyond=0.1", "--data other=0,beyond=1"]),
     ("all weights are 0: give one that is not", ["--data a=0,b=0"], ["--data other=1,beyond=0"]),
-    ("a stands there twice: give it once, with the sum of the weights", [
-        "--data a=1,a=2", "--data a=1,./a=2"], ["--data other=3"]),
-    ("one/a and two/a have the same last part", ["--data one/a=1,two/a=1"], []),
-    ("a comma stands at an end, or twice: drop it", ["--data ,", "--data a=1,"],
-     ["--data other=1"]),
-    ("nowhere does not exist: give a directory that data.py has made: data/python by `python "
+    ("is the second with this last part, which names a source in metrics.jsonl: give it once, or "
+     "rename one", ["--data a=1,a=2", "--data a=1,./a=2", "--data one/a=1,two/a=1"],
+     ["--data other=3"]),
+    ("nowhere is no directory: give a directory that data.py has made: data/python by `python "
      "data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR",
      ["--data nowhere", "--data other=1,nowhere=1"], []),
-    ("has no train shards: give", ["--data run", "--data other/train_0.bin"], []),
+    ("has no train shards: give", ["--data run"], []),
+    ("train_0.bin is no directory: give", ["--data other/train_0.bin"], []),
     ("lost has no meta.json: copy it, too, or remove the shards and run", ["--data lost"], []),
-    ("too few ... --seq-len 99999 or less", ["--data other --seq-len 100000"],
+    ("too few for a window of 100000 + 1: ... a smaller --seq-len", ["--data other --seq-len 100000"],
      ["--data other --seq-len 99999"]),
     ("other and toy have different tokenizers", ["--data other=1,toy=0"], []),
     ("train_0.bin", ["--data torn=1,other=1"], []),
