@@ -347,7 +347,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     """Build this rank's run, and train or evaluate. `stack` collects what must be closed when the
     process ends."""
     config, model_config, begin = startup.prepare(given, job, device, stack)
-    state = startup.load_start(begin)               # a checkpoint, None for a new run
+    state = begin.state                             # of a checkpoint, None for a new run
     train_data, val_data = startup.open_data(config, model_config, state, job)
     grid = startup.join_ranks(config, job, device, stack)
     run = Run(config, model_config, grid, device, train_data, val_data, state, begin.run)
@@ -358,7 +358,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
         elif startup.has_ended(run):
             console.print_finished(run, state, begin)
         else:
-            startup.begin_training(run, state, begin, stack)
+            startup.begin_training(run, begin, stack)
             with StopSignal() as run.stop:
                 run.train()
             if run.step <= config.steps and job.world == 1:         # stopped by a signal

@@ -241,8 +241,12 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
     shape = stored | shape
     if not weights_only:
         config = Config(**(restored_flags(state) | given))
-        if config.exact and config.micro_batch is None:     # other microbatches give other bits
-            config = dataclasses.replace(config, micro_batch=state["config"]["micro_batch"])
+        if config.exact:                        # other microbatches give other bits
+            micro_batch = state["config"]["micro_batch"]
+            if state["config"].get("exact") and config.micro_batch not in (None, micro_batch):
+                raise ValueError(f"--exact: the microbatches of {file} have {micro_batch} "
+                                 f"sequences: drop --micro-batch {config.micro_batch}")
+            config = dataclasses.replace(config, micro_batch=config.micro_batch or micro_batch)
     return config, shape
 
 

@@ -190,7 +190,7 @@ def set_factors(model: GPT, loss_factor: float, token_factor: float) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# A rank's parameters, counted before anything is built (runtime/memory_limits.py, tools/plan/)
+# A rank's parameters, counted before anything is built (tools/plan/)
 # ---------------------------------------------------------------------------------------------
 
 

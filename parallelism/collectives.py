@@ -53,15 +53,12 @@ class Work:
     operation: str = ""                                 # for errors, with the ranks of the group
     group: object = None
     finish: Callable = lambda result: result
-    seconds_waited = 0.0        # of the class: total over all waits of this process
 
     def wait(self) -> torch.Tensor:
         if self.handles:
-            started = time.perf_counter()
             with comm_errors(self.operation, self.group):
                 for handle in self.handles:
                     handle.wait()
-            Work.seconds_waited += time.perf_counter() - started
         return self.finish(self.result)
 
 

@@ -4,7 +4,6 @@ imports train.py:
 
     startup, directory                  where a run begins
     checks, layout_checks               what is refused
-    memory_limits                       and whether there is memory
     run_state                           what a run's checkpoints hold: save, restore, go back
     checkpoint_writer, streamed_tensors the thread that writes checkpoints, tensor by tensor
     folder_writer                       a checkpoint as a folder: each rank writes its part

@@ -12,7 +12,6 @@ sends them to rank 0, and a thread there joins them and writes the file, while t
 So a rank needs memory for its shards once more. Rank 0 also needs memory for two full tensors, the
 parts of one and their union, whatever the size of the model.
 """
-import time
 from collections import deque
 from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
@@ -50,9 +49,6 @@ class Writer:
         self.timeout = timeout
         self.thread = ThreadPoolExecutor(1)
         self.pending = None         # the Future of the last write
-        self.submitted = None       # when it began
-        self.paused = 0.0           # seconds that training waited for it before it went on
-        self.slow_disk_is_noted = False
 
     @cached_property
     def order(self) -> list[Scattered]:
@@ -61,7 +57,6 @@ class Writer:
     def submit(self, facts: dict, named: Container[str]) -> None:
         """Copy this rank's pieces, then start to write the state: `facts` and the tensors. Files
         whose names are in `named` stay. Every rank must call it. Call `wait` before."""
-        self.submitted = time.monotonic()
         copies = copy_pieces(self.flat, STATE.values(), self.timeout)
         task = self._write if self.grid.rank == 0 else self._send
         self.pending = self.thread.submit(task, facts, named, copies)

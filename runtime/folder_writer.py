@@ -14,7 +14,6 @@ both cases the folder never gets its name. The next save removes what is left of
 import io
 import pickle
 import shutil
-import time
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future
@@ -106,7 +105,6 @@ class FolderWriter(Writer):
         self.aside = self.out / "step.tmp"
 
     def submit(self, facts: dict, named: Container[str]) -> None:
-        self.submitted = time.monotonic()
         path = step_file(self.out, facts["step"], "folder")
         reason = None
         try:
@@ -116,7 +114,6 @@ class FolderWriter(Writer):
             if self.grid.rank == 0:
                 shutil.rmtree(self.aside, ignore_errors=True)       # give its space back
                 warn(f"{reason}; {what_is_left(self.out)}")
-        self.paused = time.monotonic() - self.submitted
         self.pending = Future()                 # for `wait`
         self.pending.set_result(reason)
 

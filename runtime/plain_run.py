@@ -9,7 +9,8 @@ import socket
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from types import SimpleNamespace
+from typing import Callable, Iterator
 
 import torch
 
@@ -92,12 +93,6 @@ def check_continues(loaded: dict, config: Config) -> None:
                        "--plain cannot continue: drop --plain", 2)
 
 
-class Position(NamedTuple):
-    """In the data, as that of data.Batches: sequences trained on or left out, and trained on."""
-    consumed: int
-    sequences_trained: int
-
-
 class PlainRun:
     """A plain run beside its training. Log, console and checkpoints take it for a train.Run, whose
     names it has.
@@ -134,8 +129,10 @@ class PlainRun:
         return self.finished_step + 1
 
     @property
-    def batches(self) -> Position:
-        return Position(*2 * [self.finished_step * self.config.batch_size])
+    def batches(self) -> SimpleNamespace:
+        """The position in the data, as that of a data.Batches."""
+        sequences = self.finished_step * self.config.batch_size
+        return SimpleNamespace(consumed=sequences, sequences_trained=sequences)
 
     def steps(self, training: Iterator, stack: ExitStack) -> Iterator[tuple[int, float, float]]:
         """The number, the loss and the gradient norm of each step, which `training` makes. After a
@@ -145,10 +142,7 @@ class PlainRun:
             console.print_finished(self, self.loaded, self.begin)
             return
         self.log = RunLog(all_ranks(lambda: Metrics(Path(self.config.out), rank=0)))
-        if self.loaded is None:
-            console.report_start(self, self.begin)
-        else:
-            console.report_resume(self, self.loaded, self.begin)
+        console.report_begin(self, self.loaded, self.begin)
         self.stop = stack.enter_context(StopSignal())
         start = time.perf_counter()
         for loss, norm in training:

@@ -15,13 +15,10 @@ from base.flops import flops_per_token, peak_flops
 from base.processes import all_gather_object, print_rank0
 from data import Batch
 from model import ceil_div
-from parallelism.build import Grid
-from parallelism.collectives import Work, on_hosts
 from runtime.directory import Metrics
 from runtime.evaluation import eval_sequences, perplexity
 from runtime.step_stats import experts_in_words
 
-COMPARE_RANKS_EVERY = 100       # steps
 LINES = 50                      # of steps on the console in a run, about
 
 
@@ -32,7 +29,6 @@ class RunLog:
     def __init__(self, metrics: Metrics):
         self.metrics = metrics
         self.recent_seconds = deque(maxlen=20)      # of the last steps
-        self.compute_clock = None       # this rank's, when ranks were last compared, in seconds
         self.printed_at = None          # when a step's line was last printed, in seconds
         self.shown_at = -math.inf       # when that or the line of a terminal was
         self.on_terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -83,26 +79,6 @@ class RunLog:
             print_rank0(format_eval(row, run))
             if "dead_experts" in row:
                 print_rank0(experts_in_words(row, run.model_config))
-        # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
-        on_cpus = run.grid.world > 1 and run.device.type == "cpu"
-        if row["step"] % COMPARE_RANKS_EVERY == 0 and on_cpus:
-            now = time.perf_counter() - Work.seconds_waited     # it stands still in a wait
-            if self.compute_clock is not None:
-                note_slow_ranks(run.grid, now - self.compute_clock)
-            self.compute_clock = now
-
-
-def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
-    """Name the ranks that computed for more than 1.5 times the median of their pipeline stage:
-    their machines may be slow or busy. Every rank calls it with its own seconds."""
-    seconds = all_gather_object(own_seconds)
-    for ranks in grid.ranks.flatten(1).tolist():        # of each stage
-        median = statistics.median_low(seconds[rank] for rank in ranks)
-        for rank in ranks:
-            if seconds[rank] > 1.5 * median:
-                print_rank0(f"note     rank {rank}{on_hosts([rank], grid.hosts)} is slow: it "
-                            f"computed for {seconds[rank]:.1f} s in the last {COMPARE_RANKS_EVERY} "
-                            f"steps, the median of its stage for {median:.1f} s")
 
 
 def evaluated_tokens(run) -> str:

@@ -59,7 +59,7 @@ def test_the_newest_whole_file_is_taken(tmp_path, capsys):
     files = checkpoint_files.list_checkpoints(tmp_path)
     assert steps_listed(tmp_path) == [3, 2, 1]
     os.truncate(files[0], 1000)
-    path, (event,) = directory.latest_valid(files)
+    path, _, (event,) = directory.latest_valid(files)
     assert path == files[1] and event["reason"] in capsys.readouterr().err
     with mock.patch.object(checkpoint_files.zipfile, "ZipFile", side_effect=PermissionError), \
             pytest.raises(RunError):

@@ -148,9 +148,10 @@ def test_a_folder_with_a_wrong_file_is_passed_over(folders, tmp_path, file, act)
     """The message names the folder and a file."""
     shutil.copytree(folders, tmp_path, dirs_exist_ok=True)
     newest, before = tmp_path / "newest", tmp_path / "before"
-    assert directory.latest_valid([newest, before]) == (newest, [])
+    path, _, events = directory.latest_valid([newest, before])
+    assert (path, events) == (newest, [])
     act(newest / file)
-    path, [event] = directory.latest_valid([newest, before])
+    path, _, [event] = directory.latest_valid([newest, before])
     assert path == before and event["path"] == str(newest)
     if file == "facts.pt":          # with those of another step the first part does not match
         assert re.search(f"{newest} |__0_0.distcp", event["reason"])
@@ -231,7 +232,8 @@ def test_a_disk_that_the_ranks_do_not_share_is_told(rank, world=2, *, tmp_path):
         run_steps(rank, world, (2, 1, 1), config, SMALL, prepare=on_own_disk)
     run_steps(rank, world, (2, 1, 1), config, SMALL)
     path = step_file(tmp_path if rank == 0 else tmp_path / "other", 2, "folder")
-    with pytest.raises(RunError, match=f"^rank 1 does not see {path}: {shared}"):
+    with pytest.raises(RunError, match=f"^rank 1: there is no {tmp_path}/other/{path.name} "
+                                       f"here: {shared}"):
         directory.latest_valid([path])
 
 

@@ -773,7 +773,7 @@ def test_a_flipped_bit_of_an_expert_is_found_named_and_undone(pool, tmp_path, fl
 
 
 @pytest.mark.parametrize("model, world, flags, words", [
-    ("mixtral", 6, dict(ep=3), "ep 3 does not divide the 8 experts: give an --ep or an --n-expert"),
+    ("mixtral", 6, dict(ep=3), "ep 3 does not divide the 8 experts: change one"),
     ("mixtral", 2, dict(ep=4), "the replicas, dp x cp = 2, are not divisible by ep 4: start more"),
     ("shared, bias", 16, dict(tp=16), "the shared expert's 24 hidden channels are not divisible"),
     ("dense", 2, dict(ep=2), "--ep 2 divides the experts of a mixture, and this model has none")])

@@ -51,7 +51,6 @@ from data import TokenDataset
 from model import GPTConfig, ceil_div
 from models import SIZES, make_config
 from runtime.checks import default_lr
-from runtime.layout_checks import check_heads
 from tools.metrics import read_metrics
 from tools.scaling_law import (FEWEST_SIZES, FEWEST_TOKENS, Law, Points, back_test, check_scipy,
                                on_law, predict)
@@ -256,7 +255,6 @@ def plan(arguments: list[str]) -> tuple[LadderConfig, list[Rung], Rung]:
     base = SIZES[config.model]
     options.refuse_flags_of_others(given, base, f"--model {config.model}")
     shape = base | given
-    check_heads(shape, config.tp)
     data = TokenDataset(config.data, "train", shape["seq_len"])
     TokenDataset(config.data, "val", shape["seq_len"])      # or a run would say that it is missing
     if config.lr is None:

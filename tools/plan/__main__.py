@@ -10,7 +10,6 @@ from base.errors import errors_in_one_line
 from base.processes import print_rank0
 from models import make_config
 from runtime.checks import check_config
-from runtime.layout_checks import check_heads
 from tools.plan.estimate import make_plan
 from tools.plan.flags import LAYOUT, OWN_FLAGS, RUN_FLAGS, PlanConfig
 from tools.plan.gpus import GPUS
@@ -49,7 +48,6 @@ def answer(arguments: list[str]) -> str:
     """What the command prints. Raises ValueError on a usage error, or if --search finds nothing."""
     config, given = read_flags(arguments)
     shape = options.model_shape(vars(config))
-    check_heads(shape, config.tp)
     cfg = make_config(vocab_size=config.vocabulary, **shape)
     if config.tokens is not None:
         steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
