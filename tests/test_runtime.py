@@ -374,7 +374,7 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         n_expert n_active shared_hidden balance_loss z_loss balance_bias
         dropout batch_size batch_ramp steps lr
         min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip seed
-        save_every keep checkpoint_format check_every eval_every eval_tokens eval_answers rollback
+        save_every keep checkpoint_format check_every eval_every eval_tokens rollback
         max_rollbacks skip_steps""".split())
 
 
