@@ -59,8 +59,6 @@ def prepare(given: dict, job: Job, device: torch.device,
     store = launch_store() if job.rank == 0 else None
     restarted = on_rank0(lambda: store.check(["begun"]))    # a refused start leaves no key
     config = Config(**given)
-    if config.log is not None:
-        on_rank0(lambda: dashboards.check("--log", config.log))
     begin = find_start(Path(config.out), config.resume, config.init_from, config.eval_only,
                        restarted)
     return on_rank0(lambda: resolve(given, begin, job, device, store, stack))
@@ -145,9 +143,9 @@ def begin_training(run, state: dict | None, begin: Start, stack: ExitStack) -> N
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
     run.log = RunLog(metrics)
     if config.log is not None and run.grid.rank == 0:
-        metrics.dashboards = dashboards.start(config.log, Path(config.out), begin.run["id"],
-                                              run.step)
-        stack.callback(metrics.close)
+        metrics.dashboards = {name: dashboards.KINDS[name]() for name in config.log.split(",")}
+        metrics.send(lambda dashboard: dashboard.open(Path(config.out), begin.run["id"], run.step))
+        stack.callback(metrics.send, lambda dashboard: dashboard.close())
     console.print_summary(run)
     if state is None:
         console.report_start(run, begin)
