@@ -207,7 +207,7 @@ class Run:
         self.identity = identity or directory.new_run("seed")
         self.monitors = Monitors(self)      # act on divergence and flipped bits
         self.log = None                     # run_log.RunLog: metrics.jsonl and the console
-        self.stop = None                    # signals.StopSignal while the run trains
+        self.stop = StopSignal()            # which `launch` enters
         dtype, master_dtype = PRECISIONS[config.dtype]
         # build_rank keeps the blocks of this stage (pp), and replaces their layers by those that
         # hold a slice (tp) or exchange keys and values (cp). It moves the parameters into `flat`,
@@ -359,7 +359,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
             console.print_finished(run, state, begin)
         else:
             startup.begin_training(run, begin, stack)
-            with StopSignal() as run.stop:
+            with run.stop:
                 run.train()
             if run.step <= config.steps and job.world == 1:         # stopped by a signal
                 stack.close()

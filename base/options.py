@@ -97,8 +97,6 @@ class Config:
     eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
     eval_tokens: int = flag(None, "validation tokens per evaluation and source (default: 128 "
                             "sequences; with --eval-only all, whatever the run's value)", low=1)
-    eval_answers: int = flag(0, "at each evaluation, in about so many validation conversations, "
-                             "the share of answers that greedy decoding gives; 0: none", low=0)
     eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
     log_every: int = flag(None, "steps between lines on the console (default: about 50 lines in "
                           "the run, at most one a second)", low=1)

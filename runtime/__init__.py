@@ -13,7 +13,7 @@ imports train.py:
     sums                                sums over all ranks, which tell of a signal
     step_stats                          the numbers of a step, summed over all ranks
     run_log, console                    metrics.jsonl and the steps; what else a run prints
-    evaluation, eval_answers            the validation loss; answers that are right
+    evaluation                          the validation loss
     dashboards                          TensorBoard and Weights & Biases, for --log
     signals                             the end by a signal
     sample_and_chat                     prompts and conversations of sample.py, and what it prints

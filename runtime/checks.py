@@ -116,7 +116,7 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     cannot run."""
     config, shape = merge_config(given, state, weights_only, file)
     data = TokenDataset(config.data, "train", shape["seq_len"])
-    val_data = TokenDataset(config.data, "val", shape["seq_len"])
+    TokenDataset(config.data, "val", shape["seq_len"])       # refuses data without it
     if "decay_ratio" in given and config.lr_schedule != "wsd":
         raise ValueError(f"--decay-ratio is for --lr-schedule wsd, not {config.lr_schedule}, which "
                          f"decays until the last step: give --lr-schedule wsd, or drop the flag")
@@ -124,10 +124,6 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     config, model_config = check_config(config, shape, vocab_size, world, device_type)
     if state is not None:
         check_data(given, state, file, data, config, weights_only)
-    if config.eval_answers > 0 and not val_data.has_conversations:
-        raise ValueError(f"--eval-answers is for conversations, and {config.data} has none: give "
-                         f"--eval-answers 0, or make --data from lines with messages or prompt and "
-                         f"completion")
     if config.epochs is not None and not config.eval_only:
         resumed = None if weights_only else state
         config = dataclasses.replace(config, steps=steps_of_epochs(config, data, resumed))

@@ -10,14 +10,14 @@ import socket
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch.distributed as dist
 
 from base.checkpoint_files import CorruptCheckpoint, facts_file, list_checkpoints, verify
+from base.errors import first_line
 from base.processes import RunError, all_gather_object, all_ranks, is_rank0, on_rank0, warn
 from checkpoint import load
-from runtime import dashboards
 
 
 @contextmanager
@@ -193,11 +193,11 @@ def last_line(out: Path) -> dict:
 
 class Metrics:
     """OUT/metrics.jsonl, append-only: one object per step, and one with `event` for anything else.
-    Only rank 0 writes. `dashboards`: those of --log, which get each line too."""
+    Only rank 0 writes. `dashboards`: of --log, by name. They get each line too."""
 
     def __init__(self, out: Path, rank: int):
         self.path = None
-        self.dashboards = []
+        self.dashboards = {}
         if rank == 0:
             self.path = out / "metrics.jsonl"
             with open(self.path, "a+b") as file:
@@ -220,10 +220,13 @@ class Metrics:
                     raise OSError("the disk is full")
         except OSError as error:                        # costs this line, not the run
             warn(f"{self.path} lacks a line: {error.strerror or error}")
-        for dashboard in self.dashboards:
-            dashboard.write(row)
+        self.send(lambda dashboard: dashboard.write(row))
 
-    def close(self) -> None:
-        """End the dashboards, which get no more lines."""
-        dashboards.close(self.dashboards)
-        self.dashboards = []
+    def send(self, action: Callable) -> None:
+        """action(dashboard) of each. An error costs one warning and the dashboard, not the run."""
+        for name, dashboard in list(self.dashboards.items()):
+            try:
+                action(dashboard)
+            except Exception as error:
+                del self.dashboards[name]
+                warn(f"--log: {name} is off from here on: {first_line(error)}")

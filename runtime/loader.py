@@ -1,5 +1,5 @@
 """The rows of a batch that this rank reads, as microbatches. train.Run calls `next` and `prefetch`
-once a step. evaluation.py and eval_answers.py call `microbatches`.
+once a step. evaluation.py calls `microbatches`.
 
 The next batch is loaded while the GPU computes, and its windows are announced to the disk before.
 """

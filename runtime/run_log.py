@@ -12,7 +12,7 @@ from itertools import zip_longest
 import torch
 
 from base.flops import flops_per_token, peak_flops
-from base.processes import all_gather_object, print_rank0
+from base.processes import print_rank0
 from data import Batch
 from model import ceil_div
 from runtime.directory import Metrics
@@ -145,11 +145,7 @@ def format_eval(row: dict, run) -> str:
         if loss > uniform:
             note = f" (a uniform guess: {uniform:.4f} nats){note}"
         notes.append(note)
-    text = "\n".join((line + note).rstrip() for line, note in zip(align(cells), notes))
-    if "val_answers_right" in row:
-        text += (f"\nanswers: greedy decoding gives {row['val_answers_right']:.1%} of "
-                 f"{row['val_answers']:,}")
-    return text
+    return "\n".join((line + note).rstrip() for line, note in zip(align(cells), notes))
 
 
 def align(lines: list[list[str]]) -> list[str]:

@@ -58,8 +58,6 @@ def prepare(given: dict, job: Job, device: torch.device,
     store = launch_store() if job.rank == 0 else None
     restarted = on_rank0(lambda: store.check(["begun"]))    # a refused start leaves no key
     config = Config(**given)
-    if config.log is not None:
-        on_rank0(lambda: dashboards.check("--log", config.log))
     begin = find_start(Path(config.out), config.resume, config.init_from, config.eval_only,
                        restarted)._replace(given=given)
     config, model_config = on_rank0(lambda: resolve(begin, job, device, store, stack))
@@ -138,9 +136,9 @@ def begin_training(run, begin: Start, stack: ExitStack) -> None:
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
     run.log = RunLog(metrics)
     if config.log is not None and run.grid.rank == 0:
-        metrics.dashboards = dashboards.start(config.log, Path(config.out), begin.run["id"],
-                                              run.step)
-        stack.callback(metrics.close)
+        metrics.dashboards = {name: dashboards.KINDS[name]() for name in config.log.split(",")}
+        metrics.send(lambda dashboard: dashboard.open(Path(config.out), begin.run["id"], run.step))
+        stack.callback(metrics.send, lambda dashboard: dashboard.close())
     console.print_summary(run)
     console.report_begin(run, begin.state, begin)
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed

@@ -424,11 +424,6 @@ def nothing(run):
     return None
 
 
-def no_signal():
-    """Stands for a signals.StopSignal that gets no signal by itself."""
-    return SimpleNamespace(number=None, agreed=False)
-
-
 def without_saves(run):
     """For a test that reads no file: without this the run saves after its last step."""
     run.writer.submit = lambda *_: None
@@ -456,7 +451,6 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None,
         prepare(run)
         rows = Rows(run, look)
         run.log = run_log.RunLog(rows)
-        run.stop = no_signal()
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
     return Trained(rows.steps, rows.seen, whole)

@@ -38,7 +38,7 @@ from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
 from runtime import evaluation, run_log
 from tests.harness import (CFG, GPUS, ROOT, TINY, Memory, Rows, assert_same_rows, gather_full_state,
-                           gridded, no_signal, own_processes, read_metrics, run_main, run_steps,
+                           gridded, own_processes, read_metrics, run_main, run_steps,
                            settings, torchrun, traffic, without_saves)
 from tools.bench import pytorch_stack
 
@@ -357,7 +357,6 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
         rows = Rows(run, lambda run: len(SECOND_LOG))
         run.log = run_log.RunLog(rows)
-        run.stop = no_signal()
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
         full = processes.all_gather_object(whole)[0]

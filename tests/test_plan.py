@@ -33,7 +33,7 @@ from parallelism.zero import FlatParameters
 from runtime import checks, evaluation, layout_checks, run_log
 from tests import published_runs
 from tests.harness import (CFG, COVER, FORMULA, PAGES, Alive, Memory, Rows, column, deep_enough_for,
-                           gridded, no_signal, nothing, run_steps, settings, staged,
+                           gridded, nothing, run_steps, settings, staged,
                            tokens_of, traffic, without_saves)
 from tools.plan.__main__ import answer, main
 from tools.plan.estimate import RESTART, chinchilla_loss, compute_optimal, goodput, make_plan
@@ -82,7 +82,6 @@ def a_step_of_a_run(rank, world, config, cfg):
         with flops, traffic(note), plain, mock.patch.object(kernels, "NO_PRODUCTS", []), \
                 mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
             run.log = run_log.RunLog(Rows(run, nothing))
-            run.stop = no_signal()
             run.train()
     numel = sum(bucket.numel for bucket in run.flat.buckets)
     return numel, held, sent, flops.get_total_flops()

@@ -90,8 +90,6 @@ REFUSED = [
     ("did you mean gelu?", ["--activation GELU"], ["--activation gelu"]),
     ("no CUDA device here", ["--device cuda"], []), ("give --device cpu", ["--device mps"], []),
     ("needs a C++ compiler: install g++", ["--compile"], []),
-    ("install tensorboard", ["--log tensorboard,wandb"], []),
-    ("install wandb", ["--log wandb"], []),
     ("--steps cannot be combined with --epochs", ["--epochs 2"], []),
     ("--init-from: the value is empty: give a path (is a variable of the shell not set?)", [
         "--init-from ", "--init-from="], []),
@@ -275,13 +273,10 @@ def refusal(shards, flags):
 @pytest.mark.parametrize("message, commands, followed", REFUSED)
 def test_a_users_mistake_ends_in_one_line_whose_advice_is_not_refused(
         run_train, shards, things, monkeypatch, message, commands, followed):
-    """Each command ends with this message and exit status 2, where the compiler and the packages of
-    --log are missing. It leaves no file; an older format is never passed over. No message sends to
-    a second error."""
+    """Each command ends with this message and exit status 2, where the compiler is missing. It
+    leaves no file; an older format is never passed over. No message sends to a second error."""
     monkeypatch.chdir(things)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    for package in ("tensorboard", "wandb"):
-        monkeypatch.setitem(sys.modules, package, None)
     before = names_in(things)
     words = message.split(" ... ")
     for flags in commands:
@@ -356,7 +351,7 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         n_expert n_active shared_hidden balance_loss z_loss balance_bias
         dropout batch_size batch_ramp steps lr
         min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip seed
-        save_every keep checkpoint_format check_every eval_every eval_tokens eval_answers rollback
+        save_every keep checkpoint_format check_every eval_every eval_tokens rollback
         max_rollbacks skip_steps""".split())
 
 

@@ -145,7 +145,7 @@ FLAGS = """data out log model n_layer n_head n_embd seq_len activation n_kv_head
     beta2 clip seed plain tp pp cp ep pp_schedule pp_chunks device compile timeout micro_batch zero
     recompute sequence_parallel offload dtype exact save_every keep checkpoint_format
     resume init_from check_every
-    eval_every eval_tokens eval_answers eval_only log_every rollback max_rollbacks skip_steps"""
+    eval_every eval_tokens eval_only log_every rollback max_rollbacks skip_steps"""
 
 
 def test_train_py_has_these_flags_and_no_others():

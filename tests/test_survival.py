@@ -51,7 +51,7 @@ from runtime.streamed_tensors import Streamed
 from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Command, Memory,
                            after_backward, assert_same_state, bytes_held, column, expect_mistake,
                            failing, give_back_freed_memory, gridded, is_killed, kinds, launch,
-                           lose_either_rank, names_in, no_file_above, no_signal, nothing, on_ranks,
+                           lose_either_rank, names_in, no_file_above, nothing, on_ranks,
                            poison, read_metrics, saved, saved_file, settings, small_state, torchrun,
                            trained, wait_for, wait_for_step, watched)
 
@@ -523,7 +523,6 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
             run.log = run_log.RunLog(directory.Metrics(Path(config.out), rank))
-            run.stop = no_signal()
             run.train()
             assert all(bucket.unsharding is None for bucket in run.flat.buckets)
         run.writer.wait()

@@ -25,8 +25,7 @@ from tools.metrics import Run, read_metrics
 
 TRAIN = str(Path(__file__).resolve().parents[1] / "train.py")
 # Flags that change what a run computes.
-COMPARED = set(OF_TRAINING) - {"save_every", "keep", "check_every", "eval_every", "eval_answers",
-                               "max_rollbacks"}
+COMPARED = set(OF_TRAINING) - {"save_every", "keep", "check_every", "eval_every", "max_rollbacks"}
 
 
 def jobs_flag():
