@@ -17,8 +17,8 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from base.errors import first_line
 from base.processes import RunError, is_rank0, print_error
-from parallelism.collectives import PeerError, first_line
 
 # A terminal sends the first and, when it is closed, the third; a launcher the second; Slurm, before
 # the time limit, what its --signal says, such as USR1.
@@ -51,7 +51,7 @@ class StopSignal:
         such as the compiler of --compile, get Ctrl-C too."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        is_news = isinstance(error, Exception) and not isinstance(error, (RunError, PeerError))
+        is_news = isinstance(error, Exception) and not isinstance(error, (RunError, dist.DistError))
         if self.number is not None and is_news:
             print_error(f"ended without saving: {type(error).__name__}: {first_line(error)}")
             if dist.is_initialized():

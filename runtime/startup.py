@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from base import devices
 from base.checkpoint_files import list_checkpoints
+from base.errors import out_of_memory
 from base.options import Config, parse_flags
 from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_mistake, on_rank0,
                             refuse_tasks_without_ranks)
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid, make_groups
-from parallelism.collectives import out_of_memory
 from runtime import checks, console, dashboards, layout_checks, plain_run, run_state
 from runtime.directory import (Metrics, Start, find_start, last_line, lock_output_dir,
                                start_branch)

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from base.commandline import Parser
-from base.errors import errors_in_one_line
-from parallelism.collectives import first_line
+from base.errors import errors_in_one_line, first_line
 from runtime.dashboards import KINDS
 from tools.metrics import read_metrics
 
