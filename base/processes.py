@@ -81,12 +81,12 @@ def print_rank0(line: str, end="\n") -> None:
 
 
 def print_error(message) -> None:
-    print(f"train.py: {message}", file=sys.stderr, flush=True)
+    with suppress(OSError):                 # a closed pipe does not stop the run
+        print(f"train.py: {message}", file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
-    with suppress(OSError):                 # a closed pipe does not stop the run
-        print(f"train.py: warning: {text}", file=sys.stderr, flush=True)
+    print_error(f"warning: {text}")
 
 
 def all_ranks(action: Callable, status: int = 2):
