@@ -56,12 +56,3 @@ def choose_device(config: Config, job: Job) -> torch.device:
         raise ValueError("--compile on a CPU needs a C++ compiler: install g++, name another in "
                          "CXX, or leave the flag out")
     return device
-
-
-def to_device(x: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """Copy a CPU tensor to the device; a GPU's copy runs beside its other work."""
-    if x is None:
-        return None
-    if device.type == "cuda":
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)

@@ -17,6 +17,15 @@ SYSTEM_ADVICE = {
     errno.EIO: "the disk fails: copy the file elsewhere and read it there"}
 
 
+class RunError(Exception):
+    """Ends the run: every rank raises it with the same message, rank 0 prints it, and all exit with
+    `status` (1: the run failed, 2: usage error)."""
+
+    def __init__(self, message: str, status: int = 1):
+        super().__init__(message)
+        self.status = status
+
+
 class WriteFailed(OSError):
     """A file could not be written. The error of the system, if there is one, is in the message."""
 

@@ -127,7 +127,6 @@ OF_TRAINING = [*RESTORED, "dtype", "exact"]     # a note of a resume names their
 FLAGS_THAT_CHANGE_THE_LOSS = (
     "dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio", "warmup_steps",
     "lr_schedule", "decay_ratio", "weight_decay", "beta1", "beta2", "clip", "dtype")
-NO_FILES = {"resume", "scratch", "latest", "true", "false", "yes", "no", "none"}    # habits
 
 
 def step_range(text: str) -> tuple[int, int]:
@@ -153,11 +152,6 @@ def parse_flags(arguments) -> dict:
         raise ValueError(f"argument --batch-ramp: {ramp} is not START:INCREMENT:SEQUENCES, all > 0")
     if {"steps", "epochs"} <= set(given):
         raise ValueError("--steps cannot be combined with --epochs: both say when the run ends")
-    for name in ("resume", "init_from"):
-        if name in given and given[name].lower() in NO_FILES:
-            raise ValueError(f"argument {flag_name(name)}: {given[name]} is no "
-                             f"checkpoint's FILE: leave the flag out, and train.py goes on with "
-                             f"the run in --out or, if there is none, begins one")
     if "init_from" in given and given.get("resume", "auto") not in ("auto", "never"):
         raise ValueError("--init-from cannot be combined with --resume FILE: drop --resume to "
                          "begin a new run from the weights, or --init-from to branch")

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from base.checkpoint_files import what_is_left
 from base.processes import RunError, warn
 from checkpoint import STATE
 from model import GPTConfig
@@ -74,7 +73,7 @@ class Writer:
             return None
         except OSError as error:        # training continues: earlier files are whole
             reason = str(error)         # the exception itself would keep a tensor in memory
-        warn(f"{reason}; {what_is_left(self.out)}")
+        warn(f"{reason}; earlier checkpoints, if any, are untouched")
         inbox.discard_rest()
         return reason
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from base.checkpoint_files import LATEST, remove_old, step_file, what_is_left
+from base.checkpoint_files import LATEST, remove_old, step_file
 from base.checkpoint_folder import FACTS, TABLE, chunks, part_file
 from base.disk import flush_folder, flushed_file, remove, rename_folder
 from base.processes import RunError, all_ranks, warn
@@ -113,7 +113,7 @@ class FolderWriter(Writer):
             reason = f"{path} could not be written: {error}"
             if self.grid.rank == 0:
                 shutil.rmtree(self.aside, ignore_errors=True)       # give its space back
-                warn(f"{reason}; {what_is_left(self.out)}")
+                warn(f"{reason}; earlier checkpoints, if any, are untouched")
         self.pending = Future()                 # for `wait`
         self.pending.set_result(reason)
 

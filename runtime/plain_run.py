@@ -15,7 +15,7 @@ from typing import Callable, Iterator
 import torch
 
 from amp import make_scaler
-from base.checkpoint_files import remove_old, step_file, what_is_left
+from base.checkpoint_files import remove_old, step_file
 from base.disk import first_cause
 from base.errors import out_of_memory
 from base.options import SHAPE, Config
@@ -188,6 +188,6 @@ class PlainRun:
             if out_of_memory(error):
                 raise
             raise RunError(f"a checkpoint could not be written: {first_cause(error)}; "
-                           f"{what_is_left(out)}") from error
+                           f"earlier checkpoints, if any, are untouched") from error
         named = {file for _, file, _ in self.divergence.checkpoints}
         remove_old(step_file(out, self.finished_step), self.config.keep, named)

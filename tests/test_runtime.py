@@ -192,10 +192,6 @@ REFUSED = [
     ("--resume: expected one argument: give a value", ["--resume"], []),
     ("there is no checkpoint nowhere: give a file of train.py, such as out/latest.pt; ", [
         "--resume nowhere"], []),
-    ("--resume: True is no checkpoint's FILE: leave the flag out", ["--resume True --out run"],
-     ["--out run"]),
-    ("--init-from: resume is no checkpoint's FILE: leave the flag out, and train.py goes on with "
-     "the run in --out", ["--init_from=resume"], [""]),
     ("there is no checkpoint no.pt: run train.py first, or `python -m tools.huggingface import "
      "NAME no.pt`, or give another file", ["--init-from no.pt", "--eval-only --resume no.pt"], []),
     ("`python -m tools.huggingface import gpt2 gpt2.pt` makes one of weights, for --init-from and "

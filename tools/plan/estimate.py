@@ -136,7 +136,8 @@ def goodput(pause: float, write: float, read: float, nodes: float, mtbf_hours: f
 
     Training pauses for `pause` seconds; then threads write for `write` seconds, one checkpoint at a
     time. A failure costs the restart, the `read` seconds, and the progress since the last whole
-    checkpoint, which is a write's time older than the last.
+    checkpoint, which is a write's time older than the last. Where training waits for all of a
+    save, `pause` is its time and `write` 0.
     """
     M = mtbf_hours * 3600 / nodes           # seconds between two failures of the job
     root = min(1.0, math.sqrt(pause / (2 * M)))
