@@ -1,6 +1,5 @@
-"""Flipped bits: ranks that must hold the same bits compare them. runtime/monitors.py calls
-`find_difference` before each save and every --check-every steps, runtime/rollback.py before it acts
-on a divergence.
+"""Flipped bits: ranks that must hold the same bits compare them before each save, every
+--check-every steps, and before they act on a divergence.
 
 A bit that flips in memory, or a processor that errs, changes one copy in silence. The copies that
 must be equal, by the group of ranks that hold them:
