@@ -9,7 +9,7 @@ imports train.py:
     folder_writer                       a checkpoint as a folder: each rank writes its part
     loader                              the rows of the batches that a rank reads
     plain_run                           what train.py --plain needs beside training
-    monitors                            what watches a run: divergence, rollback, flipped_bits
+    divergence, rollback, flipped_bits  what watches a run, and takes it back to a checkpoint
     sums                                sums over all ranks, which tell of a signal
     step_stats                          the numbers of a step, summed over all ranks
     run_log, console                    metrics.jsonl and the steps; what else a run prints

@@ -1,5 +1,5 @@
-"""The log of a run: each step is a row of metrics.jsonl, and some are a line on the console. The
-monitors make a row, and train.py calls `write_row`. console.py prints the rest.
+"""The log of a run: each step is a row of metrics.jsonl, and some are a line on the console.
+console.py prints the rest.
 """
 import math
 import statistics

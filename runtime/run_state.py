@@ -1,7 +1,5 @@
 """The state of a run: what its checkpoints hold beside tensors, and how it is saved and restored.
-train.Run restores it, calls `make_writer` and `initial_weights` to build a run, and `save` in its
-loop. startup.py calls `save` at the start of a branch. rollback.py and flipped_bits.py call
-`go_back`. rollback.py calls `submit`. `run` is a train.Run.
+`run` is a train.Run.
 """
 import dataclasses
 from pathlib import Path
