@@ -71,6 +71,8 @@ def latest_valid(files: list) -> tuple[Path | None, dict | None, list[dict]]:
 def read_or_reason(path: Path) -> tuple[dict | None, str | None]:
     """The state in a checkpoint, or why a rank cannot read it. Every rank calls it. Raises RunError
     if rank 0 has the checkpoint and another rank does not see it."""
+    is_there = on_rank0(facts_file(path).is_file)
+
     def look() -> tuple[dict | None, str | None]:
         try:
             return read(path), None
@@ -79,7 +81,6 @@ def read_or_reason(path: Path) -> tuple[dict | None, str | None]:
                 raise RunError(f"there is no {path} here: --out must be on a disk that all "
                                f"machines share") from error
             return None, str(error)
-    is_there = on_rank0(facts_file(path).is_file)
     state, reason = all_ranks(look)
     reasons = [other for other in all_gather_object(reason) if other is not None]
     return state, reasons[0] if reasons else None
@@ -121,9 +122,11 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     for a damaged FILE.
     """
     file = init_from if resume in ("auto", "never") else resume         # one of them at most
-    kind, path, state, events = "seed", None, None, []
+    kind, path = "seed", None
     if file is not None:
-        kind, path = "resume" if init_from is None else "init-from", Path(file)
+        kind = "resume" if init_from is None else "init-from"
+        path = Path(file)
+    state, events = None, []
     found = on_rank0(lambda: [] if eval_only and path is not None else list_checkpoints(out))
     if found:
         if resume == "never" and not restarted:

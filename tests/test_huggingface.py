@@ -350,7 +350,7 @@ def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(hub, run_trai
     assert run_train(*flags, "--init-from", "b.pt", "--steps", 2)[0] == 0
     assert saved(Path("o"), 2)["model"]["n_embd"] == CFG.n_embd
     expect_mistake(run_train("--data", shards, "--out", "p", "--resume", "b.pt"),
-                   "b.pt holds weights alone: begin a run with --init-from b.pt instead of --re")
+                   "b.pt holds weights alone: begin a run with --init-from b.pt in another --out")
     Path("q").mkdir()
     shutil.copy("b.pt", "q/latest.pt")
     expect_mistake(run_train("--data", shards, "--out", "q"),
