@@ -5,8 +5,9 @@ import shutil
 
 import torch
 
+from base.errors import RunError
 from base.options import Config
-from base.processes import Job, RunError, all_gather_object
+from base.processes import Job, all_gather_object
 
 
 def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.device:

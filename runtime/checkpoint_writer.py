@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from base.processes import RunError, warn
+from base.errors import RunError
+from base.processes import warn
 from checkpoint import STATE
 from model import GPTConfig
 from parallelism.build import Grid

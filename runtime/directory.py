@@ -15,8 +15,8 @@ from typing import Callable, NamedTuple
 import torch.distributed as dist
 
 from base.checkpoint_files import CorruptCheckpoint, facts_file, list_checkpoints, verify
-from base.errors import first_line
-from base.processes import RunError, all_gather_object, all_ranks, is_rank0, on_rank0, warn
+from base.errors import RunError, first_line
+from base.processes import all_gather_object, all_ranks, is_rank0, on_rank0, warn
 from checkpoint import load
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 from base.checkpoint_files import list_checkpoints
-from base.processes import RunError, all_gather_object
+from base.errors import RunError
+from base.processes import all_gather_object
 from model import ceil_div
 from parallelism.collectives import all_gather, to_host
 from parallelism.zero import FlatParameters

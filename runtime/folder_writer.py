@@ -26,7 +26,8 @@ import torch.distributed as dist
 from base.checkpoint_files import LATEST, remove_old, step_file
 from base.checkpoint_folder import FACTS, TABLE, chunks, part_file
 from base.disk import flush_folder, flushed_file, remove, rename_folder
-from base.processes import RunError, all_ranks, warn
+from base.errors import RunError
+from base.processes import all_ranks, warn
 from checkpoint import STATE
 from parallelism.collectives import comm_errors, on_hosts
 from parallelism.pieces import owned_slices

@@ -17,9 +17,9 @@ import torch
 from amp import make_scaler
 from base.checkpoint_files import remove_old, step_file
 from base.disk import first_cause
-from base.errors import out_of_memory
+from base.errors import RunError, out_of_memory
 from base.options import SHAPE, Config
-from base.processes import RunError, all_ranks
+from base.processes import all_ranks
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid

@@ -17,8 +17,8 @@ import torch
 
 import checkpoint
 from base import checkpoint_files
+from base.errors import RunError
 from base.options import Config
-from base.processes import RunError
 from model import GPT, GPTConfig
 from runtime import checkpoint_writer, directory
 from runtime.checkpoint_writer import Writer

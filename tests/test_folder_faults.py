@@ -25,7 +25,7 @@ import checkpoint
 import train
 from base import checkpoint_files, disk, processes
 from base.checkpoint_files import list_checkpoints, step_file
-from base.processes import RunError
+from base.errors import RunError
 from runtime import directory, folder_writer, run_state
 from tests.harness import (CFG, TINY, Memory, assert_same_state, failing, gridded, is_killed, kinds,
                            launch, lose_either_rank, names_in, no_file_above, on_ranks, poison,

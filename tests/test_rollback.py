@@ -21,7 +21,7 @@ import amp
 import checkpoint
 import train
 from base import checkpoint_files, disk
-from base.processes import RunError
+from base.errors import RunError
 from parallelism.build import Grid
 from runtime import rollback
 from runtime.divergence import DivergenceMonitor

@@ -44,9 +44,10 @@ import model
 import sample
 import train
 from base import devices, processes
+from base.errors import RunError
 from base.flops import flops_per_token, peak_flops
 from base.options import Config, merge_config, parse_flags
-from base.processes import Job, RunError
+from base.processes import Job
 from corpus import flags as data_flags
 from corpus.tokenizers import get_tokenizer
 from model import GPT, GPTConfig

@@ -40,9 +40,9 @@ import checkpoint
 import data
 import train
 from base import checkpoint_files, disk, processes
+from base.errors import RunError
 from base.flops import parameter_count
 from base.options import Config
-from base.processes import RunError
 from parallelism import pipeline
 from parallelism.build import Grid
 from runtime import directory, layout_checks, run_log, run_state
