@@ -5,6 +5,7 @@ import os
 import sys
 from contextlib import ExitStack
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -87,12 +88,24 @@ def resolve(begin: Start, job: Job, device: torch.device, store: dist.Store,
                                            begin.kind == "init-from", begin.path)
     if config.plain:
         plain_run.check_file(begin)
+    if config.log is not None:
+        import_dashboards(config.log)
     if not config.eval_only:
         stack.enter_context(lock_output_dir(Path(config.out)))
         if list_checkpoints(Path(config.out)) != begin.found:
             raise ValueError(f"another run has just written to {config.out}: start again")
         store.set("begun", "")
     return config, model_config
+
+
+def import_dashboards(names: str) -> None:
+    """Raises ValueError if a package of --log is missing."""
+    for name in names.split(","):
+        try:
+            import_module(name)
+        except ImportError:
+            raise ValueError(f"--log {name} needs a package that is missing: pip install "
+                             f"{name}") from None
 
 
 def join_ranks(config: Config, job: Job, device: torch.device, stack: ExitStack) -> Grid:
