@@ -27,6 +27,7 @@ LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positio
 DROPOUTS = ("attention_dropout", "hidden_dropout", "dropout", "embd_pdrop", "attn_pdrop",
             "resid_pdrop")
 OF_TRAINING = ("dropout", "z_loss")         # fields of ours that an import does not know
+OF_FILES = {"transformers_version", "architectures", "dtype", "_name_or_path", "tokenizer"}
 VALUES = {                                  # field: {their value: ours}, the usual one first
     "activation": {"silu": "silu", "relu": "relu", "gelu": "gelu_erf", "gelu_fast": "gelu",
                    "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "swish": "silu"},
@@ -199,6 +200,15 @@ def read_rope(config) -> dict:
         raise ValueError(f"its rope_type is {rope['rope_type']!r}, models/llama.py has only "
                          f"default and llama3")
     return fields
+
+
+def unusual_keys(config) -> dict:
+    """What a config has unlike its class, apart from what an import reads and what follows."""
+    keys = [key for key in family_of(config).keys.values() if hasattr(config, key)]
+    usual = type(config)(**{key: getattr(config, key) for key in keys}).to_dict()
+    read = {config.attribute_map.get(key, key) for key in keys}
+    return {key: value for key, value in config.to_dict().items()
+            if value != usual.get(key) and key not in (read | OF_FILES)}
 
 
 def their_config(cfg: GPTConfig, **facts):
