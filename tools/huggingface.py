@@ -8,7 +8,7 @@ and Qwen3-MoE.
 transformers reads and writes the files, and tools/huggingface_families.py says which parameter is
 which. Both ways end with one check: the model of transformers and ours have the same logits
 (`compare`). What a config says and ours cannot do is found there, or by a parameter too many.
-Four attributes that few tokens do not show are refused by name (`our_config`, `read_config`).
+Four attributes that few tokens do not show are refused by name (`our_config`).
 
 An export has its tokenizer in tokenizer.json: the characters <|endoftext|> in a text are one token
 there, where data.py and sample.py see 13. README.md is its model card (tools/model_card.py).
@@ -41,12 +41,10 @@ from tools.huggingface_families import (family_of, our_config, their_config, the
 from tools.model_card import model_card
 
 SMALL_FILES = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
-SOME_OF_GPT2S = {"\u0120the": 262, "\u0120and": 290, "\u0120informants": 50254,
-                 "\u0120gazed": 50255}
+SOME_OF_GPT2S = {"\u0120informants": 50254, "\u0120gazed": 50255}
 END_OF_OTHERS = {"opt-50272": 2}        # token of a tokenizer that is not ours
 WRAPPERS = {r"(^|\.)(?:(?:module|_orig_mod)\.)+": r"\1"}     # names of DDP and torch.compile
 BLOCKS, POSITIONS, TOKENS = 2, 40, 512  # that `compare` computes
-WINDOW = 8                              # there, so that it hides some of the positions
 ROUNDINGS = 10                          # of ours in fp32 beside fp64, by which logits may differ
 
 
@@ -54,9 +52,7 @@ def note(text: str) -> None:
     print(f"tools.huggingface: note: {text}", file=sys.stderr)
 
 
-# ---------------------------------------------------------------------------------------------
-# The model of transformers
-# ---------------------------------------------------------------------------------------------
+# ---- The model of transformers ---------------------------------------------------------------
 
 
 @contextmanager
@@ -96,14 +92,11 @@ def read_config(folder: Path):
     transformers = quiet_transformers()
     with refusing(folder):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        if hasattr(config, "quantization_config"):
-            raise ValueError("give the model before it was quantised")
         return config, our_config(config)
 
 
 def read_model(folder: Path):
-    """transformers' model, in fp32. Raises ValueError if the files lack some of it, or hold more.
-    """
+    """transformers' model, in fp32. Raises ValueError if the files lack some of it or hold more."""
     with refusing(folder):
         refuse_integers(folder)
         model, loading = quiet_transformers().AutoModelForCausalLM.from_pretrained(
@@ -118,36 +111,26 @@ def read_model(folder: Path):
 
 def refuse_integers(folder: Path) -> None:
     """Raise ValueError for a quantised matrix, which transformers would read as a plain one."""
-    from safetensors import safe_open
-    types = {}
-    for file in folder.glob("model*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            types |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}
-    if not types:
-        for file in folder.glob("pytorch_model*.bin"):
-            tensors = torch.load(file, map_location="meta", weights_only=True)
-            types |= {name: "F" if tensor.is_floating_point() else str(tensor.dtype)
-                      for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
-    for name, dtype in types.items():       # a mask of attention is a `bias` of booleans
-        if "F" not in dtype and not name.endswith((".bias", "_bias", "_ids")):
-            raise ValueError(f"{name} is {dtype}: give the model before it was quantised")
+    from transformers.modeling_utils import load_state_dict
+    for file in [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]:
+        for name, tensor in load_state_dict(file, map_location="meta").items():
+            is_mask = name.endswith((".bias", "_bias", "_ids"))
+            if not is_mask and not (torch.is_tensor(tensor) and tensor.is_floating_point()):
+                dtype = getattr(tensor, "dtype", type(tensor).__name__)
+                raise ValueError(f"in {file.name} {name} is {dtype}, and not of floating point")
 
 
 @torch.no_grad()
 def compare(model, cfg, parameter_of) -> None:
     """Raise ValueError if transformers' model and ours have other logits than rounding explains.
     `parameter_of(name)` is our parameter. Some blocks and tokens are enough, which stay in the
-    `model`. A window that the text would not reach is made shorter in both."""
+    `model`."""
     config = model.config
     unusual = unusual_keys(config)
     blocks = model.get_submodule(family_of(config).blocks)
     del blocks[BLOCKS:]
     changes = dict(n_layer=len(blocks), vocab_size=min(cfg.vocab_size, TOKENS), dropout=0.0)
     model.resize_token_embeddings(changes["vocab_size"])
-    shorter = max(0, getattr(cfg, "window", 0) - WINDOW)
-    if shorter > 0:
-        config.sliding_window -= shorter
-        changes["window"] = cfg.window - shorter
     ours = replace(cfg, **changes).build().eval()
     for name, parameter in ours.named_parameters():
         full = parameter_of(name)[:len(parameter)]
@@ -189,9 +172,7 @@ def read_parameters(folder: Path, config, cfg) -> dict[str, torch.Tensor]:
     return parameters
 
 
-# ---------------------------------------------------------------------------------------------
-# Import
-# ---------------------------------------------------------------------------------------------
+# ---- Import ----------------------------------------------------------------------------------
 
 
 def import_model(source: str, file: Path) -> None:
@@ -277,9 +258,7 @@ def add_tokenizer(state: dict, folder: Path, config) -> None:
                  f".save_pretrained({str(folder)!r})")
 
 
-# ---------------------------------------------------------------------------------------------
-# Export
-# ---------------------------------------------------------------------------------------------
+# ---- Export ----------------------------------------------------------------------------------
 
 
 def write_tokenizer(encoding, cfg, folder: Path, template) -> None:
@@ -331,8 +310,8 @@ def export_model(file: Path, folder: Path) -> None:
         architecture = write_model(state["parameters"], config, cfg, ends, aside)
         if encoding is not None:
             write_tokenizer(encoding, cfg, aside, template)
-        model_card(file, folder, state, cfg, config.model_type, encoding is not None).save(
-            aside / "README.md")
+        card = model_card(file, state, cfg, config.model_type, encoding is not None)
+        card.save(aside / "README.md")
         os.rename(aside, folder)
     text = f"with its tokenizer, {tokenizer}"
     if encoding is None:
@@ -361,9 +340,7 @@ def write_model(parameters, config, cfg, ends: set[int], folder: Path) -> str:
     return type(model).__name__
 
 
-# ---------------------------------------------------------------------------------------------
-# The command line
-# ---------------------------------------------------------------------------------------------
+# ---- The command line ------------------------------------------------------------------------
 
 
 @errors_in_one_line("tools.huggingface")
@@ -372,8 +349,7 @@ def main() -> None:
     parser = Parser(name, f"{usage} import NAME_OR_DIR FILE.pt\n       {usage} export FILE.pt DIR",
                     "Convert weights from and to Hugging Face.")
     parser.add_argument("command", choices=("import", "export"), help="import: write a checkpoint "
-                        "of weights alone, for train.py --init-from and sample.py. export: write a "
-                        "folder that transformers opens")
+                        "of weights alone. export: write a folder that transformers opens")
     parser.add_argument("source", metavar="FROM", help="a model: its name on the hub, or a folder; "
                         "or a checkpoint of this project")
     parser.add_argument("target", type=Path, metavar="TO", help="the new file, or the new folder")

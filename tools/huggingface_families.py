@@ -142,9 +142,7 @@ FAMILIES = {            # an export takes the first that has the model
                         "hidden": "moe_intermediate_size"})}
 
 
-# ---------------------------------------------------------------------------------------------
-# The config
-# ---------------------------------------------------------------------------------------------
+# ---- The config ------------------------------------------------------------------------------
 
 
 def family_of(config) -> Family:
@@ -175,12 +173,10 @@ def our_config(config) -> GPTConfig:
     if family is GPTJ:
         fields["rotary"] = config.rotary_dim * config.n_head / config.n_embd
         fields["hidden"] = config.n_inner or 4 * config.n_embd
-    # These do not show in the logits of a few tokens.
-    window = getattr(config, "sliding_window", None)
-    if window is not None and "window" not in family.keys:
-        raise ValueError(f"its sliding_window is {window}, which {family.model_type} has not here")
-    if getattr(config, "clip_qkv", None) is not None:
-        raise ValueError(f"its clip_qkv is {config.clip_qkv}, which models/llama.py has not")
+    for key in ("sliding_window", "clip_qkv", "quantization_config"):   # few tokens do not show it
+        value = getattr(config, key, None)
+        if value is not None and key not in family.keys.values():
+            raise ValueError(f"its {key} is {value}: no {family.model_type} here has one")
     if family.fields is not None:
         fields = {"n_kv_head": 0} | family.fields | read_rope(config) | fields
     return make_config(**fields)
@@ -250,9 +246,7 @@ def their_config(cfg: GPTConfig, **facts):
                      f"{asdict(cfg)}")
 
 
-# ---------------------------------------------------------------------------------------------
-# One parameter
-# ---------------------------------------------------------------------------------------------
+# ---- One parameter ---------------------------------------------------------------------------
 
 
 def their_names(name: str, family: Family) -> list[str]:
