@@ -43,7 +43,7 @@ from tools.model_card import model_card
 SMALL_FILES = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
 SOME_OF_GPT2S = {"\u0120informants": 50254, "\u0120gazed": 50255}
 END_OF_OTHERS = {"opt-50272": 2}        # token of a tokenizer that is not ours
-WRAPPERS = {r"(^|\.)(?:(?:module|_orig_mod)\.)+": r"\1"}     # names of DDP and torch.compile
+WRAPPERS = {r"^((module|_orig_mod)\.)+": ""}       # names that DDP and torch.compile leave
 BLOCKS, POSITIONS, TOKENS = 2, 40, 512  # that `compare` computes
 ROUNDINGS = 10                          # of ours in fp32 beside fp64, by which logits may differ
 
@@ -97,8 +97,8 @@ def read_config(folder: Path):
 
 def read_model(folder: Path):
     """transformers' model, in fp32. Raises ValueError if the files lack some of it or hold more."""
+    refuse_integers(folder)
     with refusing(folder):
-        refuse_integers(folder)
         model, loading = quiet_transformers().AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True, local_files_only=True,
             attn_implementation="eager", key_mapping=WRAPPERS, ignore_mismatched_sizes=True)
@@ -113,11 +113,12 @@ def refuse_integers(folder: Path) -> None:
     """Raise ValueError for a quantised matrix, which transformers would read as a plain one."""
     from transformers.modeling_utils import load_state_dict
     for file in [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]:
-        for name, tensor in load_state_dict(file, map_location="meta").items():
-            is_mask = name.endswith((".bias", "_bias", "_ids"))
-            if not is_mask and not (torch.is_tensor(tensor) and tensor.is_floating_point()):
-                dtype = getattr(tensor, "dtype", type(tensor).__name__)
-                raise ValueError(f"in {file.name} {name} is {dtype}, and not of floating point")
+        with refusing(file):
+            for name, tensor in load_state_dict(file, map_location="meta").items():
+                is_mask = name.endswith((".bias", "_bias", "_ids"))
+                if not is_mask and not (torch.is_tensor(tensor) and tensor.is_floating_point()):
+                    dtype = getattr(tensor, "dtype", type(tensor).__name__)
+                    raise ValueError(f"{name} is {dtype}, and not of floating point")
 
 
 @torch.no_grad()

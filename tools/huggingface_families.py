@@ -27,7 +27,8 @@ LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positio
 DROPOUTS = ("attention_dropout", "hidden_dropout", "dropout", "embd_pdrop", "attn_pdrop",
             "resid_pdrop")
 OF_TRAINING = ("dropout", "z_loss")         # fields of ours that an import does not know
-OF_FILES = {"transformers_version", "architectures", "dtype", "_name_or_path", "tokenizer"}
+HARMLESS = {*DROPOUTS, "transformers_version", "architectures", "dtype", "_name_or_path",
+            "tokenizer", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"}
 VALUES = {                                  # field: {their value: ours}, the usual one first
     "activation": {"silu": "silu", "relu": "relu", "gelu": "gelu_erf", "gelu_fast": "gelu",
                    "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "swish": "silu"},
@@ -204,7 +205,7 @@ def unusual_keys(config) -> dict:
     usual = type(config)(**{key: getattr(config, key) for key in keys}).to_dict()
     read = {config.attribute_map.get(key, key) for key in keys}
     return {key: value for key, value in config.to_dict().items()
-            if value != usual.get(key) and key not in (read | OF_FILES)}
+            if value != usual.get(key) and key not in (read | HARMLESS)}
 
 
 def their_config(cfg: GPTConfig, **facts):
