@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from base.atomic_writes import remove
-from base.checkpoint_folder import FACTS, verify_folder
+from base.checkpoint_folder import FACTS, TABLE, verify_folder
 from base.processes import warn
 from base.retries import first_cause, retry_transient
 from parallelism.collectives import first_line
@@ -89,6 +89,9 @@ def disk_error(error: Exception) -> OSError | None:
 
 def advice(path: Path) -> str:
     """What to give instead of `path`, which is no file."""
+    if (path / TABLE).exists():
+        return (f"it is a folder of torch.distributed.checkpoint of another program: `python -m "
+                f"tools.checkpoint {path} FILE.pt --data DIR --model NAME` takes its weights")
     inside = sorted([*path.glob("*.pt"), *(facts.parent for facts in path.glob(f"*/{FACTS}"))])
     if inside:                                          # latest or latest.pt is the first
         return f"it is a directory: give a file in it: {', '.join(map(str, inside))}"

@@ -215,6 +215,28 @@ def test_a_file_becomes_a_folder_and_a_file_again(run_train, run_sample, run_too
         assert status == 2 and words in error and error.count("\n") == 1, error
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_weights_that_another_program_has_written_come_in(run_train, run_tool, shards, tmp_path,
+                                                          prefix):
+    """By PyTorch's own dcp.save, under our names."""
+    flags = ["--data", shards, *TINY]
+    run_train(*flags, "--out", tmp_path / "o")
+    file = checkpoint.load(tmp_path / "o" / "latest.pt")
+    theirs = {prefix + name: tensor for name, tensor in file["parameters"].items()}
+    dcp.save(theirs | dict(step=torch.tensor(3)), checkpoint_id=tmp_path / "theirs", no_dist=True)
+    for words, given in [("has no facts.pt", []), ("should have shape", ["--data", shards])]:
+        status, _, error = run_tool(tmp_path / "theirs", tmp_path / "x.pt", *given)
+        assert status == 2 and words in error
+    assert run_tool(tmp_path / "theirs", tmp_path / "x.pt", "--data", shards, *TINY[:8])[0] == 0
+    state = checkpoint.load(tmp_path / "x.pt")
+    assert all(tensor.equal(file["parameters"][name])
+               for name, tensor in state["parameters"].items())
+    status, _, error = run_train(*flags, "--out", tmp_path / "new", "--init-from",
+                                 tmp_path / "x.pt")
+    assert (status, error) == (0, "")
+
+
 def test_a_full_disk_ends_the_tool_in_one_line_and_leaves_nothing(things, run_tool, tmp_path):
     for name in ("folder", "file.pt"):
         with no_file_above(5000):

@@ -22,7 +22,7 @@ from models.llama_sizes import FAMILIES
 from parallelism import kernels
 from runtime import checks
 from tests.harness import (BOUNDS, TWO_STEPS, differences, different_bits, plain_gradient,
-                           random_gpt, relative, tokens_of, trained, weights_only, whole_gradient,
+                           random_gpt, relative, tokens_of, trained, whole_gradient,
                            without_saves)
 from tools import huggingface, huggingface_families
 from tools.plan.__main__ import answer
