@@ -307,7 +307,7 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(exported, tmp_path
             (["import", "model.gguf", "b.pt"], "model.gguf is a file: give the folder of a model"),
             (["import", "https://huggingface.co/gpt2", "b.pt"], "gpt2 is neither a folder nor a mo"),
             (["import", "gap", "b.pt"], "gap is refused: Error no file named model.safetensors"),
-            (["import", "code", "b.pt"], "code is refused: "),
+            (["import", "code", "b.pt"], "code/pytorch_model.bin is refused: "),
             (["import", "nested", "b.pt"], "n is refused: state_dict is dict, and not of floating"),
             (["import", "cut", "b.pt"], "cut/pytorch_model.bin is refused: "),
             (["import", "shard", "b.pt"], "2.safetensors is refused: Error while deserializing"),
