@@ -8,7 +8,6 @@ and Qwen3-MoE.
 transformers reads and writes the files, and tools/huggingface_families.py says which parameter is
 which. Both ways end with one check: the model of transformers and ours have the same logits
 (`compare`). What a config says and ours cannot do is found there, or by a parameter too many.
-Four attributes that few tokens do not show are refused by name (`our_config`).
 
 An export has its tokenizer in tokenizer.json: the characters <|endoftext|> in a text are one token
 there, where data.py and sample.py see 13. README.md is its model card (tools/model_card.py).
