@@ -361,7 +361,9 @@ def other_values(key, value):
         return [not value]
     if isinstance(value, (int, float)):
         return [2 * value + 1]
-    return {None: [4, True], "silu": ["gelu"]}.get(value, ["relu"] if "act" in key else [])
+    if isinstance(value, str) and "act" in key:
+        return ["relu" if value != "relu" else "gelu"]
+    return [4, True] if value is None else []
 
 
 @pytest.mark.slow
