@@ -6,7 +6,7 @@
 is OPT-175B as it was trained (Zhang et al. 2022: 147 TFLOP/s per GPU), and begins with
 
     fits     yes: 47.5 of 85 GB on rank 0, the fullest; 6% should stay free
-    run      147,660 steps in 31.4 days (27.7 to 35.2), 748,707 GPU hours; MFU 38.4%, 147 TFLOP/s
+    run      147,660 steps in 31.4 days (22.6 to 40.6), 748,707 GPU hours; MFU 38.4%, 147 TFLOP/s
 
 The flags of the model, the batch and the layout are train.py's. `--search` prints the ten fastest
 layouts that fit; flags that are given are constraints. `--json` prints the numbers of `make_plan`.
