@@ -8,6 +8,7 @@ A process holds the file launcher.lock there, which the program that started it 
 program is killed alone, its runs go on, and the same command given again waits for them.
 """
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -154,7 +155,7 @@ class Trainer:
             if status == 0 or self.stopping.is_set():
                 return None
             console.seek(begin)
-            return last_message(console.read().decode(errors="replace"), status)
+            return why_it_ended(console.read().decode(errors="replace"), status)
 
 
 def has_lock(file) -> bool:
@@ -168,8 +169,15 @@ def has_lock(file) -> bool:
     return True
 
 
-def last_message(text: str, status: int) -> str:
-    """The last line by which train.py says why it ends; without one, the last line of all."""
+def why_it_ended(text: str, status: int) -> str:
+    """The signal that killed train.py or, as torchrun says at the end of `text`, a rank; else the
+    last line by which train.py says why it ends; without one, the last line of all."""
+    number = -status if status < 0 else status - 128        # as a shell and srun say it
+    names = [known.name for known in signal.Signals if known == number]
+    names += re.findall(r"Signal \d+ \((?!SIGTERM)(SIG\w+)\) received", text)
+    if names or status < 0:
+        name = names[-1] if names else f"signal {number}"
+        return f"killed ({name})" + (": out of memory?" if name == "SIGKILL" else "")
     lines = [line for line in text.splitlines() if line.strip()]
     own = [line for line in lines
            if line.startswith("train.py: ") and not line.startswith("train.py: warning")]
