@@ -33,7 +33,7 @@ def test_the_parts_write_a_page(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(launch, "train_py", train_py)
     monkeypatch.setattr(launch, "peer", lambda *_, **__: dict(tokens_per_second=200.0,
                                                               peak_memory=None))
-    monkeypatch.setattr(sys, "argv", ["tools.bench", "--device", "cpu", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["tools.bench", "cpu", *bench.PARTS, "--out", str(tmp_path)])
     bench.main()
     page = (tmp_path / "bench.txt").read_text()
     assert page == capsys.readouterr().out
@@ -46,7 +46,7 @@ def test_the_parts_write_a_page(monkeypatch, tmp_path, capsys):
 def test_memory_is_compared_with_the_plan(monkeypatch, tmp_path):
     """What an offloaded state takes on the host is left out of the plan."""
     monkeypatch.setattr(launch, "train_py", lambda *_, **__: ([], dict(peak=3.0)))
-    work = replace(bench.WORKS["cuda"], microbatches=(16,))
+    work = replace(bench.WORKS["gpu"], microbatches=(16,))
     plan = {row["flags"]: row["plan, GB"] for row in bench.memory(work, tmp_path)}
     state = 124.4e6 / 1e9                       # parameters of GPT-2, in units of 10^9 bytes
     assert plan[""] - plan["--offload"] == pytest.approx(12 * state, rel=0.01)
@@ -54,8 +54,8 @@ def test_memory_is_compared_with_the_plan(monkeypatch, tmp_path):
 
 
 def test_the_command_names_what_it_lacks(monkeypatch, capsys):
-    for flags, words in [([], "finds no CUDA device here: --device cpu"),
-                         (["speed"], "there is no part 'speed': there are race, memory")]:
+    for flags, words in [(["gpu"], "finds no CUDA device here: cpu"), ([], "device"),
+                         (["cpu", "speed"], "there is no part 'speed': there are race, memory")]:
         monkeypatch.setattr(sys, "argv", ["tools.bench", *flags])
         with pytest.raises(SystemExit):
             bench.main()
@@ -65,4 +65,4 @@ def test_the_command_names_what_it_lacks(monkeypatch, capsys):
 
 def test_the_pages_commands_exist():
     for _, names in readme_commands("tools.bench"):
-        assert set(names) <= {*bench.PARTS, "--device", *bench.WORKS}
+        assert set(names) <= {*bench.PARTS, *bench.WORKS}

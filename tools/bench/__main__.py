@@ -44,7 +44,7 @@ class Work:
 
 SMALL = dict(n_layer=6, n_head=6, n_embd=384, seq_len=256)
 WORKS = dict(
-    cuda=Work("cuda", 50257, SIZES["gpt2"], "bf16", 64, (16, 64), steps=30, warmup=10, turns=2),
+    gpu=Work("cuda", 50257, SIZES["gpt2"], "bf16", 64, (16, 64), steps=30, warmup=10, turns=2),
     cpu=Work("cpu", 257, SMALL, "fp32", 16, (2,), steps=5, warmup=2, turns=5))
 SECONDS = 300                   # the longest that a program may take
 RACES = {                       # flags of train.py; the mode of PyTorch's stack; is it compiled
@@ -160,26 +160,29 @@ def in_words(found: dict) -> str:
 
 
 def main() -> None:
-    parser = Parser("tools.bench", "python -m tools.bench [PART ...]", tools.bench.__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--device", choices=list(WORKS), default="cuda")
+    parser = Parser("tools.bench", "python -m tools.bench gpu|cpu [PART ...]", tools.bench.__doc__)
+    parser.add_argument("device", choices=["gpu", "cpu"], help="what is measured")
+    parser.add_argument("parts", nargs="*", metavar="PART",
+                        help=", ".join(PARTS) + " (default: all; of a CPU race)")
     parser.add_argument("--out", default="out/bench", metavar="DIR",
                         help="for bench.txt (default %(default)s)")
     args = parser.parse_args()
     for name in args.parts:
         if name not in PARTS:
             parser.error(f"there is no part {name!r}: there are {', '.join(PARTS)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device here: --device cpu measures two CPU cores")
+    on_gpu = args.device == "gpu"
+    if on_gpu and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device here: cpu measures two CPU cores")
     work = WORKS[args.device]
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    parts = args.parts or (list(PARTS) if on_gpu else ["race"])
+    device = torch.cuda.get_device_name() if on_gpu else "CPU"
     Path(args.out).mkdir(parents=True, exist_ok=True)
     with open(Path(args.out, "bench.txt"), "w") as page, tempfile.TemporaryDirectory() as folder:
         def write(line):
             print(line, flush=True)
             print(line, file=page, flush=True)      # what is there is safe
         write(f"{device}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}")
-        for name in args.parts or PARTS:
+        for name in parts:
             write(f"\n{name}")
             for found in PARTS[name](work, Path(folder)):
                 write("    " + in_words(found))

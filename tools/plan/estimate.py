@@ -64,8 +64,8 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
     nodes = max(1, config.world / config.gpus_per_node)
     saves = {"file": goodput(pause, *file_seconds(checkpoint, config), nodes, config.mtbf_hours)}
     write, read = folder_seconds(checkpoint, config, stages[0].grid.replicas)
-    saves["folder"] = goodput(write, 0.0, read, nodes, config.mtbf_hours) | dict(     # no thread
-        write_seconds=write)
+    saves["folder"] = goodput(write, 0.0, read, nodes, config.mtbf_hours)
+    saves["folder"]["write_seconds"] = write        # all of it is the pause
     return plan | dict(checkpoint_bytes=checkpoint) | saves[config.checkpoint_format] | {
         f"folder_{name}": saves["folder"][name]
         for name in ("write_seconds", "read_seconds", "interval_seconds", "goodput")}
@@ -134,9 +134,9 @@ def goodput(pause: float, write: float, read: float, nodes: float, mtbf_hours: f
     best interval between checkpoints (Daly 2006, equations 20 and 37; Young's of 1974,
     sqrt(2 M pause), is its first term).
 
-    Training pauses for `pause` seconds; then threads write for `write` seconds, one checkpoint at a
-    time. A failure costs the restart, the `read` seconds, and the progress since the last whole
-    checkpoint, which is a write's time older than the last.
+    Training pauses for `pause` seconds; then a thread writes for `write` seconds, one checkpoint at
+    a time. (A folder is written in the pause.) A failure costs the restart, the `read` seconds, and
+    the progress since the last whole checkpoint, which is a write's time older than the last.
     """
     M = mtbf_hours * 3600 / nodes           # seconds between two failures of the job
     root = min(1.0, math.sqrt(pause / (2 * M)))
