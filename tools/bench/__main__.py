@@ -112,14 +112,11 @@ def memory(work: Work, folder: Path) -> Iterator[dict]:
             except RuntimeError as error:
                 yield found | dict(error=str(error))
                 continue
-            if seen["peak"] is None:
-                yield found | dict(error="only a GPU's allocator counts")
-                return
             yield found | {"peak, GB": seen["peak"], "peak / plan": seen["peak"] / plan}
 
 
 def profile(work: Work, folder: Path) -> Iterator[dict]:
-    for flags in ("", "--compile")[:1 if work.device == "cpu" else 2]:
+    for flags in ("", "--compile"):
         try:
             _, seen = train_py(work, folder, 1, *flags.split(), "--steps", work.warmup, PROFILE="1")
             yield dict(flags=flags, kernels="\n" + seen["profile"])
@@ -135,8 +132,11 @@ def layouts(work: Work, folder: Path) -> Iterator[dict]:
                             "--micro-batch", 2, "--steps", 8, "--warmup-steps", 2, *flags,
                             NVIDIA_TF32_OVERRIDE="0")
         return np.array([step["loss"] for step in steps], float)
+    if work.world < 2:
+        yield dict(error="one GPU: layouts take two or more")
+        return
     expected = losses(1, "--device", "cpu")
-    for flags in LAYOUTS if work.world > 1 else ():
+    for flags in LAYOUTS:
         found = dict(processes=work.world, flags=flags)
         try:
             off = abs(losses(work.world, *flags.split()) / expected - 1).max()
@@ -145,7 +145,7 @@ def layouts(work: Work, folder: Path) -> Iterator[dict]:
             yield found | dict(error=str(error))
 
 
-PARTS = dict(race=race, memory=memory, profile=profile, layouts=layouts)
+PARTS = dict(gpu=(race, memory, profile, layouts), cpu=(race,))
 
 
 def in_words(found: dict) -> str:
@@ -161,30 +161,27 @@ def in_words(found: dict) -> str:
 
 def main() -> None:
     parser = Parser("tools.bench", "python -m tools.bench gpu|cpu [PART ...]", tools.bench.__doc__)
-    parser.add_argument("device", choices=["gpu", "cpu"], help="what is measured")
-    parser.add_argument("parts", nargs="*", metavar="PART",
-                        help=", ".join(PARTS) + " (default: all; of a CPU race)")
+    parser.add_argument("device", choices=list(PARTS), help="what is measured")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="some parts (default: all)")
     parser.add_argument("--out", default="out/bench", metavar="DIR",
                         help="for bench.txt (default %(default)s)")
     args = parser.parse_args()
+    parts = {part.__name__: part for part in PARTS[args.device]}
     for name in args.parts:
-        if name not in PARTS:
-            parser.error(f"there is no part {name!r}: there are {', '.join(PARTS)}")
-    on_gpu = args.device == "gpu"
-    if on_gpu and not torch.cuda.is_available():
+        if name not in parts:
+            parser.error(f"{args.device} has no part {name!r}: it has {', '.join(parts)}")
+    if args.device == "gpu" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device here: cpu measures two CPU cores")
-    work = WORKS[args.device]
-    parts = args.parts or (list(PARTS) if on_gpu else ["race"])
-    device = torch.cuda.get_device_name() if on_gpu else "CPU"
+    card = torch.cuda.get_device_name() if args.device == "gpu" else "CPU"
     Path(args.out).mkdir(parents=True, exist_ok=True)
     with open(Path(args.out, "bench.txt"), "w") as page, tempfile.TemporaryDirectory() as folder:
         def write(line):
             print(line, flush=True)
             print(line, file=page, flush=True)      # what is there is safe
-        write(f"{device}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}")
-        for name in parts:
+        write(f"{card}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}")
+        for name in args.parts or parts:
             write(f"\n{name}")
-            for found in PARTS[name](work, Path(folder)):
+            for found in parts[name](WORKS[args.device], Path(folder)):
                 write("    " + in_words(found))
 
 

@@ -65,9 +65,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: st
     """The numbers of `make_plan` in lines, the most important first. `batch_source` says where the
     batch size is from, if it was not given."""
     gpu = config.spec
-    law = "chinchilla_law" if config.law is None else "law"
-    best = {name: plan[f"compute_optimal_parameters_{name}"]
-            for name in ("chinchilla", law, "kaplan")}
+    best = plan["compute_optimal_parameters_" + ("law" if config.law else "chinchilla_law")]
     lines = [
         f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
         f"{gpu.memory / 1e9:.0f} GB on rank {plan['fullest_rank']}, the fullest; "
@@ -91,9 +89,8 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: st
         f"optimal  {plan['tokens'] / plan['compute_optimal_tokens']:.3g} times the tokens that are "
         f"compute-optimal, 20 for each parameter (Hoffmann et al. 2022); predicted loss "
         f"{plan['predicted_loss']:.2f}",
-        f"         as much compute is best spent on {best['chinchilla']:.4g} parameters by that "
-        f"rule, {best[law]:.4g} by {config.law or 'the law of Hoffmann et al.'}, "
-        f"{best['kaplan']:.4g} by Kaplan et al. 2020",
+        f"         as much compute is best spent on {best:.4g} parameters by "
+        f"{config.law or 'the law that they fitted'}",
         f"sends    per step: {parts(plan, 'bytes_', format_bytes) or 'nothing'}",
         f"step     {plan['step_seconds']:.4g} s: {parts(plan, 'seconds_', '{:,.4g} s'.format)}; "
         f"bubble {plan['bubble']:.1%}; {plan['tokens_per_second']:,.0f} tokens per second",
