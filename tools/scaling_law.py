@@ -5,8 +5,6 @@
     points = Points.of([(N, D, loss), ...])         # measured
     predict(points, 1e9, 20e9)                      # at another point, with an interval
 
-tools.ladder makes such points from data of one's own, tools.plan --law uses the law.
-
 The fit minimizes Huber's loss of the relative errors, so that an outlier counts little. It needs
 scipy, an optional package. It begins at several a and b, with the best E, A and B there, so that
 the same points always give the same law.

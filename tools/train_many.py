@@ -1,4 +1,4 @@
-"""Train several runs of train.py, some at a time. tools.ladder and tools.sweep call it.
+"""Train several runs of train.py, some at a time.
 
 A run that has ended is not repeated. One that was killed gets the same command again, and train.py
 resumes it. One that fails or diverges does not end the others. Each run's console goes to
@@ -9,6 +9,7 @@ program is killed alone, its runs go on, and the same command given again waits 
 """
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -80,11 +81,11 @@ def check_jobs(jobs: list[Job], data: TokenDataset) -> None:
                              f"give that --data, or another --out")
 
 
-def train_all(program: str, chains: list[list[Job]], launch: list[str], at_once: int) -> list[str]:
+def train_all(program: str, chains: list[list[Job]], launch: str | None, at_once: int) -> list[str]:
     """Train chains of jobs, `at_once` at a time, each job after the one before it in its chain, by
-    a command such as [python] or [torchrun, ...]. A chain ends with a failure; these are returned,
-    in words. A signal ends the runs, which save, and the program."""
-    trainer = Trainer(launch, at_once)
+    the command `launch`. A chain ends with a failure; these are returned, in words. A signal ends
+    the runs, which save, and the program."""
+    trainer = Trainer(shlex.split(launch or shlex.quote(sys.executable)), at_once)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with ThreadPoolExecutor(at_once) as pool:

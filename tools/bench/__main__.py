@@ -38,8 +38,9 @@ class Work:
 
     @property
     def world(self) -> int:
-        """Processes of a layout; below 2: none is tried."""
-        return 2 if self.device == "cpu" else torch.cuda.device_count() // 2 * 2
+        """Processes of a layout, a divisor of its batch."""
+        cores_or_cards = 2 if self.device == "cpu" else torch.cuda.device_count()
+        return max(count for count in (1, 2, 4, 8) if count <= cores_or_cards)
 
 
 SMALL = dict(n_layer=6, n_head=6, n_embd=384, seq_len=256)
@@ -74,15 +75,17 @@ def race(work: Work, folder: Path) -> Iterator[dict]:
         peak_rate = peak_flops(torch.cuda.get_device_name())
     for name, (flags, mode, compiled) in RACES.items():
         processes = 1 if mode == "single" else work.world
-        if processes == 0 or compiled and work.device == "cpu":
+        if (mode != "single" and processes == 1) or (compiled and work.device == "cpu"):
             continue
+        micro_batch = min(work.microbatches[0], work.batch // processes)
         turns = []
         try:
             for _ in range(work.turns):
-                steps, seen = train_py(work, folder, processes, *flags.split())
+                steps, seen = train_py(work, folder, processes, *flags.split(), "--micro-batch",
+                                       micro_batch)
                 peer = launch.peer(
                     processes, SECONDS, mode=mode, shape=work.shape, vocab=work.cfg.padded_vocab,
-                    batch_size=work.batch, micro_batch=work.microbatches[0], dtype=work.dtype,
+                    batch_size=work.batch, micro_batch=micro_batch, dtype=work.dtype,
                     steps=work.steps - work.warmup, warmup=work.warmup, device=work.device,
                     compile=compiled)
                 speeds = [step["tokens_per_second"] for step in steps[work.warmup:]]

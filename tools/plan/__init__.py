@@ -21,9 +21,9 @@ layouts that fit; flags that are given are constraints. `--json` prints the numb
     t    = sum(products) / (rate of the GPU) + FLOPs of attention / (its rate)
            + (PASSES / tp + WHOLE_PASSES) bytes of x / memory bandwidth
            + bytes of tp, cp and pp / (LINK * link speed) + HOP for each rank, none of them hidden
-           but two of the four sums of tp in a block, as TP3 in parallelism/tensor.py hides them
+           but two of the four sums of tp in a block, those of backward
 
 A product takes half a wave of tiles more, so that narrow and short ones are slow. Attention's rate
-is FlashAttention 1's, so that a plan of a long context is cautious. The constants are fitted on
-published steps; docs/planning.md says how far off they are, tests/published_runs.py has the steps.
+is FlashAttention 1's, so that a plan of a long context is cautious. docs/planning.md says what the
+constants are fitted on, and how far off they are.
 """

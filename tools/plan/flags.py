@@ -76,7 +76,7 @@ class PlanConfig(options.Config):
 
     @property
     def recomputes_attention(self) -> bool:
-        """Whether backward computes attention once more, and nothing else of a block (CP3)."""
+        """Whether backward computes attention once more, and nothing else of a block."""
         return self.cp > 1 and not self.recompute
 
 

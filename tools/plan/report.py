@@ -125,17 +125,16 @@ def options_of(config: PlanConfig) -> list[str]:
 
 def format_search(plans: list[dict]) -> list[str]:
     """A row for each layout, the fastest first."""
-    numbers = dict(dp="dp", pp="pp", pp_chunks="chunks", cp="cp", ep="ep", tp="tp",
-                   micro_batch="micro-batch", zero="zero", recompute="recompute",
-                   sequence_parallel="sequence-parallel")
-    rows = [[*numbers.values(), "memory GB", "bubble %", "step s", "MFU %", "days"]]
+    names = ("dp", "pp", "pp_chunks", "cp", "ep", "tp", "micro_batch", "zero", "recompute",
+             "sequence_parallel")
+    rows = [[*(name.replace("_", "-") for name in names), "memory GB", "bubble %", "step s",
+             "MFU %", "days"]]
     for plan in plans:
-        rows.append([str(int(plan[name])) for name in numbers] + [
+        rows.append([str(int(plan[name])) for name in names] + [
             f"{plan['memory_bytes'] / 1e9:.1f}", f"{100 * plan['bubble']:.1f}",
             f"{plan['step_seconds']:.3g}", f"{100 * plan['mfu']:.1f}", f"{plan['days']:.3g}"])
-    lines = ["  ".join(cell.rjust(max(4, len(name))) for cell, name in zip(row, rows[0]))
-             for row in rows]
-    return lines
+    return ["  ".join(cell.rjust(max(4, len(name))) for cell, name in zip(row, rows[0]))
+            for row in rows]
 
 
 def format_command(config: PlanConfig, given: dict) -> str:

@@ -136,12 +136,12 @@ def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
 
 def hidden_seconds(config: PlanConfig, block: BlockTimes, once: float) -> float:
     """Seconds of a block's tensor parallelism that are hidden, if x goes around the ring in `once`.
-    In backward (TP3 in parallelism/tensor.py) the sum of dx, twice around, travels behind the
-    gradient of the weight. Sequence parallelism sums in one ring, and gathers x in another, behind
+    In backward (parallelism/tensor.py) the sum of dx, twice around, travels behind the gradient of
+    the weight. Sequence parallelism sums in one ring, and gathers x in another, behind
     the product that is dx. ZB-H1 hides none."""
-    hidden = 0.0
     if config.pp_schedule == "zb-h1":       # the gradients of the weights come later
-        return hidden
+        return 0.0
+    hidden = 0.0
     for of_input, of_weight in block.columns:
         if config.sequence_parallel:
             hidden += 2 * once - exposed(once, of_input) - exposed(once, of_weight)

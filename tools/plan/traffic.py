@@ -137,9 +137,9 @@ def tensor_parallel_bytes(stage: Stage) -> float:
     more; sequence parallelism gathers the input of 2 matrices again, of 3 with recomputation. An
     all-reduce of the embedding, and one of the head; 3 numbers a position for the loss. Sequence
     parallelism: the gradients of what is replicated are summed; without it, of norms of heads
-    alone. A norm over all heads of q, or of k, sums a number for each position,
-    and its gradient. Ranks that share a head of k and v exchange them (B, T / cp, 2 D) and their
-    gradients, and of a norm over all heads its D weights."""
+    alone. A norm over all heads of q, or of k, sums a number for each position, and its gradient.
+    Ranks that share a head of k and v exchange them (B, T / cp, 2 D) and their gradients, and of a
+    norm over all heads its D weights."""
     config, grid = stage.config, stage.grid
     of_block = 10 if config.recompute else 8
     if grid.sequence_parallel:
