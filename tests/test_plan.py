@@ -482,8 +482,7 @@ def test_zb_h1_keeps_the_inputs_of_matrices_and_the_gradients_of_their_outputs(c
     assert until_w == max(until_b, sum(sizes)) and (until_w > until_b) == is_more
 
 
-@pytest.mark.claim("What a plan prints for published runs is as far off as docs/planning.md "
-                   "says.")
+@pytest.mark.claim("What a plan prints for published runs is as far off as docs/planning.md says.")
 def test_the_planning_page_has_the_errors_as_printed():
     """Of each source, and the interval of a plan is that of all its sources' means."""
     page = PAGES["planning.md"]
@@ -499,7 +498,8 @@ def test_the_planning_page_has_the_errors_as_printed():
             assert errors.max() <= report.OF_ONE_GPU[1] - 1
         if rows is published_runs.LAYOUTS:
             right = published_runs.right_pairs(rows, planned)
-            assert f"{np.mean(right):.0%} of BigScience's pairs correctly ({len(right)} pairs)" in page
+            words = f"{np.mean(right):.0%} of BigScience's pairs correctly ({len(right)} pairs)"
+            assert words in page
     means = [float(mean) for mean in re.findall(r"(?m)^\| (?:fitted|held out): .* (\S+) \|$", page)]
     assert len(means) == 6 and (min(means), max(means)) == report.OF_MANY
     assert "6 to 42% off in the mean" in report.format_trust(CFG, plan_config(world=2))

@@ -1,8 +1,7 @@
 """Train several runs of train.py, some at a time.
 
-A run that has ended is not repeated. One that was killed gets the same command again, and train.py
-resumes it. One that fails or diverges does not end the others. Each run's console goes to
-console.txt in its --out.
+A run that has ended is not repeated, one that was killed is resumed, and one that fails or diverges
+does not end the others. Each run's console goes to console.txt in its --out.
 
 A process holds the file launcher.lock there, which the program that started it shares. So if that
 program is killed alone, its runs go on, and the same command given again waits for them.
