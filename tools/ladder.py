@@ -1,7 +1,7 @@
 """Predict the loss of a model before it is trained: train smaller ones, the rungs, and fit a law.
 
-    python -m tools.ladder --rungs 16,24,32 --n-embd 64 --n-head 4 --steps 1600 --batch-size 4 \\
-        --lr 4e-3 --warmup-steps 40 --jobs 2 --out out/ladder
+    python -m tools.ladder --rungs 16,24,32 --n-embd 64 --n-head 4 --steps 800 --batch-size 4 \\
+        --lr 3e-3 --warmup-steps 40 --jobs 2 --out out/ladder
 
 takes train.py's flags of the target, here of width 64. It trains the same model in smaller widths,
 each on S/8, S/4, S/2 and all of its S steps, fits
