@@ -71,8 +71,8 @@ def test_a_sweep_goes_on_and_repeats_nothing(imitated, tmp_path, monkeypatch, ca
     (-9, "step 40/400 loss 3.6 left 0:00:21\n", "killed (SIGKILL): out of memory?"),
     (-11, "train.py: a line\n", "killed (SIGSEGV)"), (-10, "", "killed (SIGUSR1)"),
     (137, "srun: error\n", "killed (SIGKILL): out of memory?"), (-99, "", "killed (signal 99)"),
-    (1, "train.py: rank 1: connection closed\ntraceback : Signal 15 (SIGTERM) received by PID 7\n"
-     "traceback : Signal 9 (SIGKILL) received by PID 8\n====\n", "killed (SIGKILL): out of memory?"),
+    (1, "train.py: rank 1: closed\ntraceback : Signal 15 (SIGTERM) received by PID 7\n"
+     "traceback : Signal 9 (SIGKILL) received by PID 8\n==\n", "killed (SIGKILL): out of memory?"),
     (1, "train.py: no memory\ntrain.py: warning: a\nb\n", "no memory"), (1, "\n", "status 1"),
     (3, "Traceback\nKeyError: 4\n", "KeyError: 4")])
 def test_a_killed_run_is_reported_by_its_signal_and_another_by_its_last_message(status, text,
