@@ -45,7 +45,7 @@ IGNORE_INDEX = -1       # a target that does not count in the loss, as model.IGN
 
 def plain_prepare(texts, tokenizer, directory: Path, seed=0) -> None:
     """Write one shard for each split. The split of a text is a function of (seed, text). It needs
-    at least 20 texts of similar lengths. corpus/split_by_hash.py has rules for others."""
+    at least 20 texts of similar lengths. corpus/dedup_and_split.py has rules for others."""
     tokens = dict(train=[], val=[])
     salt = seed.to_bytes(16, "little")
     for text in dict.fromkeys(texts):               # of equal texts the first

@@ -9,6 +9,11 @@ def note(text: str) -> None:
     print(f"note: {one_line(text)}", file=sys.stderr, flush=True)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things: "1 file", "2 files"."""
+    return f"{count:,} {noun}" + ("s" if count != 1 else "")
+
+
 def progress(label: str, total: int | None = None, done: int = 0, quiet=False):
     """Return count_bytes(n), to be called when n more bytes are done. Every five seconds it prints
     how many are, of `total` if that is known, to standard error, unless `quiet`."""

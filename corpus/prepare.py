@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from base.errors import named
 from corpus.dedup_and_split import Index, index_documents
+from corpus.documents import EOT
 from corpus.downloads import sha256_of
 from corpus.encode import tokenise, train_on
 from corpus.huggingface_tokenizers import find_tokenizer
-from corpus.notes_and_progress import progress
+from corpus.notes_and_progress import note, progress
 from corpus.shards import FLAGS_SUFFIX, LEARNT, SPLITS, append_tokens
 from corpus.templates import choose_template, is_own
 from corpus.tokenizers import get_tokenizer, is_named
@@ -43,6 +44,8 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
     if train_tokens is None:
         encoding = get_tokenizer(tokenizer) if is_named(tokenizer) else find_tokenizer(tokenizer)
         encoder = make_encoder(encoding, is_text, template)
+        if encoding.end_of_text != EOT:
+            note(f"{encoding.end_of_text}, the eos_token of the tokenizer, separates the documents")
     out.mkdir(parents=True, exist_ok=True)
     index = index_documents(files, seed, field, near_duplicates, validation)
     name = f"bpe of {train_tokens}" if encoder is None else encoder.encoding.name
@@ -58,6 +61,8 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
                     source=source, **index.counts)
         meta |= write_shards(folder, index, encoder, shard_tokens)
         meta |= write_files_of(folder, encoder)
+        if encoder.encoding.ends:
+            meta["ends"] = encoder.encoding.ends
         if validation:
             meta["files"] = dict(train=len(files) - len(validation), val=len(validation))
         publish(folder, out, meta)

@@ -156,7 +156,7 @@ class JinjaTemplate:
                 raise ValueError("the prompt of an answer is not what stands before the answer")
             if self.end not in tokens[len(before):]:
                 raise ValueError("an answer does not end by the token that ends others")
-            check_written([message.content, message.reasoning or ""], text[len(prompt):limit])
+            check_written([message.reasoning or "", message.content], text[len(prompt):limit])
             end = tokens.index(self.end, len(before)) + 1
             learnt[len(before):end] = [message.is_learnt] * (end - len(before))
         check_written([message.content for message in messages], text)
@@ -164,9 +164,11 @@ class JinjaTemplate:
 
 
 def check_written(contents, text: str) -> None:
-    """Raise ValueError if one of these contents is not in a text."""
-    for content in contents:
-        if content.strip() not in text:
+    """Raise ValueError if a text does not have these contents, one behind the other."""
+    place = 0
+    for content in map(str.strip, contents):
+        place = text.find(content, place) + len(content)
+        if place < len(content):
             raise ValueError(f"the template leaves out or changes {content[:40]!r}: leave the "
                              f"field or the conversation out")
 

@@ -43,6 +43,7 @@ import corpus.shards
 import data
 from base import errors
 from corpus import (dedup_and_split, documents, downloads, encode, inputs, near_duplicates, tokenizers)
+from corpus.chat_records import NotText
 from corpus.documents import EOT
 from corpus.mixtures import parse_mixture
 from corpus.prepare import prepare
@@ -278,11 +279,12 @@ def test_the_command_that_trains_has_an_out_of_the_datas_name(tmp_path, monkeypa
 
 def read_texts(*names):
     """The documents of these files, as data.py reads them."""
-    found = [document for path in map(Path, names) for document in documents.read_documents(path)]
-    for document in found:
-        if isinstance(document, documents.NotText):
-            raise document
-    return found
+    found = [list(document) for path in map(Path, names)
+             for document in documents.read_documents(path)]
+    for text in itertools.chain(*found):
+        if isinstance(text, NotText):
+            raise text
+    return ["".join(texts) for texts in found]
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch):
@@ -291,8 +293,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text(text, encoding="utf-8-sig", newline="")
     lines = "".join(json.dumps(dict(text=t), ensure_ascii=False) + "\n" for t in (text, "\ufeffb"))
     (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8-sig")
-    assert ["".join(parts) for parts in read_texts(tmp_path / "a.txt", tmp_path / "a.jsonl")] == [
-        text, text, "b"]
+    assert read_texts(tmp_path / "a.txt", tmp_path / "a.jsonl") == [text, text, "b"]
 
 
 def plain_documents(text):
@@ -317,7 +318,7 @@ def test_lines_of_endoftext_cut_a_txt_wherever_blocks_end(tmp_path, monkeypatch)
         text = "".join(rng.choices(parts, k=rng.randrange(20)))
         set_block(monkeypatch, rng.randint(1, 40))
         (tmp_path / "a.txt").write_bytes(text.encode())
-        made = ["".join(blocks) for blocks in read_texts(tmp_path / "a.txt")]
+        made = read_texts(tmp_path / "a.txt")
         assert [text for text in made if text] == [t for t in plain_documents(text) if t], text
         documents += len(made)
     assert documents > 500
@@ -787,8 +788,9 @@ def test_the_pieces_of_a_text_encode_to_the_tokens_of_the_whole(monkeypatch, nam
         return [word for part in parts for word in pattern.findall(part)]
 
     def cut(text):
-        places = TiktokenTokenizer(SimpleNamespace(name=name, n_vocab=0, eot_token=0)).cut
-        splits, (begin, *pieces) = zip(*encode.split_document(text, 10 ** 6, places))
+        find_cut = TiktokenTokenizer(SimpleNamespace(name=name, n_vocab=0, eot_token=0)).find_cut
+        blocks = [text[i:i + 70] for i in range(0, len(text), 70)]
+        splits, (begin, *pieces) = zip(*encode.split_document(blocks, 10 ** 6, find_cut))
         assert set(splits) == {"train"} and begin == ""
         return pieces
 

@@ -1,0 +1,113 @@
+"""The kinds of file: bytes that may be compressed, and rows of tables. A file that is damaged or cut
+off is refused by its name: none is read in part."""
+import importlib
+import io
+import sys
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+BLOCK = 1 << 18             # bytes read at once
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": ZSTD}        # their modules
+LINES = (".jsonl", ".json", ".ndjson")
+TABLES = (".parquet", ".arrow")
+READ_KINDS = ".txt, .jsonl, .json (also compressed), .parquet, .arrow"
+ROWS_AT_ONCE = 256
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"      # of a stream
+
+
+def kind_of(path: Path) -> str:
+    """The suffix of a name in lower case, before .gz: how the file is read."""
+    name = Path(path.name.lower())
+    return Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix
+
+
+def open_bytes(path: Path):
+    """The bytes of a file, decompressed. Reading raises ValueError if it is damaged or cut off."""
+    suffix = path.suffix.lower()
+    if suffix not in COMPRESSED:
+        return open(path, "rb")
+    if path.stat().st_size == 0:        # which gzip takes for an empty text
+        raise not_whole(path, "it is empty")
+    module = import_optional(path, COMPRESSED[suffix])
+    options = {}
+    if suffix == ".zst":
+        options["options"] = {module.DecompressionParameter.window_log_max: 31}     # of --long=31
+    file = module.open(path, **options)
+    return io.BufferedReader(Decompressed(path, file), BLOCK)
+
+
+def import_optional(path: Path, package: str):
+    """The package or module that reads a file. Raises ValueError if it is missing."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ValueError(f"{path}: the package {package} reads it: pip install {package}"
+                         ) from None
+
+
+class Decompressed(io.RawIOBase):
+    """An open file that decompresses another, whose errors name it."""
+
+    def __init__(self, path: Path, file):
+        self.path, self.file = path, file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        try:
+            return self.file.readinto(buffer)
+        except Exception as error:      # each kind of compression has its own
+            raise not_whole(self.path, error) from None
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+def not_whole(path: Path, reason) -> ValueError:
+    reason = str(reason).partition("\n")[0]
+    return ValueError(f"{path} cannot be read to its end ({reason}): it is damaged, cut off or of "
+                      f"another kind than its name says: copy or download it again")
+
+
+def read_table(path: Path, column: str | None):
+    """Yield the rows of a table, {column: value}: of this column if there is one, or else of all.
+    Raises ValueError if the file is damaged."""
+    pyarrow = import_optional(path, "pyarrow")
+    try:
+        with open_table(path) as (names, batches):
+            for batch in batches(columns=[column] if column in names else names):
+                batch.validate(full=True)
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:           # of the system
+            raise
+        raise not_whole(path, error) from None
+
+
+@contextmanager
+def open_table(path: Path):
+    """(the names of the columns, batches): batches(columns=names) yields record batches.
+    A page of Parquet has a checksum; a stream of Arrow has none, and one without its end is
+    refused. Raises an ArrowException or an OSError."""
+    import pyarrow
+    from pyarrow import ipc, parquet
+    if kind_of(path) == ".parquet":
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            yield file.schema_arrow.names, partial(file.iter_batches, ROWS_AT_ONCE,
+                                                   use_threads=False)
+        return
+    with pyarrow.OSFile(str(path)) as source:
+        if source.read(6) == b"ARROW1":             # a file: save_to_disk writes streams
+            source.seek(0)
+            reader = ipc.open_file(source)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            if source.read_at(8, max(0, source.size() - 8)) != ARROW_END:
+                raise pyarrow.ArrowInvalid("it has no end of a stream")
+            source.seek(0)
+            reader = batches = ipc.open_stream(source)
+        yield reader.schema.names, lambda columns: (batch.select(columns) for batch in batches)

@@ -1,0 +1,65 @@
+"""Tokens to text, as they are drawn: a stream is given a token at a time, and returns the text that
+is certain now.
+
+    stream = encoding.stream(before)            # the tokens of the prompt
+    text = "".join(map(stream.add, tokens)) + stream.end()
+"""
+import codecs
+import re
+
+BROKEN = "\ufffd"           # stands for bytes that are no character
+INNER_BYTE = re.compile(r"<0x[89AB][0-9A-F]>")      # of SentencePiece: not a character's first
+
+
+class BytesStream:
+    """Tokens that are bytes to text: a character is written with its last byte."""
+
+    def __init__(self, encoding):
+        self.encoding = encoding
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        try:
+            return self.decoder.decode(self.encoding.decode_single_token_bytes(token))
+        except KeyError:        # a hole in a vocabulary, or a row of a model without a token
+            return ""
+
+    def end(self) -> str:
+        return self.decoder.decode(b"", final=True)
+
+
+class TextStream:
+    """Tokens to text, as they are drawn. The text of a token depends on those before it, as the
+    space before a word does. A character is written when its last byte is there, and never taken
+    back: of wrong bytes the package writes U+FFFD for the characters before, too, and this does
+    not."""
+
+    def __init__(self, backend, before):
+        self.backend = backend
+        self.before = list(before)
+        self.new = []           # tokens whose text is not certain yet
+
+    def add(self, token: int) -> str:
+        self.new.append(token)
+        text = self.text_of_new()
+        return "" if text.endswith(BROKEN) else self.settle(text)
+
+    def end(self) -> str:
+        return self.settle(self.text_of_new())
+
+    def settle(self, text: str) -> str:
+        self.before += self.new
+        self.new = []
+        return text
+
+    def text_of_new(self) -> str:
+        """What the new tokens add to the text of those before them."""
+        first = max(0, len(self.before) - 8)            # so many decide how the next is written
+        while first > 0 and INNER_BYTE.fullmatch(self.backend.id_to_token(self.before[first]) or ""):
+            first -= 1
+        before = self.before[first:]
+        head, text = self.decode(before), self.decode(before + self.new)
+        return text[len(head):] if text.startswith(head) else self.decode(self.new)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.backend.decode(tokens, skip_special_tokens=False)
