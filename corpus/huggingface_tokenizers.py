@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from corpus.documents import EOT
+from corpus.shards import refuse_old
 from corpus.token_streams import TextStream
 
 OWN = "hf-"                 # how the name of such a tokenizer begins
@@ -160,8 +161,13 @@ def load(source, opener=None) -> HuggingFaceTokenizer:
             tokenizer = getattr(transformers, opener or opener_of(source)).from_pretrained(source)
     except Exception as error:              # it raises nothing narrower
         text = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{source}: transformers opens no tokenizer there ({text}): give a folder "
-                         f"with a tokenizer.json, or a name on the hub") from None
+        advice = "give a folder with a tokenizer.json, or a name on the hub"
+        if Path(source, "tokenizer.model").is_file() and not path.is_file():
+            advice = (f"its tokenizer.model becomes a tokenizer.json by pip install sentencepiece "
+                      f"protobuf && python -c \"from transformers import AutoTokenizer as A; "
+                      f"A.from_pretrained('{source}').save_pretrained('{source}')\"")
+        raise ValueError(f"{source}: transformers opens no tokenizer there ({text}): {advice}"
+                         ) from None
     try:
         return HuggingFaceTokenizer(tokenizer, read_ends(source))
     except ValueError as error:
@@ -188,6 +194,8 @@ def find_tokenizer(given) -> HuggingFaceTokenizer:
     kept = [path] if path.is_file() and path.name.startswith(OWN) else sorted(path.glob(f"{OWN}*"))
     if kept:
         return open_file(kept[0].read_text("utf-8"))
+    for old in (*path.glob("json-*.json"), *path.glob("bpe-*.tiktoken")):
+        refuse_old(old.stem, f"{path}: ")
     if not path.exists() and not HUB_NAME.fullmatch(str(given)):
         raise ValueError(f"there is no tokenizer {given}: give gpt2, bytes, cl100k_base, "
                          f"o200k_base, a folder with a tokenizer.json, or a name on the hub")

@@ -47,25 +47,24 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
         if encoding.end_of_text != EOT:
             note(f"{encoding.end_of_text}, the eos_token of the tokenizer, separates the documents")
     out.mkdir(parents=True, exist_ok=True)
-    index = index_documents(files, seed, field, near_duplicates, validation)
-    name = f"bpe of {train_tokens}" if encoder is None else encoder.encoding.name
-    source = f"{index.digest}, {name}, {shard_tokens}"
-    if not is_text:
-        source += f", {template or 'plain' if encoder is None else encoder.template.name}"
-    check_held(out, source)
-    if encoder is None:
-        encoder = make_encoder(train_on(index, train_tokens), is_text, template)
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=out) as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=out) as folder:
+        index = index_documents(files, seed, field, near_duplicates, validation)
+        name = f"bpe of {train_tokens}" if encoder is None else encoder.encoding.name
+        source = f"{index.digest}, {name}, {shard_tokens}"
+        if not is_text:
+            source += f", {template or 'plain' if encoder is None else encoder.template.name}"
+        check_held(out, source)
+        if encoder is None:
+            encoder = make_encoder(train_on(index, train_tokens), is_text, template)
         meta = dict(tokenizer=encoder.encoding.name, vocab_size=encoder.encoding.n_vocab, seed=seed,
                     source=source, **index.counts)
-        meta |= write_shards(folder, index, encoder, shard_tokens)
-        meta |= write_files_of(folder, encoder)
+        meta |= write_shards(Path(folder), index, encoder, shard_tokens)
+        meta |= write_files_of(Path(folder), encoder)
         if encoder.encoding.ends:
             meta["ends"] = encoder.encoding.ends
         if validation:
             meta["files"] = dict(train=len(files) - len(validation), val=len(validation))
-        publish(folder, out, meta)
+        publish(Path(folder), out, meta)
     return meta
 
 
