@@ -71,7 +71,7 @@ class HuggingFaceTokenizer:
         self.prefix = whole[:whole.index(bare[0])]
         decides = [json.loads(self.backend.to_str()), self.prefix, self.eot_token]
         self.special = {number for number, token in self.backend.get_added_tokens_decoder().items()
-                        if token.special}
+                        if token.special and number != tokenizer.unk_token_id}
         self.name = OWN + hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
 
     @cached_property
