@@ -76,7 +76,7 @@ def is_conversation(record: dict) -> bool:
 
 def read_blocks(path: Path):
     """Yield the text of a file by blocks, which end with a line."""
-    with io.TextIOWrapper(open_bytes(path), "utf-8-sig", newline="\n") as file:
+    with open_bytes(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="\n") as file:
         try:
             while block := file.read(BLOCK):
                 if "\0" in block:

@@ -2,7 +2,9 @@
 off is refused by its name: none is read in part."""
 import importlib
 import io
+import lzma
 import sys
+import zlib
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,19 +25,24 @@ def kind_of(path: Path) -> str:
     return Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix
 
 
+@contextmanager
 def open_bytes(path: Path):
-    """The bytes of a file, decompressed. Reading raises ValueError if it is damaged or cut off."""
+    """The bytes of a file, decompressed. Raises ValueError if it is damaged or cut off."""
     suffix = path.suffix.lower()
-    if suffix not in COMPRESSED:
-        return open(path, "rb")
-    if path.stat().st_size == 0:        # which gzip takes for an empty text
-        raise not_whole(path, "it is empty")
-    module = import_optional(path, COMPRESSED[suffix])
+    module = import_optional(path, COMPRESSED.get(suffix, "io"))
     options = {}
     if suffix == ".zst":
         options["options"] = {module.DecompressionParameter.window_log_max: 31}     # of --long=31
-    file = module.open(path, **options)
-    return io.BufferedReader(Decompressed(path, file), BLOCK)
+    if suffix in COMPRESSED and path.stat().st_size == 0:   # which gzip takes for an empty text
+        raise not_whole(path, "it is empty")
+    try:
+        with io.BufferedReader(module.open(path, "rb", **options), BLOCK) as file:
+            yield file
+    except (EOFError, OSError, zlib.error, lzma.LZMAError,
+            getattr(module, "ZstdError", EOFError)) as error:
+        if getattr(error, "errno", None) is not None:           # of the system
+            raise
+        raise not_whole(path, error) from None
 
 
 def import_optional(path: Path, package: str):
@@ -45,26 +52,6 @@ def import_optional(path: Path, package: str):
     except ImportError:
         raise ValueError(f"{path}: the package {package} reads it: pip install {package}"
                          ) from None
-
-
-class Decompressed(io.RawIOBase):
-    """An open file that decompresses another, whose errors name it."""
-
-    def __init__(self, path: Path, file):
-        self.path, self.file = path, file
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        try:
-            return self.file.readinto(buffer)
-        except Exception as error:      # each kind of compression has its own
-            raise not_whole(self.path, error) from None
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
 
 
 def not_whole(path: Path, reason) -> ValueError:

@@ -135,12 +135,11 @@ def read_meta(directory: Path) -> dict:
 
 def refuse_old(tokenizer: str, where="") -> None:
     """Raise ValueError if a tokenizer has the name that older versions gave one of a file."""
-    for begin, flag in (("json-", "--tokenizer FOLDER"), ("bpe-", "--train-tokenizer N")):
-        if str(tokenizer).startswith(begin):
-            raise ValueError(f"{where}the tokenizer {tokenizer} is of an older version and no longer "
-                             f"read: make its data again, python data.py --input FILE {flag} --out "
-                             f"NEW, or import its model again, python -m tools.huggingface import "
-                             f"FOLDER NEW.pt")
+    if str(tokenizer).startswith(("json-", "bpe-")):
+        flag = "--train-tokenizer N" if tokenizer.startswith("bpe-") else "--tokenizer FOLDER"
+        raise ValueError(f"{where}the tokenizer {tokenizer} is of an older version and no longer "
+                         f"read: make its data again, python data.py --input FILE {flag} --out NEW, "
+                         f"or its model, python -m tools.huggingface import FOLDER NEW.pt")
 
 
 def sha256_of_samples(paths) -> str:

@@ -135,12 +135,10 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
         _, weights = state["data"][-1]          # of the last phase
         known = set(weights)
         train_data.mixture.resume(state["data"], state["consumed_samples"])
-    for data in (train_data, val_data):         # an imported model may have fewer rows
-        data.n_rows = min(data.n_rows, model_config.vocab_size)
-    is_new = not known.issuperset(fingerprints)
-    for data in [val_data] if config.eval_only else [train_data, val_data]:
-        if is_new:
-            all_ranks(lambda: data.mixture.check(data.n_rows, job.rank, job.world))
+    rows = min(train_data.meta["vocab_size"], model_config.vocab_size)      # an import may have fewer
+    if not known.issuperset(fingerprints):
+        for data in [val_data] if config.eval_only else [train_data, val_data]:
+            all_ranks(lambda: data.mixture.check(rows, job.rank, job.world))
     return train_data, val_data
 
 
