@@ -6,7 +6,6 @@ import lzma
 import sys
 import zlib
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 BLOCK = 1 << 18             # bytes read at once
@@ -65,36 +64,27 @@ def read_table(path: Path, column: str | None):
     Raises ValueError if the file is damaged."""
     pyarrow = import_optional(path, "pyarrow")
     try:
-        with open_table(path) as (names, batches):
-            for batch in batches(columns=[column] if column in names else names):
-                batch.validate(full=True)
-                yield from batch.to_pylist()
+        for batch in read_batches(path, column):
+            batch.validate(full=True)
+            yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:           # of the system
             raise
         raise not_whole(path, error) from None
 
 
-@contextmanager
-def open_table(path: Path):
-    """(the names of the columns, batches): batches(columns=names) yields record batches.
-    A page of Parquet has a checksum; a stream of Arrow has none, and one without its end is
-    refused. Raises an ArrowException or an OSError."""
-    import pyarrow
-    from pyarrow import ipc, parquet
+def read_batches(path: Path, column: str | None):
+    """As `read_table`, batches of rows. A page of Parquet has a checksum. A stream of Arrow has none:
+    one without its end is refused."""
+    from pyarrow import ArrowInvalid, ipc, parquet
     if kind_of(path) == ".parquet":
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            yield file.schema_arrow.names, partial(file.iter_batches, ROWS_AT_ONCE,
-                                                   use_threads=False)
+            columns = [column] if column in file.schema_arrow.names else None
+            yield from file.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False)
         return
-    with pyarrow.OSFile(str(path)) as source:
-        if source.read(6) == b"ARROW1":             # a file: save_to_disk writes streams
-            source.seek(0)
-            reader = ipc.open_file(source)
-            batches = map(reader.get_batch, range(reader.num_record_batches))
-        else:
-            if source.read_at(8, max(0, source.size() - 8)) != ARROW_END:
-                raise pyarrow.ArrowInvalid("it has no end of a stream")
-            source.seek(0)
-            reader = batches = ipc.open_stream(source)
-        yield reader.schema.names, lambda columns: (batch.select(columns) for batch in batches)
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - len(ARROW_END)))
+        if file.read() != ARROW_END:
+            raise ArrowInvalid("it has no end of a stream")
+        file.seek(0)
+        yield from ipc.open_stream(file)

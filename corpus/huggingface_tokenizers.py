@@ -18,6 +18,7 @@ import hashlib
 import json
 import re
 import tempfile
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -178,12 +179,9 @@ def read_ends(source) -> list[int]:
     """The tokens that end what a model writes, by its files."""
     from transformers.utils import cached_file
     for name in (ENDS, "config.json"):
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):    # no such file, or it names none
             ends = json.loads(Path(cached_file(source, name)).read_text("utf-8"))["eos_token_id"]
-        except (OSError, ValueError, KeyError, TypeError):      # no such file, or it names none
-            continue
-        if ends is not None:
-            return [ends] if isinstance(ends, int) else ends
+            return [ends] if isinstance(ends, int) else list(ends)
     return []
 
 

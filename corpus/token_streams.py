@@ -42,15 +42,14 @@ class TextStream:
     def add(self, token: int) -> str:
         self.new.append(token)
         text = self.text_of_new()
-        return "" if text.endswith(BROKEN) else self.settle(text)
-
-    def end(self) -> str:
-        return self.settle(self.text_of_new())
-
-    def settle(self, text: str) -> str:
+        if text.endswith(BROKEN):
+            return ""
         self.before += self.new
         self.new = []
         return text
+
+    def end(self) -> str:
+        return self.text_of_new()
 
     def text_of_new(self) -> str:
         """What the new tokens add to the text of those before them."""
