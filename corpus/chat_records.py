@@ -125,8 +125,8 @@ def check_fields(fields: dict) -> None:
     """Raise Refused if a field is not empty that would change what is written."""
     for name in REFUSED:
         if fields.get(name) not in NOTHING:
-            raise Refused(f' has "{name}": tool calls, images and the like are not supported: leave '
-                          f'such records out')
+            raise Refused(f' has "{name}": tool calls, images and the like are not supported: '
+                          f'leave such records out')
 
 
 def first_of(fields: dict, names):

@@ -10,7 +10,7 @@ Lines and rows may also hold conversations (chat_records.py). Text is UTF-8. The
 read. Text and lines may be compressed: .gz, .zst, .bz2, .xz.
 
 A text is read by blocks, so its file may be larger than memory. A NotText stands for a document, or
-the rest of one, that cannot be read, so that one document in a thousand can be left out.
+the rest of one, that cannot be read.
 """
 import io
 import json
@@ -20,20 +20,15 @@ from pathlib import Path
 
 from base.errors import named
 from corpus.chat_records import NotText, Refused, check_characters, form_of, messages_of
-from corpus.file_formats import LINES, TABLES, kind_of, open_bytes, read_table
+from corpus.file_formats import BLOCK, LINES, TABLES, kind_of, open_bytes, read_table
 
 EOT = "<|endoftext|>"
 EOT_LINE = re.compile(r"(?m)^[^\S\n]*<\|endoftext\|>[^\S\n]*$")
-BLOCK = 1 << 18             # characters or bytes read at once
 LONGEST_LINE = 1 << 20      # characters up to which a line is not cut
 
 
 class Conversation(list):
-    """The messages of a record, and its place in the files."""
-
-    def __init__(self, messages, place: str):
-        super().__init__(messages)
-        self.place = place
+    """The messages of a record. `place`: its file and line."""
 
 
 def read_documents(path: Path, field: str | None = "text"):
@@ -52,8 +47,11 @@ def read_documents(path: Path, field: str | None = "text"):
             try:
                 if isinstance(record, Refused):
                     raise record
-                document = [text_of(record, field)] if field is not None else Conversation(
-                    messages_of(record), f"{path} {place}")
+                if field is not None:
+                    document = [text_of(record, field)]
+                else:
+                    document = Conversation(messages_of(record))
+                    document.place = f"{path} {place}"
             except Refused as error:
                 document = [NotText(f"{path} {place}{error}")]
             yield document

@@ -1,5 +1,5 @@
-"""The kinds of file: bytes that may be compressed, and rows of tables. A file that is damaged or cut
-off is refused by its name: none is read in part."""
+"""The kinds of file: bytes that may be compressed, and rows of tables. A file that is damaged or
+cut off is refused by its name: none is read in part."""
 import importlib
 import io
 import lzma
@@ -14,7 +14,6 @@ COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": ZSTD}        
 LINES = (".jsonl", ".json", ".ndjson")
 TABLES = (".parquet", ".arrow")
 READ_KINDS = ".txt, .jsonl, .json (also compressed), .parquet, .arrow"
-ROWS_AT_ONCE = 256
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"      # of a stream
 
 
@@ -60,8 +59,7 @@ def not_whole(path: Path, reason) -> ValueError:
 
 
 def read_table(path: Path, column: str | None):
-    """Yield the rows of a table, {column: value}: of this column if there is one, or else of all.
-    Raises ValueError if the file is damaged."""
+    """Yield the rows of a table, {column: value}: of this column if it has it. Raises ValueError."""
     pyarrow = import_optional(path, "pyarrow")
     try:
         for batch in read_batches(path, column):
@@ -74,13 +72,13 @@ def read_table(path: Path, column: str | None):
 
 
 def read_batches(path: Path, column: str | None):
-    """As `read_table`, batches of rows. A page of Parquet has a checksum. A stream of Arrow has none:
-    one without its end is refused."""
+    """As `read_table`, batches of rows. A page of Parquet has a checksum. A stream of Arrow has
+    none: one without its end is refused."""
     from pyarrow import ArrowInvalid, ipc, parquet
     if kind_of(path) == ".parquet":
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             columns = [column] if column in file.schema_arrow.names else None
-            yield from file.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False)
+            yield from file.iter_batches(256, columns=columns, use_threads=False)
         return
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - len(ARROW_END)))

@@ -1,13 +1,10 @@
 """A tokenizer of Hugging Face, which the package `transformers` opens: AutoTokenizer knows every
 kind of folder. tokenizers.py has the interface.
 
-    file        {"tokenizer.json": its content, ...}, as JSON: those of FILES that save_pretrained
-                writes, and the tokens of generation_config.json that end what a model writes. It is
-                hf-HASH.json beside the shards
-    HASH        of what decides the tokens, and not of how or where a file is written
+    hf-HASH.json    its files beside the shards: {"tokenizer.json": the content, ...}. HASH is of
+                    what decides the tokens, and not of how or where a file is written
 
-- A long text is cut where its parts give the tokens of the whole. Some tokenizers, such as Llama
-  2's, have no such place: they encode each document whole.
+- A long text is cut where its parts give the tokens of the whole. Llama 2's has no such place.
 - In a text the characters of a special token are ordinary. Other added tokens are found.
 - The eos_token separates documents. What stands before a text, as <|begin_of_text|>, is `prefix`.
 
@@ -50,13 +47,12 @@ class HuggingFaceTokenizer:
     """A tokenizer of transformers behind the interface of tokenizers.py. Raises ValueError."""
 
     def __init__(self, tokenizer, ends=()):
-        """`ends`: the tokens that end what its model writes."""
         self.tokenizer = tokenizer
         self.backend = getattr(tokenizer, "backend_tokenizer", None)    # special tokens are found
         if self.backend is None:
             raise ValueError("the package tokenizers cannot run it")
-        if tokenizer.eos_token is None and EOT in tokenizer.get_vocab():
-            tokenizer.eos_token = EOT
+        if EOT in tokenizer.get_vocab():
+            tokenizer.eos_token = tokenizer.eos_token or EOT
         if tokenizer.eos_token is None:
             raise ValueError("it has no eos_token, which ends a document: name one in its "
                              "tokenizer_config.json")
@@ -132,20 +128,16 @@ def without_special(backend):
 
 @lru_cache(maxsize=2)       # a large one takes seconds
 def open_file(file: str) -> HuggingFaceTokenizer:
-    """The tokenizer of a file with this content. Raises ValueError if it is none."""
-    try:
-        contents = json.loads(file)
-        with tempfile.TemporaryDirectory() as folder:
-            for name in contents.keys() & set(FILES):
-                Path(folder, name).write_text(contents[name], "utf-8")
-            return load(folder)
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"it keeps no tokenizer of Hugging Face: {error!r}") from None
+    """The tokenizer of a hf-HASH.json with this content. Raises ValueError."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in json.loads(file).items():
+            if name in FILES:
+                Path(folder, name).write_text(content, "utf-8")
+        return load(folder)
 
 
 def opener_of(source) -> str:
-    """The class of transformers that opens it. AutoTokenizer takes one of its own for some
-    architectures: not where config.json says that this project has written the folder."""
+    """The class that opens it: AutoTokenizer may take another than this project has written."""
     config = Path(source, "config.json")
     name = json.loads(config.read_text("utf-8")).get("tokenizer") if config.is_file() else None
     return "PreTrainedTokenizerFast" if str(name).startswith(OWN) else "AutoTokenizer"
@@ -164,11 +156,9 @@ def load(source, opener=None) -> HuggingFaceTokenizer:
         text = str(error).strip().partition("\n")[0]
         advice = "give a folder with a tokenizer.json, or a name on the hub"
         if Path(source, "tokenizer.model").is_file() and not path.is_file():
-            advice = (f"its tokenizer.model becomes a tokenizer.json by pip install sentencepiece "
-                      f"protobuf && python -c \"from transformers import AutoTokenizer as A; "
-                      f"A.from_pretrained('{source}').save_pretrained('{source}')\"")
-        raise ValueError(f"{source}: transformers opens no tokenizer there ({text}): {advice}"
-                         ) from None
+            advice = (f"pip install sentencepiece protobuf, and AutoTokenizer.from_pretrained("
+                      f"'{source}').save_pretrained('{source}') makes one of its tokenizer.model")
+        raise ValueError(f"{source}: transformers opens no tokenizer ({text}): {advice}") from None
     try:
         return HuggingFaceTokenizer(tokenizer, read_ends(source))
     except ValueError as error:
@@ -202,9 +192,8 @@ def find_tokenizer(given) -> HuggingFaceTokenizer:
 
 def find_in_model(folder: Path) -> HuggingFaceTokenizer | None:
     """The tokenizer in the folder of a model, or None without its files. Raises ValueError."""
-    if any((folder / file).exists() for file in (FILES[0], "vocab.json", "tokenizer.model")):
-        return load(folder)
-    return None
+    names = (FILES[0], "vocab.json", "tokenizer.model")
+    return load(folder) if any((folder / name).exists() for name in names) else None
 
 
 def byte_level_tokenizer(model):

@@ -1,11 +1,7 @@
 """Which files data.py reads: those that --input names, those of folders, or the standard library's
-own source.
-
-Of a folder the files are read whose kind it knows. If it has none, its files of text are, such as
-.md and .py."""
+own source. Of a folder the known kinds are read, or else its files of text, such as .md and .py."""
 import codecs
 import os
-import shlex
 import sysconfig
 from collections import Counter
 from contextlib import suppress
@@ -28,10 +24,10 @@ def find_files(paths, field="text") -> list[Path]:
             raise ValueError(f"{path} is no file: the text is read twice, so write it to a file "
                              f"and give that")
         if kind_of(path) == ".csv":
-            name = shlex.quote(str(path))
-            raise ValueError(f"{path} is a table: python -c \"import pandas; pandas.read_csv({name})"
-                             f".to_json('NEW.jsonl', orient='records', lines=True)\" makes a .jsonl "
-                             f"of it, whose column text is read")
+            name = repr(str(path))
+            raise ValueError(f"{path} is a table: python -c \"import pandas; pandas.read_csv("
+                             f"{name}).to_json('NEW.jsonl', orient='records', lines=True)\" makes "
+                             f"a .jsonl of it, whose column text is read")
         for one in walk(path, field) if path.is_dir() else [path]:
             files.setdefault(os.path.realpath(one), one)
     return list(files.values())

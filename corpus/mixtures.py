@@ -136,13 +136,12 @@ class Mixture:
         for tokens in self.shards:
             begin, end = (len(tokens) * i // parts for i in (part, part + 1))
             for start in range(begin, end, CHECKED_AT_ONCE):
-                block = np.fromfile(        # a mapped shard reads nothing ahead
-                    tokens.filename, tokens.dtype, min(CHECKED_AT_ONCE, end - start),
-                    offset=HEADER_BYTES + tokens.itemsize * start)
-                if block.max() >= rows:
-                    raise ValueError(f"{tokens.filename} holds the token {block.max()}, beyond a "
-                                     f"vocabulary of {rows}: make --data again without that token, "
-                                     f"or take a model that has it")
+                # Not through the map, which reads nothing ahead.
+                most = np.fromfile(tokens.filename, tokens.dtype, min(CHECKED_AT_ONCE, end - start),
+                                   offset=HEADER_BYTES + tokens.itemsize * start).max()
+                if most >= rows:
+                    raise ValueError(f"{tokens.filename} holds the token {most}, beyond a vocabu"
+                                     f"lary of {rows}: make --data again, or take a larger model")
 
     def average(self, values) -> float | None:
         """The weighted mean of one number for each source. None if a number is None."""

@@ -24,14 +24,12 @@ from corpus.tokenizers import get_tokenizer, is_named
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
             field: str | None = "text", near_duplicates="ignore", train_tokens: int | None = None,
             template: str | None = None, validation=frozenset()) -> dict:
-    """Tokenise the documents of these files into shards in `out`, which appear when all are
-    complete, and return what meta.json says. `tokenizer`: a name or a path, as in
-    corpus/tokenizers.py. `train_tokens`: one of so many tokens is trained on this text in its
-    place. Without a `field` the files hold conversations; `template`: plain, or the path of a
+    """Tokenise the documents of these files into shards in `out`, and return what meta.json says.
+    `tokenizer`: a name or a path. `train_tokens`: one of so many tokens is trained on this text in
+    its place. Without a `field` the files hold conversations. `template`: plain, or the path of a
     model's; None: the tokenizer's, or plain. `validation`: the files that validate; without them
-    the split is drawn. Raises ValueError if a file is not text, if there is too little or, before
-    it tokenises, if `out` holds shards of other text or other flags, which a run may be training
-    on."""
+    the split is drawn. Raises ValueError if a file is not text, if there is too little, or if `out`
+    holds shards of other text or flags."""
     encoding = None
     if train_tokens is None:
         encoding = get_tokenizer(tokenizer) if is_named(tokenizer) else find_tokenizer(tokenizer)
@@ -113,7 +111,7 @@ def publish(folder: Path, out: Path, meta: dict) -> None:
     """Move the complete files to `out`, meta.json last."""
     meta_path = out / "meta.json"
     with named(meta_path):
-        # If this is interrupted, open_source refuses the meta.json that has the source alone.
+        # If this is interrupted, the meta.json that has the source alone is refused.
         meta_path.write_text(json.dumps(dict(source=meta["source"])))
         for path in folder.iterdir():
             os.replace(path, out / path.name)

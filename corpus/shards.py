@@ -137,9 +137,9 @@ def refuse_old(tokenizer: str, where="") -> None:
     """Raise ValueError if a tokenizer has the name that older versions gave one of a file."""
     if str(tokenizer).startswith(("json-", "bpe-")):
         flag = "--train-tokenizer N" if tokenizer.startswith("bpe-") else "--tokenizer FOLDER"
-        raise ValueError(f"{where}the tokenizer {tokenizer} is of an older version and no longer "
-                         f"read: make its data again, python data.py --input FILE {flag} --out NEW, "
-                         f"or its model, python -m tools.huggingface import FOLDER NEW.pt")
+        raise ValueError(f"{where}the tokenizer {tokenizer} is of an older version and not read: "
+                         f"make its data again, python data.py --input FILE {flag} --out NEW, or "
+                         f"its model, python -m tools.huggingface import FOLDER NEW.pt")
 
 
 def sha256_of_samples(paths) -> str:

@@ -98,7 +98,7 @@ class JinjaTemplate:
 
     def find_end(self, marks: list[int]) -> int:
         """The token that ends an answer, found by a conversation of two. Raises ValueError."""
-        first = self.encode(TURNS[:2])
+        first = self.encoding.encode_with_special(self.write(TURNS[:2]))
         ends = [token for token in first[len(self.prompt_of(TURNS[:1])):] if token in marks]
         if not ends:
             raise ValueError("it writes no token behind an answer")
@@ -127,12 +127,9 @@ class JinjaTemplate:
         except Exception as error:          # a program may fail in any way; jinja2 may be missing
             raise ValueError(f"the model's own template refuses a conversation: {error}") from None
 
-    def encode(self, messages, is_prompt=False) -> list[int]:
-        return self.encoding.encode_with_special(self.write(messages, is_prompt))
-
     def prompt_of(self, messages) -> list[int]:
         """The tokens of a conversation up to where a model writes the next answer."""
-        return self.encode(messages, is_prompt=True)
+        return self.encoding.encode_with_special(self.write(messages, is_prompt=True))
 
     def check(self) -> None:
         """Raise ValueError if what is learnt cannot be told of any conversation."""

@@ -29,10 +29,8 @@ class BytesStream:
 
 
 class TextStream:
-    """Tokens to text, as they are drawn. The text of a token depends on those before it, as the
-    space before a word does. A character is written when its last byte is there, and never taken
-    back: of wrong bytes the package writes U+FFFD for the characters before, too, and this does
-    not."""
+    """Tokens whose text depends on those before them, as the space before a word does. A character
+    is never taken back: where bytes behind it are wrong, the package writes U+FFFD in its place."""
 
     def __init__(self, backend, before):
         self.backend = backend
@@ -54,11 +52,10 @@ class TextStream:
     def text_of_new(self) -> str:
         """What the new tokens add to the text of those before them."""
         first = max(0, len(self.before) - 8)            # so many decide how the next is written
-        while first > 0 and INNER_BYTE.fullmatch(self.backend.id_to_token(self.before[first]) or ""):
+        token_of = self.backend.id_to_token
+        while first > 0 and INNER_BYTE.fullmatch(token_of(self.before[first]) or ""):
             first -= 1
         before = self.before[first:]
-        head, text = self.decode(before), self.decode(before + self.new)
-        return text[len(head):] if text.startswith(head) else self.decode(self.new)
-
-    def decode(self, tokens: list[int]) -> str:
-        return self.backend.decode(tokens, skip_special_tokens=False)
+        head, text, alone = self.backend.decode_batch([before, before + self.new, self.new],
+                                                      skip_special_tokens=False)
+        return text[len(head):] if text.startswith(head) else alone

@@ -128,8 +128,3 @@ def decode(encoding, tokens) -> str:
     """The text of some tokens."""
     stream = encoding.stream()
     return "".join(map(stream.add, tokens)) + stream.end()
-
-
-def shown_token(encoding, token: int) -> str:
-    """Its number, and its text."""
-    return f"{token}, {decode(encoding, [token])!r}"

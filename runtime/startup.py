@@ -135,7 +135,7 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
         _, weights = state["data"][-1]          # of the last phase
         known = set(weights)
         train_data.mixture.resume(state["data"], state["consumed_samples"])
-    rows = min(train_data.meta["vocab_size"], model_config.vocab_size)      # an import may have fewer
+    rows = min(train_data.meta["vocab_size"], model_config.vocab_size)  # an import may have fewer
     if not known.issuperset(fingerprints):
         for data in [val_data] if config.eval_only else [train_data, val_data]:
             all_ranks(lambda: data.mixture.check(rows, job.rank, job.world))

@@ -419,7 +419,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch, refuse_data, name, pack
      'a.jsonl line 1 has no field "text", but "body", "id": give the name'),
     ("a.jsonl", '{"text": 5}\n', '"text" is int, not a string'), ("a.jsonl", "{", "is not JSON"),
     ("a.json", '[{"text": "a"}, ', "is no array of JSON"),
-    ("a.csv", "text\na\n", "pandas.read_csv(a.csv).to_json('NEW.jsonl', lines=True)"),
+    ("a.csv", "text\na\n", "pandas.read_csv('a.csv').to_json('NEW.jsonl', lines=True)"),
     ("a.txt", b"caf\xe9 " * 9, "is not UTF-8 text"), ("a.py", "text".encode("utf-16-le"), "NUL"),
     ("a.jsonl", b'{"text": "caf\xe9"}', "is not JSON: 'utf-8' codec can't decode"),
     ("a.parquet", b"PAR1 and so on", "copy or download it again"),

@@ -245,11 +245,11 @@ def test_a_stream_survives_tokens_that_are_no_text(folders, kind):
 @pytest.mark.parametrize("change, words", [
     (lambda folder: (folder / "tokenizer_config.json").write_text(json.dumps(
         dict(tokenizer_class="PreTrainedTokenizerFast"))), "it has no eos_token"),
-    (lambda folder: (folder / "tokenizer.json").write_text("{}"), "opens no tokenizer there"),
-    (lambda folder: (folder / "tokenizer.json").unlink(), "opens no tokenizer there"),
+    (lambda folder: (folder / "tokenizer.json").write_text("{}"), "opens no tokenizer"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), "opens no tokenizer"),
     (lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"),
-     "m: its tokenizer.model becomes a tokenizer.json by pip install sentencepiece protobuf && "
-     "A.from_pretrained('m').save_pretrained('m')")])
+     "pip install sentencepiece protobuf, and AutoTokenizer.from_pretrained('m').save_pretrained('m') "
+     "makes one of its tokenizer.model")])
 def test_what_is_no_tokenizer_is_refused_in_a_line(tmp_path, refuse_data, change, words):
     folder = write_folder(Path("m"), llama2(), eos_token="</s>")
     change(folder)
