@@ -45,7 +45,7 @@ IGNORE_INDEX = -1       # a target that does not count in the loss, as model.IGN
 
 def plain_prepare(texts, tokenizer, directory: Path, seed=0) -> None:
     """Write one shard for each split. The split of a text is a function of (seed, text). It needs
-    at least 20 texts of similar lengths. corpus/split_by_hash.py has rules for others."""
+    at least 20 texts of similar lengths. corpus/dedup_and_split.py has rules for others."""
     tokens = dict(train=[], val=[])
     salt = seed.to_bytes(16, "little")
     for text in dict.fromkeys(texts):               # of equal texts the first
@@ -117,7 +117,6 @@ class TokenDataset:
         self.n_windows = sum(source.n_windows for source in self.mixture.sources.values())
         self.n_tokens = sum(map(len, self.mixture.shards))
         self.has_conversations = "template" in self.meta
-        self.n_rows = self.meta["vocab_size"]   # of the model's vocabulary, which may have fewer
 
     def window_ids(self, seed: int, start: int, count: int) -> np.ndarray:
         """int64 (count,): the windows that are sequences start, start + 1, ... of a run with this
@@ -129,15 +128,12 @@ class TokenDataset:
 
     def read(self, window_ids) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens and positions, int64 (B, T+1), and whether a token counts in the loss, bool
-        (B, T+1). All are 0 for NO_WINDOW. Raises ValueError for a token beyond the vocabulary."""
+        (B, T+1). All are 0 for NO_WINDOW."""
         shape = len(window_ids), self.seq_len + 1
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         has_loss = np.zeros(shape, bool)
         for row, windows, number in self.mixture.find(window_ids):
             windows.fill(number, tokens[row], positions[row], has_loss[row])
-        if tokens.max(initial=0) >= self.n_rows:
-            raise ValueError(f"the data has token {tokens.max()}, beyond a vocabulary of "
-                             f"{self.n_rows}: make --data without that token")
         return tokens, positions, has_loss
 
     def tokens_of(self, window_ids) -> np.ndarray:

@@ -4,6 +4,7 @@
     prepare     two passes over the documents: text to shards
 
     inputs      which files are read           documents   the documents of a file
+    file_formats        bytes that may be compressed, rows of tables
     chat_records        conversations in records: messages, prompt and completion, ShareGPT, Alpaca
     split_by_filename   files named train, validation and test
 
@@ -12,6 +13,7 @@
     encode      pass 2: tokens
 
     tokenizers  text to tokens and back        huggingface_tokenizers      those of transformers
+    token_streams       tokens to text, as they are drawn
     templates   conversations as tokens, and what is learnt of them
 
     shards      the files of a data set        mixtures    several sources in one run

@@ -32,6 +32,10 @@ class Refused(ValueError):
     """What is wrong with a record: its text continues "FILE line N"."""
 
 
+class NotText(ValueError):
+    """Stands in place of a document that cannot be read, and says where and why."""
+
+
 class Message(NamedTuple):
     role: str
     content: str
@@ -118,10 +122,11 @@ def parse_message(message) -> Message:
 
 
 def check_fields(fields: dict) -> None:
-    """Raise Refused if a field is not empty that no template here writes."""
+    """Raise Refused if a field is not empty that would change what is written."""
     for name in REFUSED:
         if fields.get(name) not in NOTHING:
-            raise Refused(f' has "{name}", which no template here writes: leave such records out')
+            raise Refused(f' has "{name}": tool calls, images and the like are not supported: '
+                          f'leave such records out')
 
 
 def first_of(fields: dict, names):
@@ -148,9 +153,12 @@ def check_characters(text: str) -> None:
         raise Refused(": half a surrogate pair is no character") from None
 
 
-def texts_of(messages) -> Iterator[str]:
-    """A conversation as texts, to be hashed and compared."""
+def texts_of(messages) -> Iterator:
+    """A conversation as texts, to be hashed and compared. A NotText stays."""
     for message in messages:
+        if isinstance(message, NotText):
+            yield message
+            return
         text = message.content
         if message.reasoning is not None:
             text = f"<think>\n{message.reasoning}\n</think>\n\n{text}"

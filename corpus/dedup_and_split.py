@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from corpus.chat_records import Answer, SystemText, texts_of
-from corpus.documents import EOT, NotText, read_documents
-from corpus.near_duplicates import KeyTable, is_repeated, occurs_in
+from corpus.chat_records import Answer, NotText, SystemText, texts_of
+from corpus.documents import EOT, read_documents
+from corpus.near_duplicates import BANDS, MOST_BYTES, MinHash, is_repeated, occurs_in
 from corpus.notes_and_progress import note, progress
 
 MOST_NOT_TEXT = 1000        # one document in so many may be left out
@@ -37,8 +37,8 @@ def index_documents(files, seed: int, field: str | None = "text",
     """Pass 1: hash and measure every document, drop duplicates, choose the split. near_duplicates:
     "drop", "keep" (they are counted) or "ignore". `validation`: the files that validate, while all
     others train; without them the split is drawn. Raises ValueError."""
-    keys = None if near_duplicates == "ignore" else KeyTable()
-    table, counts_of_files, unreadable = measure_documents(files, seed, field, keys)
+    min_hash = None if near_duplicates == "ignore" else MinHash()
+    table, counts_of_files, unreadable = measure_documents(files, seed, field, min_hash)
     digest = hashlib.sha256(table)
     validates = np.repeat([path in validation for path in files], counts_of_files)
     if near_duplicates == "drop":
@@ -56,8 +56,8 @@ def index_documents(files, seed: int, field: str | None = "text",
                   duplicates=len(table) - skipped - len(kept))
     if unreadable:
         counts["unreadable"] = unreadable
-    if keys is not None:
-        keys = keys.keys()[order]
+    if min_hash is not None:
+        keys = np.frombuffer(min_hash.table, np.uint64).reshape(-1, BANDS)[order]
         repeated = is_repeated(keys[kept])
         counts["near_duplicates"] = int(repeated.sum())
         if near_duplicates == "drop":
@@ -105,9 +105,9 @@ def choose_split(digests, sizes, may_cut=True) -> np.ndarray:
     return np.where(validates, sizes - shares, sizes)
 
 
-def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None):
+def measure_documents(files, seed: int, field: str | None, min_hash: MinHash | None):
     """(digest and size in bytes of each document, how many documents each file has, how many cannot
-    be read). The size is 0 without text. `keys` receives the beginning of each. The digest of a
+    be read). The size is 0 without text. `min_hash` receives the beginning of each. The digest of a
     conversation begins with the one of its text before the last answer, by which the split is
     chosen."""
     count_bytes = progress("reading")
@@ -121,22 +121,28 @@ def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None
         counts_of_files[number] += 1
         digest = hashlib.blake2b(digest_size=16, salt=salt)
         before_answer = b""
-        if isinstance(document, NotText):
-            unreadable.append(document)
-            check_unreadable(unreadable, len(table) // 24 + 1)
-            document = ""
-        texts = [document] if isinstance(document, str) else list(texts_of(document))
-        for text in texts:
+        beginning = ""                      # of the text, which is compared with others
+        size, has_text = 0, False
+        for text in document if field is not None else texts_of(document):
+            if isinstance(text, NotText):
+                unreadable.append(text)
+                check_unreadable(unreadable, len(table) // 24 + 1)
+                has_text = False            # nor is what stands before it used
+                break
             if isinstance(text, Answer):
                 before_answer = digest.digest()[:8]
-            digest.update(text.encode())
-        whole = "".join(texts)
-        size = len(whole.encode()) if whole.strip() else 0
-        table += (before_answer + digest.digest())[:16] + size.to_bytes(8, "little")
-        if keys is not None:
-            keys.add("".join(text for text in texts if not isinstance(text, SystemText)))
-        marks += whole.count(EOT)
-        count_bytes(size)
+            raw = text.encode()
+            digest.update(raw)
+            size += len(raw)
+            has_text = has_text or not text.isspace()
+            marks += text.count(EOT)
+            if len(beginning) < MOST_BYTES and not isinstance(text, SystemText):
+                beginning += text
+            count_bytes(len(raw))
+        table += (before_answer + digest.digest())[:16]
+        table += (size if has_text else 0).to_bytes(8, "little")
+        if min_hash is not None:
+            min_hash.add(beginning)
     check_unreadable(unreadable, len(table) // 24, at_end=True)
     if marks > 0 and field is not None:
         note(f"{EOT} stands {marks:,} times within a line or a field, where it is ordinary text: "
@@ -151,6 +157,8 @@ def check_unreadable(unreadable: list[NotText], documents: int, at_end=False) ->
     count = len(unreadable)
     most = documents // MOST_NOT_TEXT if at_end else max(10, documents // 2)
     told = "; ".join(map(str, unreadable[:2]))
+    if count > most and count == documents:         # such as a field of another name
+        raise ValueError(str(unreadable[0]))
     if count > most:
         raise ValueError(f"{told} ({count:,} of {documents:,} documents; only one in "
                          f"{MOST_NOT_TEXT:,} is tolerated)")

@@ -2,57 +2,58 @@
 
     .txt      a document; several, if lines that are exactly <|endoftext|> stand between them. So
               is any other file of text
-    .jsonl    a document on each line, in the field "text" of an object; so does .json
-    .parquet  a document in each row, in the column "text"; so do .arrow, .csv, and a .json that
-              is an array. The package `datasets` reads these
+    .jsonl    a document on each line, in the field "text" of an object; so does .json, which may
+              also be an array of them
+    .parquet  a document in each row, in the column "text"; so does .arrow
 
 Lines and rows may also hold conversations (chat_records.py). Text is UTF-8. The name says how it is
 read. Text and lines may be compressed: .gz, .zst, .bz2, .xz.
 
-A NotText stands for a document that cannot be read, so that one in a thousand can be left out.
+A text is read by blocks, so its file may be larger than memory. A NotText stands for a document, or
+the rest of one, that cannot be read.
 """
 import io
 import json
+import re
+from itertools import groupby
 from pathlib import Path
 
 from base.errors import named
-from corpus.chat_records import Refused, check_characters, form_of, messages_of
+from corpus.chat_records import NotText, Refused, check_characters, form_of, messages_of
+from corpus.file_formats import BLOCK, LINES, TABLES, kind_of, open_bytes, read_table
 
 EOT = "<|endoftext|>"
-BLOCK = 1 << 18             # bytes read at once
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-LINES = (".jsonl", ".json", ".ndjson")
-TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}      # their readers
-READ_KINDS = ".txt, .jsonl, .json (also compressed), .parquet, .arrow, .csv"
+EOT_LINE = re.compile(r"(?m)^[^\S\n]*<\|endoftext\|>[^\S\n]*$")
+LONGEST_LINE = 1 << 20      # characters up to which a line is not cut
 
 
-class NotText(ValueError):
-    """Stands in place of a text that cannot be read, and says where and why."""
-
-
-def kind_of(path: Path) -> str:
-    """The suffix of a name in lower case, before .gz: how the file is read."""
-    name = Path(path.name.lower())
-    return Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix
+class Conversation(list):
+    """The messages of a record. `place`: its file and line."""
 
 
 def read_documents(path: Path, field: str | None = "text"):
-    """Yield every document of a file: its text, or without a field the messages of a conversation.
-    A NotText stands for one that cannot be read. Raises ValueError if the file is damaged."""
+    """Yield every document of a file as an iterable: of strings, which joined are its text, or
+    without a field of the messages of a conversation. A NotText among them says why the rest cannot
+    be read. Raises ValueError if the file is damaged."""
     with named(path):
         if kind_of(path) not in (*LINES, *TABLES):
             if field is None:
                 raise ValueError(f"{path}: conversations are lines of JSON or rows of Parquet: "
                                  f"prepare text by itself, in another --out")
-            yield from read_text(path)
+            for _, pieces in groupby(cut_at_eot(read_blocks(path)), key=lambda piece: piece[0]):
+                yield (text for _, text in pieces)
             return
         for place, record in read_records(path, field):
             try:
                 if isinstance(record, Refused):
                     raise record
-                document = messages_of(record) if field is None else text_of(record, field)
+                if field is not None:
+                    document = [text_of(record, field)]
+                else:
+                    document = Conversation(messages_of(record))
+                    document.place = f"{path} {place}"
             except Refused as error:
-                document = NotText(f"{path} {place}{error}")
+                document = [NotText(f"{path} {place}{error}")]
             yield document
 
 
@@ -71,67 +72,43 @@ def is_conversation(record: dict) -> bool:
 
 # ---- Text ------------------------------------------------------------------------------------
 
-def open_bytes(path: Path):
-    """The bytes of a file, decompressed. Reading raises ValueError if it is damaged or cut off."""
-    if path.suffix.lower() not in COMPRESSED:
-        return open(path, "rb")
-    if path.stat().st_size == 0:        # which gzip takes for an empty text
-        raise not_whole(path, "it is empty")
-    try:
-        import fsspec                   # which torch needs, too
-        file = fsspec.open(path, compression="infer").open()
-    except (ImportError, ValueError):
-        raise ValueError(f"{path}: a package that reads {path.suffix} is missing: pip install "
-                         f"fsspec backports.zstd") from None
-    return io.BufferedReader(Decompressed(path, file), BLOCK)
-
-
-class Decompressed(io.RawIOBase):
-    """An open file that decompresses another, whose errors name it."""
-
-    def __init__(self, path: Path, file):
-        self.path, self.file = path, file
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
+def read_blocks(path: Path):
+    """Yield the text of a file by blocks, which end with a line."""
+    with open_bytes(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="\n") as file:
         try:
-            data = self.file.read(len(buffer))
-        except Exception as error:      # each kind of compression has its own
-            raise not_whole(self.path, error) from None
-        buffer[:len(data)] = data
-        return len(data)
-
-
-def not_whole(path: Path, reason) -> ValueError:
-    reason = str(reason).partition("\n")[0]
-    return ValueError(f"{path} cannot be read to its end ({reason}): it is damaged, cut off or of "
-                      f"another kind than its name says: copy or download it again")
-
-
-def read_text(path: Path):
-    """Yield the documents of a text. Lines of <|endoftext|> cut it, and the white space around
-    these lines is dropped. Without such a line the text is unchanged."""
-    with io.TextIOWrapper(open_bytes(path), "utf-8-sig", newline="") as file:
-        try:
-            lines = []
-            is_cut = False
-            for line in file:
-                if EOT not in line or line.strip() != EOT:
-                    lines.append(line)
-                    continue
-                text = "".join(lines).rstrip()
-                if text:
-                    yield text.lstrip() if is_cut else text
-                lines = []
-                is_cut = True
-            text = "".join(lines)
-            if not is_cut or text.strip():
-                yield text.strip() if is_cut else text
+            while block := file.read(BLOCK):
+                if "\0" in block:
+                    yield NotText(f"{path} is no text: it has NUL bytes: if it is UTF-16, convert "
+                                  f"it, as by iconv -f UTF-16 -t UTF-8, or leave it out")
+                    return
+                yield block + file.readline(LONGEST_LINE)
         except UnicodeDecodeError as error:
             yield NotText(f"{path} is not UTF-8 text ({error.reason}): if it is text, convert it, "
                           f"as by iconv -f WINDOWS-1252 -t UTF-8, or leave it out")
+
+
+def cut_at_eot(blocks):
+    """Yield (number of the document, text) of a file in blocks. Lines of <|endoftext|> cut it, and
+    the white space around these lines is dropped. Without such a line the text is unchanged."""
+    number = 0
+    held = ""               # white space, which more text may follow
+    begun = True            # whether the document has text; the white space before the first stays
+    for block in blocks:
+        if isinstance(block, NotText):
+            yield number, block
+            return
+        parts = EOT_LINE.split(block) if EOT in block else [block]
+        for i, part in enumerate(parts):
+            if i > 0:
+                number, held, begun = number + 1, "", False
+            text = held + part if begun else part.lstrip()
+            end = len(text.rstrip())
+            if end > 0:
+                yield number, text[:end]
+                begun = True
+            held = text[end:]
+    if number == 0:
+        yield number, held
 
 
 # ---- Records ---------------------------------------------------------------------------------
@@ -140,11 +117,11 @@ def read_records(path: Path, field: str | None):
     """Yield (place, record) of each record of a file. A Refused stands in place of one that cannot
     be read. Raises ValueError if the file is damaged."""
     if kind_of(path) in TABLES:
-        yield from read_rows(path, field)
+        yield from ((f"row {number}", row) for number, row in enumerate(read_table(path, field), 1))
         return
     with open_bytes(path) as file:
         if file.peek(4)[:4].lstrip(b"\xef\xbb\xbf \r\n").startswith(b"["):
-            yield from read_rows(path, field)
+            yield from read_array(path, file)
             return
         for number, line in enumerate(file, 1):
             if not line.strip(b"\xef\xbb\xbf \t\r\n"):      # or a byte-order mark alone
@@ -156,24 +133,14 @@ def read_records(path: Path, field: str | None):
             yield f"line {number}", record
 
 
-def read_rows(path: Path, field: str | None):
-    """As `read_records`, of the rows of a table."""
+def read_array(path: Path, file):
+    """As `read_records`, of an open file that is one array. It is held in memory."""
     try:
-        import datasets
-    except ImportError:
-        raise ValueError(f"{path}: the package datasets reads it: pip install datasets") from None
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)       # its errors are ours to tell
-    try:
-        rows = datasets.load_dataset(TABLES.get(kind_of(path), "json"), data_files=[str(path)],
-                                     split="train", streaming=True)
-        if field in (rows.features or {}):
-            rows = rows.select_columns([field])
-        yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
-    except (OSError, ValueError) as error:      # pyarrow's errors are such
-        if getattr(error, "errno", None) is not None:           # of the system
-            raise
-        raise not_whole(path, error) from None
+        records = json.loads(file.read())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no array of JSON: {error}: correct the file, or copy it again "
+                         f"if it is cut off") from None
+    yield from ((f"record {number}", record) for number, record in enumerate(records, 1))
 
 
 def text_of(record, field: str) -> str:

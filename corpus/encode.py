@@ -1,6 +1,6 @@
 """Pass 2: the documents that an index keeps -> tokens of both splits, in their order.
 
-- A text is encoded in pieces, and few of them wait for a thread.
+- Memory is bounded: a text is encoded in pieces, and few of them wait for a thread.
 - The token <|endoftext|> stands before each document, and behind it what the tokenizer puts before
   a text, such as <|begin_of_text|>; the same characters in a text are text.
 - Conversations (templates.py) are documents whose tokens a template decides.
@@ -12,36 +12,42 @@ from typing import NamedTuple
 
 import numpy as np
 
-from corpus.chat_records import texts_of
+from corpus.chat_records import NotText, texts_of
 from corpus.dedup_and_split import Index, check_unreadable
-from corpus.documents import NotText, read_documents
+from corpus.documents import read_documents
 from corpus.huggingface_tokenizers import train_tokenizer
 from corpus.shards import BEGINS, LEARNT, SPLITS
-from corpus.tokenizers import CUT, MOST_TOKENS, document_start
+from corpus.tokenizers import MOST_TOKENS, document_start, end_of_word
 
 TOKENIZER_BYTES = 10**8     # of text, which a tokenizer of one's own is trained on
 BLOCK = 1 << 18             # characters encoded at once
 
 
-def split_document(text: str, cut: int, place=CUT):
+def split_document(texts, cut: int, find_cut):
     """Yield (split, text): a document up to the last whole character before byte `cut` trains, the
-    rest validates. "" begins each, then come pieces of at most BLOCK characters, cut at the last
-    `place`. A text without such a place, which is not prose, is cut anywhere and may take a few
-    tokens more. Without a `place` each part of the document is one piece."""
-    head = text
-    if cut < len(text) or not text.isascii():
-        head = text.encode()[:cut].decode(errors="ignore")
-    for split, part in (("train", head), ("val", text[len(head):])):
-        if not part:
-            continue
-        yield split, ""
-        start = 0
-        while place is not None and len(part) - start > BLOCK:
-            match = place.match(part, start, start + BLOCK)
-            end = match.end() if match else start + BLOCK
-            yield split, part[start:end]
-            start = end
-        yield split, part[start:]
+    rest validates. "" begins each, then come pieces of at most BLOCK characters. find_cut(text,
+    start, end) says where a piece that begins at `start` ends; None: not before `end`."""
+    rest = {}                   # {split: its text that is not yielded yet}
+    for text in texts:
+        if isinstance(text, NotText):       # pass 1 could read it
+            raise text
+        raw = text.encode()
+        head = raw[:max(cut, 0)].decode(errors="ignore")
+        cut -= len(raw)
+        for split, part in (("train", head), ("val", text[len(head):])):
+            if not part:
+                continue
+            if split not in rest:
+                yield split, ""
+            part = rest.get(split, "") + part
+            start, end = 0, 0
+            while len(part) - start > BLOCK and end is not None:
+                end = find_cut(part, start, start + BLOCK)
+                if end is not None:
+                    yield split, part[start:end]
+                    start = end
+            rest[split] = part[start:]
+    yield from rest.items()
 
 
 class Encoded(NamedTuple):
@@ -56,7 +62,7 @@ def tokenise(index: Index, encoding, template=None):
     """Pass 2: yield an Encoded of some documents, or conversations, at a time, in order. Raises
     ValueError at the end if the files have changed since pass 1. `template`: of conversations."""
     if template is None:
-        parts = encode_pieces(pieces_of(index, encoding.cut), encoding)
+        parts = encode_pieces(pieces_of(index, encoding.find_cut), encoding)
     else:
         parts = encode_conversations(index, encoding, template)
     done = 0
@@ -67,22 +73,19 @@ def tokenise(index: Index, encoding, template=None):
         raise ValueError("the input changed while it was read: run data.py again")
 
 
-def pieces_of(index: Index, place=CUT):
+def pieces_of(index: Index, find_cut):
     """Yield (split, text) of the documents that are kept, as `split_document` does."""
     for document, cut in documents_of(index):
-        yield from split_document(document, cut, place)
+        yield from split_document(document, cut, find_cut)
 
 
 def documents_of(index: Index):
-    """Yield (document, the bytes of it that train) of those that are kept. Raises ValueError."""
+    """Yield (document, the bytes of it that train) of those that are kept."""
     documents = (document for path in index.files
                  for document in read_documents(path, index.field))
     for document, cut in zip(documents, index.cuts.tolist()):
-        if cut < 0:
-            continue
-        if isinstance(document, NotText):       # pass 1 could read it
-            raise document
-        yield document, cut
+        if cut >= 0:
+            yield document, cut
 
 
 def train_on(index: Index, n_tokens: int):
@@ -90,7 +93,7 @@ def train_on(index: Index, n_tokens: int):
     needed."""
     is_read = np.zeros(len(index.cuts), bool)
     is_read[np.flatnonzero(index.cuts > 0)[::1 + index.size // TOKENIZER_BYTES]] = True
-    pieces = pieces_of(index._replace(cuts=np.where(is_read, index.cuts, -1)))
+    pieces = pieces_of(index._replace(cuts=np.where(is_read, index.cuts, -1)), end_of_word)
     return train_tokenizer((text for split, text in pieces if split == "train"), n_tokens)
 
 
@@ -112,12 +115,13 @@ def encode_conversations(index: Index, encoding, template):
     def work(split, conversations):
         tokens, flags, size = [], [np.zeros(0, "u1")], 0
         for messages in conversations:
+            if isinstance(messages[0], NotText):        # pass 1 could read it
+                raise messages[0]
             size += sum(len(text.encode()) for text in texts_of(messages))
             try:
                 new, learnt = template.render(messages)
             except ValueError as error:
-                begins = " ".join(message.content for message in messages)[:60]
-                refused.append(NotText(f"the conversation that begins {begins!r}: {error}"))
+                refused.append(NotText(f"{messages.place}: {error}"))
                 check_unreadable(refused, index.counts["documents"])
                 continue
             tokens += new

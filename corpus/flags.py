@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from base.commandline import Parser, add_flags, flag, flag_name, parse_given
-from corpus.documents import READ_KINDS
+from corpus.file_formats import READ_KINDS
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS
 from corpus.tokenizers import MOST_TOKENS
 

@@ -1,31 +1,35 @@
 """A tokenizer of Hugging Face, which the package `transformers` opens: AutoTokenizer knows every
 kind of folder. tokenizers.py has the interface.
 
-    file        {"tokenizer.json": its content, ...}, as JSON: those of FILES that save_pretrained
-                writes. It is hf-HASH.json beside the shards
-    HASH        of what decides the tokens, and not of how or where a file is written
+    hf-HASH.json    its files beside the shards: {"tokenizer.json": the content, ...}. HASH is of
+                    what decides the tokens, and not of how or where a file is written
 
-- A document is encoded whole, because its parts would not give the same tokens everywhere.
+- A long text is cut where its parts give the tokens of the whole. Llama 2's has no such place.
 - In a text the characters of a special token are ordinary. Other added tokens are found.
 - The eos_token separates documents. What stands before a text, as <|begin_of_text|>, is `prefix`.
 
 --train-tokenizer makes such a tokenizer by byte-pair encoding on bytes with GPT-2's pattern of
 words (Sennrich et al. 2016, Radford et al. 2019). The package `tokenizers` trains it.
 """
-import copy
 import hashlib
 import json
 import re
 import tempfile
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from corpus.documents import EOT
+from corpus.shards import refuse_old
+from corpus.token_streams import TextStream
 
 OWN = "hf-"                 # how the name of such a tokenizer begins
-FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+ENDS = "generation_config.json"
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", ENDS)
+AT_SPACE = re.compile(r"(?s:.*)\S(?= )")     # the last place before a space that follows a word
+SIDE = 200                  # characters on both sides of a place that tell whether it cuts well
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -41,22 +45,21 @@ def import_transformers():
 
 class HuggingFaceTokenizer:
     """A tokenizer of transformers behind the interface of tokenizers.py. Raises ValueError."""
-    cut = None
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, ends=()):
         self.tokenizer = tokenizer
         self.backend = getattr(tokenizer, "backend_tokenizer", None)    # special tokens are found
         if self.backend is None:
             raise ValueError("the package tokenizers cannot run it")
-        if tokenizer.eos_token is None and EOT in tokenizer.get_vocab():
-            tokenizer.eos_token = EOT
+        if EOT in tokenizer.get_vocab():
+            tokenizer.eos_token = tokenizer.eos_token or EOT
         if tokenizer.eos_token is None:
             raise ValueError("it has no eos_token, which ends a document: name one in its "
                              "tokenizer_config.json")
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.of_text = copy.deepcopy(self.backend)
-        self.of_text.encode_special_tokens = True       # they are ordinary characters
+        self.of_text = without_special(self.backend)
+        self.ends = sorted(ends)
         self.n_vocab = max(tokenizer.get_vocab().values()) + 1      # some vocabularies have holes
         self.end_of_text = tokenizer.eos_token
         self.eot_token = tokenizer.eos_token_id
@@ -64,22 +67,21 @@ class HuggingFaceTokenizer:
         whole = self.backend.encode("a").ids
         self.prefix = whole[:whole.index(bare[0])]
         decides = [json.loads(self.backend.to_str()), self.prefix, self.eot_token]
+        self.special = {number for number, token in self.backend.get_added_tokens_decoder().items()
+                        if token.special and number != tokenizer.unk_token_id}
         self.name = OWN + hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
 
     @cached_property
     def file(self) -> str:
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save_pretrained(folder)
+            Path(folder, ENDS).write_text(json.dumps(dict(eos_token_id=self.ends)), "utf-8")
             return json.dumps({name: Path(folder, name).read_text("utf-8") for name in FILES
                                if Path(folder, name).exists()})
 
     def encode_ordinary(self, text: str) -> list[int]:
         # encode_batch_fast finds no offsets: it takes two thirds of the time, half the memory.
-        tokens = self.of_text.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        if self.eot_token in tokens:
-            raise ValueError(f"a text gives the token {self.end_of_text}, which ends a document: "
-                             f"leave it out, or take another tokenizer")
-        return tokens
+        return self.of_text.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         return np.array(self.encode_ordinary(text), "<u4")
@@ -88,47 +90,54 @@ class HuggingFaceTokenizer:
         """The tokens of a text that a template has written."""
         return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def stream(self, before=()) -> "TextStream":
-        return TextStream(self.backend, before)
+    def find_cut(self, text: str, start: int, end: int) -> int | None:
+        for _ in range(8):
+            match = AT_SPACE.match(text, start, end - SIDE)
+            if match is None:
+                return None
+            end = match.end()
+            sides = text[max(start, end - SIDE):end], text[end:end + SIDE]
+            if sum(map(self.encode_ordinary, sides), []) == self.encode_ordinary("".join(sides)):
+                return end
+        return None
+
+    def stream(self, before=()) -> TextStream:
+        """A text begins behind a special token: without the space of its first word."""
+        special = [number for number, token in enumerate(before, 1) if token in self.special]
+        return TextStream(self.backend, before[max(special, default=0):])
 
 
-class TextStream:
-    """Tokens to text by the package's DecodeStream."""
-
-    def __init__(self, backend, before):
-        from tokenizers.decoders import DecodeStream
-        self.backend, self.new_stream = backend, DecodeStream
-        self.stream = DecodeStream(ids=list(before))
-
-    def add(self, token: int) -> str:
-        try:
-            return self.stream.step(self.backend, token) or ""
-        except Exception:           # "Invalid prefix": bytes that are no character come before
-            self.stream = self.new_stream()
-            return self.stream.step(self.backend, token) or ""
-
-    def end(self) -> str:
-        return ""
+def without_special(backend):
+    """The same tokenizer, to which the characters of special tokens are ordinary. A Unigram model
+    has these tokens among its words, so there they get names that no text has."""
+    written = json.loads(backend.to_str())
+    if written["model"]["type"] == "Unigram":
+        names = {token["content"]: f"\U0010ffff{token['content']}"
+                 for token in written["added_tokens"] if token["special"]}
+        for token in written["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        for word in written["model"]["vocab"]:
+            word[0] = names.get(word[0], word[0])
+        written["post_processor"] = None
+    copied = type(backend).from_str(json.dumps(written))
+    copied.encode_special_tokens = True
+    return copied
 
 
 # ---- Opening ---------------------------------------------------------------------------------
 
 @lru_cache(maxsize=2)       # a large one takes seconds
 def open_file(file: str) -> HuggingFaceTokenizer:
-    """The tokenizer of a file with this content. Raises ValueError if it is none."""
-    try:
-        contents = json.loads(file)
-        with tempfile.TemporaryDirectory() as folder:
-            for name in contents.keys() & set(FILES):
-                Path(folder, name).write_text(contents[name], "utf-8")
-            return load(folder)
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"it keeps no tokenizer of Hugging Face: {error!r}") from None
+    """The tokenizer of a hf-HASH.json with this content. Raises ValueError."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in json.loads(file).items():
+            if name in FILES:
+                Path(folder, name).write_text(content, "utf-8")
+        return load(folder)
 
 
 def opener_of(source) -> str:
-    """The class of transformers that opens it. AutoTokenizer takes one of its own for some
-    architectures: not where config.json says that this project has written the folder."""
+    """The class that opens it: AutoTokenizer may take another than this project has written."""
     config = Path(source, "config.json")
     name = json.loads(config.read_text("utf-8")).get("tokenizer") if config.is_file() else None
     return "PreTrainedTokenizerFast" if str(name).startswith(OWN) else "AutoTokenizer"
@@ -145,12 +154,25 @@ def load(source, opener=None) -> HuggingFaceTokenizer:
             tokenizer = getattr(transformers, opener or opener_of(source)).from_pretrained(source)
     except Exception as error:              # it raises nothing narrower
         text = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{source}: transformers opens no tokenizer there ({text}): give a folder "
-                         f"with a tokenizer.json, or a name on the hub") from None
+        advice = "give a folder with a tokenizer.json, or a name on the hub"
+        if Path(source, "tokenizer.model").is_file() and not path.is_file():
+            advice = (f"pip install sentencepiece protobuf, and AutoTokenizer.from_pretrained("
+                      f"'{source}').save_pretrained('{source}') makes one of its tokenizer.model")
+        raise ValueError(f"{source}: transformers opens no tokenizer ({text}): {advice}") from None
     try:
-        return HuggingFaceTokenizer(tokenizer)
+        return HuggingFaceTokenizer(tokenizer, read_ends(source))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
+
+
+def read_ends(source) -> list[int]:
+    """The tokens that end what a model writes, by its files."""
+    from transformers.utils import cached_file
+    for name in (ENDS, "config.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):    # no such file, or it names none
+            ends = json.loads(Path(cached_file(source, name)).read_text("utf-8"))["eos_token_id"]
+            return [ends] if isinstance(ends, int) else list(ends)
+    return []
 
 
 def find_tokenizer(given) -> HuggingFaceTokenizer:
@@ -160,6 +182,8 @@ def find_tokenizer(given) -> HuggingFaceTokenizer:
     kept = [path] if path.is_file() and path.name.startswith(OWN) else sorted(path.glob(f"{OWN}*"))
     if kept:
         return open_file(kept[0].read_text("utf-8"))
+    for old in (*path.glob("json-*.json"), *path.glob("bpe-*.tiktoken")):
+        refuse_old(old.stem, f"{path}: ")
     if not path.exists() and not HUB_NAME.fullmatch(str(given)):
         raise ValueError(f"there is no tokenizer {given}: give gpt2, bytes, cl100k_base, "
                          f"o200k_base, a folder with a tokenizer.json, or a name on the hub")
@@ -168,9 +192,8 @@ def find_tokenizer(given) -> HuggingFaceTokenizer:
 
 def find_in_model(folder: Path) -> HuggingFaceTokenizer | None:
     """The tokenizer in the folder of a model, or None without its files. Raises ValueError."""
-    if any((folder / file).exists() for file in (FILES[0], "vocab.json", "tokenizer.model")):
-        return load(folder)
-    return None
+    names = (FILES[0], "vocab.json", "tokenizer.model")
+    return load(folder) if any((folder / name).exists() for name in names) else None
 
 
 def byte_level_tokenizer(model):

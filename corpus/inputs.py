@@ -1,5 +1,6 @@
-"""Which files data.py reads: those that --input names, those of folders whose kind it knows, or the
-standard library's own source."""
+"""Which files data.py reads: those that --input names, those of folders, or the standard library's
+own source. Of a folder the known kinds are read, or else its files of text, such as .md and .py."""
+import codecs
 import os
 import sysconfig
 from collections import Counter
@@ -7,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from corpus.chat_records import form_of
-from corpus.documents import (LINES, READ_KINDS, TABLES, first_record, is_conversation,
-                              kind_of)
-from corpus.notes_and_progress import note
+from corpus.documents import first_record, is_conversation
+from corpus.file_formats import BLOCK, LINES, READ_KINDS, TABLES, kind_of, open_bytes
+from corpus.notes_and_progress import counted, note
 
 
 def find_files(paths, field="text") -> list[Path]:
@@ -22,6 +23,11 @@ def find_files(paths, field="text") -> list[Path]:
         if not path.is_file() and not path.is_dir():        # reading it could wait for ever
             raise ValueError(f"{path} is no file: the text is read twice, so write it to a file "
                              f"and give that")
+        if kind_of(path) == ".csv":
+            name = repr(str(path))
+            raise ValueError(f"{path} is a table: python -c \"import pandas; pandas.read_csv("
+                             f"{name}).to_json('NEW.jsonl', orient='records', lines=True)\" makes "
+                             f"a .jsonl of it, whose column text is read")
         for one in walk(path, field) if path.is_dir() else [path]:
             files.setdefault(os.path.realpath(one), one)
     return list(files.values())
@@ -30,27 +36,34 @@ def find_files(paths, field="text") -> list[Path]:
 def walk(top: Path, field: str) -> list[Path]:
     """The files in a folder that are read, in the order of their names. Raises ValueError if there
     is none."""
-    found = []
-    skipped = Counter()
-    for path in sorted(top.rglob("*")):
-        if path.is_dir() or any(part.startswith(".") for part in path.relative_to(top).parts):
-            continue
-        if is_read(path, field):
-            found.append(path)
-        else:
-            skipped[kind_of(path) or path.name] += 1
-    told = ", ".join(f"{count:,} {kind}" for kind, count in skipped.most_common(8))
-    advice = "other files of text are read where --input names each"
+    paths = [path for path in sorted(top.rglob("*")) if not path.is_dir()
+             and not any(part.startswith(".") for part in path.relative_to(top).parts)]
+    found = [path for path in paths if is_read(path, field)]
+    as_text = ""
     if not found:
-        raise ValueError(f"{top} holds {told or 'nothing'}, and only {READ_KINDS} are read: "
-                         f"{advice}")
-    if told:
-        note(f"{top}: {len(found):,} files are read; skipped: {told}: {advice}")
+        found = [path for path in paths if is_text(path)]
+        as_text = f" as text ({tell_kinds(found)})"
+    read = set(found)
+    skipped = tell_kinds(path for path in paths if path not in read)
+    if not found:
+        raise ValueError(f"{top} holds {skipped or 'nothing'}: only {READ_KINDS} are read, and "
+                         f"files of text where there are none of these")
+    told = f"{top}: {counted(len(found), 'file')} read{as_text}"
+    if skipped:
+        told += f"; skipped: {skipped}: name a file of text in --input, and it is read, too"
+    if skipped or as_text:
+        note(told)
     return found
 
 
+def tell_kinds(paths) -> str:
+    """How many files there are of each kind, such as "12 .md, 3 .py"."""
+    counts = Counter(kind_of(path) or path.name for path in paths)
+    return ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common(8))
+
+
 def is_read(path: Path, field: str) -> bool:
-    """Whether a file of a folder is read."""
+    """Whether a file of a folder is of a kind that is read."""
     if not path.is_file() or path.name.startswith("cache-"):    # a link to nowhere; of `datasets`
         return False
     if kind_of(path) == ".json":        # otherwise it holds the settings of some program
@@ -59,6 +72,16 @@ def is_read(path: Path, field: str) -> bool:
             return isinstance(record.get(field), str) or is_conversation(record)
         return False
     return kind_of(path) in (".txt", *LINES, *TABLES)
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file of a folder begins as text, and is none of records or settings."""
+    if not path.is_file() or kind_of(path) in (".json", ".csv"):
+        return False
+    with suppress(OSError, ValueError), open_bytes(path) as file:
+        start = codecs.getincrementaldecoder("utf-8")().decode(file.read(BLOCK))
+        return "\0" not in start
+    return False
 
 
 def hold_conversations(files: list[Path]) -> bool:

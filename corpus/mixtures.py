@@ -21,12 +21,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from corpus.shards import (allow_open_files, find_shards, open_flags, open_shard, read_meta)
+from corpus.shards import (HEADER_BYTES, allow_open_files, find_shards, open_flags, open_shard,
+                           read_meta)
 from corpus.windows import ConversationWindows, TextWindows
 
 NO_WINDOW = -1                  # in place of a window's number: a row without tokens
 FOREVER = np.iinfo(np.int64).max
-OPTIONAL = ("tokenizer_file", "template", "template_file")      # entries of read_meta
+OPTIONAL = ("tokenizer_file", "template", "template_file", "ends")      # entries of read_meta
+CHECKED_AT_ONCE = 1 << 22       # tokens
 
 
 class Source(NamedTuple):
@@ -127,6 +129,19 @@ class Mixture:
     @property
     def shards(self) -> list[np.ndarray]:
         return [tokens for source in self.sources.values() for tokens in source.windows.shards]
+
+    def check(self, rows: int, part: int, parts: int) -> None:
+        """Raise ValueError if a shard holds a token that has none of these rows. Rank number `part`
+        of `parts` reads its share of each shard, so all ranks together read the data once."""
+        for tokens in self.shards:
+            begin, end = (len(tokens) * i // parts for i in (part, part + 1))
+            for start in range(begin, end, CHECKED_AT_ONCE):
+                # Not through the map, which reads nothing ahead.
+                most = np.fromfile(tokens.filename, tokens.dtype, min(CHECKED_AT_ONCE, end - start),
+                                   offset=HEADER_BYTES + tokens.itemsize * start).max()
+                if most >= rows:
+                    raise ValueError(f"{tokens.filename} holds the token {most}, beyond a vocabu"
+                                     f"lary of {rows}: make --data again, or take a larger model")
 
     def average(self, values) -> float | None:
         """The weighted mean of one number for each source. None if a number is None."""

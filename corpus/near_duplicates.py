@@ -49,9 +49,10 @@ def ends_of_words(raw: np.ndarray) -> np.ndarray:
 
 
 class MinHash:
-    """The keys of texts."""
+    """The keys of texts. `table` has those of the texts that were added, 112 bytes each."""
 
     def __init__(self):
+        self.table = bytearray()
         self.powers = powers_of(BASE)
         self.inverse_powers = powers_of(pow(BASE, -1, 2**64))
         drawn = np.random.default_rng(0).integers(2**64, size=(2, BANDS * ROWS), dtype=np.uint64)
@@ -81,20 +82,8 @@ class MinHash:
         rows = mix(least.reshape(BANDS, ROWS) + np.arange(ROWS, dtype=np.uint64))
         return mix(np.bitwise_xor.reduce(rows, axis=1))
 
-
-class KeyTable:
-    """The keys of documents, 112 bytes each."""
-
-    def __init__(self):
-        self.min_hash = MinHash()
-        self.table = bytearray()
-
     def add(self, text: str) -> None:
-        self.table += self.min_hash.keys(text).tobytes()
-
-    def keys(self) -> np.ndarray:
-        """uint64 (documents, BANDS)."""
-        return np.frombuffer(self.table, np.uint64).reshape(-1, BANDS)
+        self.table += self.keys(text).tobytes()
 
 
 def is_repeated(table: np.ndarray) -> np.ndarray:

@@ -8,73 +8,63 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 from base.errors import named
 from corpus.dedup_and_split import Index, index_documents
+from corpus.documents import EOT
 from corpus.downloads import sha256_of
 from corpus.encode import tokenise, train_on
 from corpus.huggingface_tokenizers import find_tokenizer
-from corpus.notes_and_progress import progress
+from corpus.notes_and_progress import note, progress
 from corpus.shards import FLAGS_SUFFIX, LEARNT, SPLITS, append_tokens
 from corpus.templates import choose_template, is_own
 from corpus.tokenizers import get_tokenizer, is_named
 
 
-class Encoder(NamedTuple):
-    """How the documents become tokens."""
-    encoding: object            # tokenizers.choose_tokenizer
-    template: object = None     # of conversations (templates.choose_template)
-
-
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
             field: str | None = "text", near_duplicates="ignore", train_tokens: int | None = None,
             template: str | None = None, validation=frozenset()) -> dict:
-    """Tokenise the documents of these files into shards in `out`, which appear when all are
-    complete, and return what meta.json says. `tokenizer`: a name or a path, as in
-    corpus/tokenizers.py. `train_tokens`: one of so many tokens is trained on this text in its
-    place. Without a `field` the files hold conversations; `template`: plain, or the path of a
+    """Tokenise the documents of these files into shards in `out`, and return what meta.json says.
+    `tokenizer`: a name or a path. `train_tokens`: one of so many tokens is trained on this text in
+    its place. Without a `field` the files hold conversations. `template`: plain, or the path of a
     model's; None: the tokenizer's, or plain. `validation`: the files that validate; without them
-    the split is drawn. Raises ValueError if a file is not text, if there is too little or, before
-    it tokenises, if `out` holds shards of other text or other flags, which a run may be training
-    on."""
-    is_text = field is not None
-    encoder = None
+    the split is drawn. Raises ValueError if a file is not text, if there is too little, or if `out`
+    holds shards of other text or flags."""
+    encoding = None
     if train_tokens is None:
         encoding = get_tokenizer(tokenizer) if is_named(tokenizer) else find_tokenizer(tokenizer)
-        encoder = make_encoder(encoding, is_text, template)
+        if encoding.end_of_text != EOT:
+            note(f"{encoding.end_of_text}, the eos_token of the tokenizer, separates the documents")
+        writer = None if field is not None else choose_template(template, encoding)
     out.mkdir(parents=True, exist_ok=True)
-    index = index_documents(files, seed, field, near_duplicates, validation)
-    name = f"bpe of {train_tokens}" if encoder is None else encoder.encoding.name
-    source = f"{index.digest}, {name}, {shard_tokens}"
-    if not is_text:
-        source += f", {template or 'plain' if encoder is None else encoder.template.name}"
-    check_held(out, source)
-    if encoder is None:
-        encoder = make_encoder(train_on(index, train_tokens), is_text, template)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=out) as name:
         folder = Path(name)
-        meta = dict(tokenizer=encoder.encoding.name, vocab_size=encoder.encoding.n_vocab, seed=seed,
-                    source=source, **index.counts)
-        meta |= write_shards(folder, index, encoder, shard_tokens)
-        meta |= write_files_of(folder, encoder)
+        index = index_documents(files, seed, field, near_duplicates, validation)
+        made_with = f"bpe of {train_tokens}" if encoding is None else encoding.name
+        source = f"{index.digest}, {made_with}, {shard_tokens}"
+        if field is None:
+            source += f", {template or 'plain' if encoding is None else writer.name}"
+        check_held(out, source)
+        if encoding is None:
+            encoding = train_on(index, train_tokens)
+            writer = None if field is not None else choose_template(template, encoding)
+        meta = dict(tokenizer=encoding.name, vocab_size=encoding.n_vocab, seed=seed, source=source,
+                    **index.counts)
+        meta |= write_shards(folder, index, encoding, writer, shard_tokens)
+        meta |= write_files_of(folder, encoding, writer)
         if validation:
             meta["files"] = dict(train=len(files) - len(validation), val=len(validation))
         publish(folder, out, meta)
     return meta
 
 
-def make_encoder(encoding, is_text: bool, template: str | None) -> Encoder:
-    return Encoder(encoding, None if is_text else choose_template(template, encoding))
-
-
-def write_shards(folder: Path, index: Index, encoder: Encoder, shard_tokens: int) -> dict:
+def write_shards(folder: Path, index: Index, encoding, template, shard_tokens: int) -> dict:
     """Encode the documents. Returns what meta.json says of the shards."""
     tokens = dict.fromkeys(SPLITS, 0)
     text_bytes = dict.fromkeys(SPLITS, 0)
     learnt = dict.fromkeys(SPLITS, 0)           # tokens of answers
     count_bytes = progress("tokenising", index.size)
-    for split, encoded, size, flags in tokenise(index, encoder.encoding, encoder.template):
+    for split, encoded, size, flags in tokenise(index, encoding, template):
         append_tokens(folder, split, encoded, tokens[split], shard_tokens, flags)
         tokens[split] += len(encoded)
         text_bytes[split] += size
@@ -85,21 +75,26 @@ def write_shards(folder: Path, index: Index, encoder: Encoder, shard_tokens: int
     meta = dict(tokens=tokens, text_bytes=text_bytes,
                 bytes_per_token=text_bytes["val"] / tokens["val"],
                 fingerprint=sha256_of(*sorted(folder.iterdir())))
-    if encoder.template is not None:
-        meta |= dict(template=encoder.template.name, learnt=learnt, bytes_per_token=None)
+    if template is not None:
+        meta |= dict(template=template.name, learnt=learnt, bytes_per_token=None)
     return meta
 
 
-def write_files_of(folder: Path, encoder: Encoder) -> dict:
-    """Write the files of the tokenizer and of the template. Returns what meta.json says of them."""
+def write_files_of(folder: Path, encoding, template) -> dict:
+    """Write the files of the tokenizer and of the template. Returns what meta.json says of both."""
+    meta = {}
     contents = {}
-    if encoder.encoding.file is not None:
-        contents["tokenizer_file"] = (f"{encoder.encoding.name}.json", encoder.encoding.file)
-    if encoder.template is not None and is_own(encoder.template.name):
-        contents["template_file"] = (f"{encoder.template.name}.jinja", encoder.template.program)
-    for name, content in contents.values():
+    if encoding.file is not None:
+        meta["tokenizer_file"] = f"{encoding.name}.json"
+        contents[meta["tokenizer_file"]] = encoding.file
+    if encoding.ends:
+        meta["ends"] = encoding.ends
+    if template is not None and is_own(template.name):
+        meta["template_file"] = f"{template.name}.jinja"
+        contents[meta["template_file"]] = template.program
+    for name, content in contents.items():
         (folder / name).write_text(content, encoding="utf-8", newline="")
-    return {key: name for key, (name, _) in contents.items()}
+    return meta
 
 
 def check_held(out: Path, source: str) -> None:
@@ -116,7 +111,7 @@ def publish(folder: Path, out: Path, meta: dict) -> None:
     """Move the complete files to `out`, meta.json last."""
     meta_path = out / "meta.json"
     with named(meta_path):
-        # If this is interrupted, open_source refuses the meta.json that has the source alone.
+        # If this is interrupted, the meta.json that has the source alone is refused.
         meta_path.write_text(json.dumps(dict(source=meta["source"])))
         for path in folder.iterdir():
             os.replace(path, out / path.name)

@@ -9,6 +9,7 @@ from base.errors import errors_in_one_line
 from corpus.downloads import download_fineweb, download_text
 from corpus.flags import DataFlags, parse_flags
 from corpus.inputs import find_files, hold_conversations, standard_library
+from corpus.notes_and_progress import counted
 from corpus.prepare import prepare
 from corpus.shards import DEFAULT_OUT, SPLITS, count_tokens
 from corpus.split_by_filename import follow_names
@@ -65,11 +66,12 @@ def summary(out: Path, meta: dict) -> list[str]:
         flags = f" --data {shlex.quote(out.as_posix())} --out {shlex.quote(run)}"
     documents = ""
     if "documents" in meta:
-        kind = "documents" if "template" not in meta else "conversations"
-        documents = (f"{meta['documents']:,} {kind}, {meta['duplicates']:,} duplicates dropped, "
+        kind = "document" if "template" not in meta else "conversation"
+        documents = (f"{counted(meta['documents'], kind)}, "
+                     f"{counted(meta['duplicates'], 'duplicate')} dropped, "
                      f"{meta['skipped']:,} without text skipped")
         if meta.get("near_duplicates") and "val_near_duplicates" not in meta:
-            documents += f", {meta['near_duplicates']:,} near-duplicates dropped"
+            documents += f", {counted(meta['near_duplicates'], 'near-duplicate')} dropped"
         if "unreadable" in meta:
             documents += f", {meta['unreadable']:,} unreadable left out"
         documents += "; "

@@ -98,7 +98,7 @@ class JinjaTemplate:
 
     def find_end(self, marks: list[int]) -> int:
         """The token that ends an answer, found by a conversation of two. Raises ValueError."""
-        first = self.encode(TURNS[:2])
+        first = self.encoding.encode_with_special(self.write(TURNS[:2]))
         ends = [token for token in first[len(self.prompt_of(TURNS[:1])):] if token in marks]
         if not ends:
             raise ValueError("it writes no token behind an answer")
@@ -127,12 +127,9 @@ class JinjaTemplate:
         except Exception as error:          # a program may fail in any way; jinja2 may be missing
             raise ValueError(f"the model's own template refuses a conversation: {error}") from None
 
-    def encode(self, messages, is_prompt=False) -> list[int]:
-        return self.encoding.encode_with_special(self.write(messages, is_prompt))
-
     def prompt_of(self, messages) -> list[int]:
         """The tokens of a conversation up to where a model writes the next answer."""
-        return self.encode(messages, is_prompt=True)
+        return self.encoding.encode_with_special(self.write(messages, is_prompt=True))
 
     def check(self) -> None:
         """Raise ValueError if what is learnt cannot be told of any conversation."""
@@ -156,7 +153,7 @@ class JinjaTemplate:
                 raise ValueError("the prompt of an answer is not what stands before the answer")
             if self.end not in tokens[len(before):]:
                 raise ValueError("an answer does not end by the token that ends others")
-            check_written([message.content, message.reasoning or ""], text[len(prompt):limit])
+            check_written([message.reasoning or "", message.content], text[len(prompt):limit])
             end = tokens.index(self.end, len(before)) + 1
             learnt[len(before):end] = [message.is_learnt] * (end - len(before))
         check_written([message.content for message in messages], text)
@@ -164,9 +161,11 @@ class JinjaTemplate:
 
 
 def check_written(contents, text: str) -> None:
-    """Raise ValueError if one of these contents is not in a text."""
-    for content in contents:
-        if content.strip() not in text:
+    """Raise ValueError if a text does not have these contents, one behind the other."""
+    place = 0
+    for content in map(str.strip, contents):
+        place = text.find(content, place) + len(content)
+        if place < len(content):
             raise ValueError(f"the template leaves out or changes {content[:40]!r}: leave the "
                              f"field or the conversation out")
 

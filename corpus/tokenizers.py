@@ -9,22 +9,26 @@ They all have
 
     name, n_vocab
     end_of_text, eot_token      what separates documents: its text, its token
+    ends                        further tokens that end what a model writes
     prefix                      the tokens that stand before a text, such as <|begin_of_text|>
     file                        the content of the file that keeps it beside shards and in
                                 checkpoints; None: the name is enough
-    cut                         a pattern of where a text may be cut before it is encoded, or None
+    find_cut(text, start, end)  where before `end` the text from `start` on may be cut, so that its
+                                parts give the tokens of the whole; None: not before `end`
     encode_ordinary(text), encode_to_numpy(text)        special tokens are ordinary characters there
     stream(before)              tokens to text, as they are drawn behind the tokens `before`:
                                 add(token) returns the text that is certain now, end() the rest
 """
-import codecs
 import re
+from functools import partial
 
 import numpy as np
 
 from corpus.documents import EOT
 from corpus.downloads import last_cause, read_url
-from corpus.huggingface_tokenizers import open_file
+from corpus.huggingface_tokenizers import AT_SPACE, open_file
+from corpus.shards import refuse_old
+from corpus.token_streams import BytesStream
 
 MOST_TOKENS = 1 << 16       # of a vocabulary whose tokens are uint16
 DOWNLOADED = {"gpt2": "GPT-2's", "cl100k_base": "cl100k_base's", "o200k_base": "o200k_base's"}
@@ -33,15 +37,21 @@ DOWNLOADED = {"gpt2": "GPT-2's", "cl100k_base": "cl100k_base's", "o200k_base": "
 # follows another character. GPT-2's pattern splits text into words, which have white space at most
 # as their first character, and runs of white space. So a word ends here in any case, and no
 # look-ahead crosses this place. The pattern is greedy: match() finds the last such place.
-CUT = re.compile(r"(?s:.*)\S(?=[ \n])")
-# Later patterns add the line ends behind it to a word of signs: there, before a space alone.
-CUT_AT_SPACE = re.compile(r"(?s:.*)\S(?= )")
+AT_SPACE_OR_LINE_END = re.compile(r"(?s:.*)\S(?=[ \n])")
+
+
+def end_of_word(text: str, start: int, end: int, place=AT_SPACE_OR_LINE_END) -> int:
+    """The last such place in a text before `end`. A text without one, which is not prose, is cut at
+    `end`, and may take a few tokens more."""
+    match = place.match(text, start, end)
+    return match.end() if match else end
 
 
 class TiktokenTokenizer:
     """A tiktoken.Encoding behind this interface."""
     prefix = ()
     end_of_text = EOT
+    ends = ()
     file = None
 
     def __init__(self, encoding):
@@ -49,7 +59,9 @@ class TiktokenTokenizer:
         self.name = encoding.name
         self.n_vocab = encoding.n_vocab
         self.eot_token = encoding.eot_token
-        self.cut = CUT_AT_SPACE if self.name in ("cl100k_base", "o200k_base") else CUT
+        # Later patterns than GPT-2's add the line ends behind it to a word of signs.
+        place = AT_SPACE if self.name in ("cl100k_base", "o200k_base") else AT_SPACE_OR_LINE_END
+        self.find_cut = partial(end_of_word, place=place)
 
     def encode_ordinary(self, text: str) -> list[int]:
         return self.encoding.encode_ordinary(text)
@@ -57,25 +69,8 @@ class TiktokenTokenizer:
     def encode_to_numpy(self, text: str) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
-    def stream(self, before=()) -> "BytesStream":
+    def stream(self, before=()) -> BytesStream:
         return BytesStream(self.encoding)
-
-
-class BytesStream:
-    """Tokens that are bytes to text: a character is written with its last byte."""
-
-    def __init__(self, encoding):
-        self.encoding = encoding
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, token: int) -> str:
-        try:
-            return self.decoder.decode(self.encoding.decode_single_token_bytes(token))
-        except KeyError:        # a hole in a vocabulary, or a row of a model without a token
-            return ""
-
-    def end(self) -> str:
-        return self.decoder.decode(b"", final=True)
 
 
 def bytes_tokenizer() -> TiktokenTokenizer:
@@ -102,6 +97,7 @@ def downloaded_tokenizer(name: str) -> TiktokenTokenizer:
 def get_tokenizer(name: str, file: str | None = None):
     """The tokenizer of this name. `file` is the content of its file, if it has one. Raises
     ValueError for another name, ConnectionError without a vocabulary."""
+    refuse_old(name)
     if file is not None:
         return open_file(file)
     if name == "bytes":
@@ -132,8 +128,3 @@ def decode(encoding, tokens) -> str:
     """The text of some tokens."""
     stream = encoding.stream()
     return "".join(map(stream.add, tokens)) + stream.end()
-
-
-def shown_token(encoding, token: int) -> str:
-    """Its number, and its text."""
-    return f"{token}, {decode(encoding, [token])!r}"

@@ -101,7 +101,7 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
         go_on = f"give --data {stored}"
         if os.path.realpath(stored) == os.path.realpath(config.data):
             go_on = "restore its shards, which have changed"
-        elif "data" in given:
+        elif "data" in given and "=" in f"{stored}{config.data}":
             go_on += " (DIR=0 leaves out a source)"
         raise ValueError(f"{problem}: {new_run_advice(given)} (--init-from {file} begins it with "
                          f"these weights); to go on {go_on}")

@@ -18,7 +18,7 @@ from base.errors import first_line, out_of_memory
 from base.sample_flags import read_lines, read_prompts
 from corpus.chat_records import ASSISTANT, Message
 from corpus.templates import get_template
-from corpus.tokenizers import shown_token
+from corpus.tokenizers import decode
 
 AT_ONCE = 16                    # The samples in a batch. It bounds the memory of the cache.
 DASHES = "-" * 40 + "\n"        # the line between samples
@@ -43,8 +43,9 @@ def prompt_tokens(encoding, text: str, rows: int) -> list[int]:
 def check_rows(encoding, tokens: list[int], rows: int) -> None:
     """Raise ValueError if a model of so many `rows` has none for one of the tokens of a prompt."""
     if max(tokens) >= rows:
-        raise ValueError(f"the prompt has the token {shown_token(encoding, max(tokens))}, and the "
-                         f"model has rows for {rows:,} tokens: leave it out of the prompt")
+        text = decode(encoding, [max(tokens)])
+        raise ValueError(f"the prompt has the token {max(tokens)}, {text!r}, and the model has rows "
+                         f"for {rows:,} tokens: leave it out of the prompt")
 
 
 def warn(message: str) -> None:

@@ -129,16 +129,21 @@ def advise_on_memory(kind, error: BaseException | None, trace) -> None:
 
 def open_data(config: Config, model_config: GPTConfig, state: dict | None,
               job: Job) -> tuple[TokenDataset, TokenDataset]:
-    """Open the data for training and validation on every rank. All must have the same. Every rank
-    calls it."""
+    """Open the data for training and validation on every rank. All must have the same; data that is
+    new to this run is checked for tokens beyond the vocabulary. Every rank calls it."""
     train_data = all_ranks(lambda: TokenDataset(config.data, "train", model_config.seq_len))
     val_data = all_ranks(lambda: TokenDataset(config.data, "val", model_config.seq_len))
     fingerprints = list(train_data.mixture.sources)
     assert_equal_across_ranks(fingerprints, f"{config.data} differs between ranks: copy it")
+    known = set()
     if state is not None:
+        _, weights = state["data"][-1]          # of the last phase
+        known = set(weights)
         train_data.mixture.resume(state["data"], state["consumed_samples"])
-    for data in (train_data, val_data):         # an imported model may have fewer rows
-        data.n_rows = min(data.n_rows, model_config.vocab_size)
+    rows = min(train_data.meta["vocab_size"], model_config.vocab_size)  # an import may have fewer
+    if not known.issuperset(fingerprints):
+        for data in [val_data] if config.eval_only else [train_data, val_data]:
+            all_ranks(lambda: data.mixture.check(rows, job.rank, job.world))
     return train_data, val_data
 
 

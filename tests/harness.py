@@ -355,7 +355,7 @@ class Memory(data.TokenDataset):
             tokens[i] = (3 * tokens[i - 1] + 7) % cfg.vocab_size
         self.seq_len, self.n_windows, self.n_tokens = cfg.seq_len, n_windows, len(tokens)
         self.meta = dict(tokenizer="bytes", vocab_size=cfg.vocab_size, bytes_per_token=1.0)
-        self.has_conversations, self.n_rows = False, cfg.vocab_size
+        self.has_conversations = False
         windows = TextWindows([tokens], cfg.seq_len)
         self.mixture = Mixture({"memory": Source("memory", 1, 0, windows, self.meta)})
 

@@ -4,17 +4,22 @@ folder to shards, checkpoints and samples. All is compared with the package tran
     python -m pytest tests/test_huggingface_tokenizers.py
 """
 import json
+import random
+import shutil
 from pathlib import Path
+from unittest import mock
 
-import numpy as np
 import pytest
 
+import checkpoint
+import sample
+from corpus import encode
 from corpus.chat_records import Message
 from corpus.huggingface_tokenizers import find_tokenizer, open_file
 from corpus.shards import open_shard
 from corpus.templates import JinjaTemplate, PlainTemplate, choose_template, plain_program
 from corpus.tokenizers import decode, document_start, get_tokenizer
-from tests.harness import NASTY, meta_of, write_lines, write_texts
+from tests.harness import NASTY, TINY, meta_of, write_lines, write_texts
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -69,6 +74,30 @@ def llama2():
     return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
+def wordpiece():
+    """As BERT's: words in lower case."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = tokenizers.decoders.WordPiece()
+    tokenizer.train_from_iterator(TEXTS, tokenizers.trainers.WordPieceTrainer(
+        vocab_size=300, show_progress=False, special_tokens=["[UNK]", "[CLS]", "[SEP]"]))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+    return tokenizer
+
+
+def unigram():
+    """As T5's: SentencePiece's Unigram, with the special tokens among its words."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    tokenizer.train_from_iterator(TEXTS, tokenizers.trainers.UnigramTrainer(
+        vocab_size=200, show_progress=False, unk_token="<unk>",
+        special_tokens=["<pad>", "</s>", "<unk>"]))
+    return tokenizer
+
+
 def write_folder(folder, tokenizer, **config):
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -87,25 +116,76 @@ def folders(tmp_path_factory):
         begins=write_folder(top / "begins", byte_level("<|begin|>"), bos_token="<|begin|>",
                             eos_token="<|endoftext|>"),
         llama2=write_folder(top / "llama2", llama2(), bos_token="<s>", eos_token="</s>",
-                            unk_token="<unk>", chat_template=LLAMA2))
+                            unk_token="<unk>", chat_template=LLAMA2),
+        wordpiece=write_folder(top / "wordpiece", wordpiece(), cls_token="[CLS]",
+                               eos_token="[SEP]", unk_token="[UNK]"),
+        unigram=write_folder(top / "unigram", unigram(), eos_token="</s>", unk_token="<unk>"))
 
 
-KINDS = ["chatml", "begins", "llama2"]
+KINDS = ["chatml", "begins", "llama2", "wordpiece", "unigram"]
+CHARACTERS = [*"abcdefghijklm nopqrstuvwxyz .,!?'0\n\t", *NASTY, "\u6f22", "\u200d", "e\u0301",
+              " the", " answer", "<0x41>"]
+SPECIAL = ["<s>", "</s>", "[SEP]", "<|im_end|>", "<|endoftext|>", "<think>"]
+
+
+@pytest.mark.claim("A tokenizer of SentencePiece's kinds, WordPiece or bytes gives the tokens and the "
+                   "text that transformers gives.")
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_text_are_those_of_transformers(folders, kind):
+    """Of 2,000 random strings, half of them with the characters of special tokens: these are text.
+    (To transformers some are tokens of a Unigram model.) What begins a text is the prefix. The text
+    comes token by token, and also behind a part of it nothing is raised or written twice."""
+    theirs = transformers.AutoTokenizer.from_pretrained(folders[kind])
+    ours = find_tokenizer(folders[kind])
+    rng = random.Random(0)
+    for number in range(2000):
+        some = CHARACTERS + SPECIAL * (number % 2)
+        text = "".join(rng.choices(some, k=rng.randrange(30)))
+        tokens = ours.encode_ordinary(text)
+        assert not ours.special & set(tokens)
+        if kind != "unigram" or number % 2 == 0 and "</s>" not in text:
+            assert tokens == theirs.encode(text, add_special_tokens=False,
+                                           split_special_tokens=True), text
+        whole = theirs.decode(tokens)
+        assert decode(ours, tokens) == whole, text
+        head = theirs.decode(tokens[:9])
+        if whole.startswith(head):          # no character has tokens on both sides
+            stream = ours.stream(tokens[:9])
+            assert head + "".join(map(stream.add, tokens[9:])) + stream.end() == whole, text
+    assert ours.prefix + ours.encode_ordinary("a b") == theirs.encode("a b")[
+        :-1 if kind == "wordpiece" else None]
+    assert (ours.end_of_text, ours.n_vocab) == (theirs.eos_token, len(theirs))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_and_text_are_those_of_transformers(folders, kind):
-    """Special tokens in a text are ordinary characters; what begins a text is the prefix."""
-    theirs = transformers.AutoTokenizer.from_pretrained(folders[kind])
+def test_a_long_text_is_cut_where_its_parts_give_the_tokens_of_the_whole(folders, kind):
+    """All but Llama 2's, which writes a space before each text, have such places."""
     ours = find_tokenizer(folders[kind])
-    for text in [*TEXTS[:5], *(text for text in NASTY if "</s>" not in text), "a<|im_end|>b"]:
-        tokens = ours.encode_ordinary(text)
-        assert tokens == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
-        assert ours.eot_token not in tokens
-    assert ours.prefix + ours.encode_ordinary("a b") == theirs.encode("a b")
-    assert (ours.end_of_text, ours.n_vocab) == (theirs.eos_token, len(theirs))
-    for text in TEXTS[:3]:
-        assert decode(ours, ours.encode_ordinary(text)) == text
+    text = "".join(random.Random(0).choices([*CHARACTERS, *SPECIAL, " word"], k=40_000))
+    with mock.patch.object(encode, "BLOCK", 4000):
+        _, (_, *pieces) = zip(*encode.split_document([text], 10 ** 9, ours.find_cut))
+    assert "".join(pieces) == text
+    assert sum(map(ours.encode_ordinary, pieces), []) == ours.encode_ordinary(text)
+    assert (len(pieces) == 1) == (kind == "llama2")
+
+
+def test_the_ends_of_generation_config_stay_with_the_shards(folders, tmp_path, run_data, run_train,
+                                                            run_sample, monkeypatch):
+    """Also where other data is made with the tokenizer of these; a sample ends at each of them."""
+    folder = tmp_path / "m"
+    shutil.copytree(folders["begins"], folder)
+    end = find_tokenizer(folder).encode_ordinary("e")[0]
+    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[5, end])))
+    text = write_texts(tmp_path / "t.jsonl", TEXTS)
+    for tokenizer, out in ((folder, tmp_path / "d"), (tmp_path / "d", tmp_path / "more")):
+        assert run_data("--input", text, "--tokenizer", tokenizer, "--out", out)[0] == 0
+        assert meta_of(out)["ends"] == [5, end]
+    assert run_train("--data", tmp_path / "more", "--out", tmp_path / "o", *TINY)[0] == 0
+    file = tmp_path / "o/latest.pt"
+    assert checkpoint.load(file)["ends"] == [5, end]
+    monkeypatch.setattr(sample, "generate", lambda model, tokens, most, ends, *_: [
+        pytest.fail("ends") if ends != {5, end, find_tokenizer(folder).eot_token} else [7]])
+    assert run_sample("--ckpt", file, "--prompt", "a")[0] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,8 +200,8 @@ def test_a_tokenizer_is_the_same_from_its_file_and_saved_again(folders, kind, tm
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_have_the_tokens_of_whole_documents(folders, make_data, kind):
-    make_data(write_texts("t.jsonl", TEXTS), "--tokenizer", folders[kind], "--near-duplicates",
-              "ignore")
+    _, error = make_data(write_texts("t.jsonl", TEXTS), "--tokenizer", folders[kind],
+                         "--near-duplicates", "ignore")
     ours = find_tokenizer(folders[kind])
     expected = sorted([*document_start(ours), *ours.encode_ordinary(text)] for text in TEXTS)
     tokens = [token for split in ("train", "val")
@@ -132,23 +212,46 @@ def test_shards_have_the_tokens_of_whole_documents(folders, make_data, kind):
     meta = meta_of("out")
     kept = get_tokenizer(meta["tokenizer"], Path("out", meta["tokenizer_file"]).read_text())
     assert kept.name == ours.name
+    told = f"note: {ours.end_of_text}, the eos_token of the tokenizer, separates the documents\n"
+    assert error == ("" if ours.end_of_text == "<|endoftext|>" else told)
 
 
-def test_a_stream_survives_bytes_that_are_no_character(folders):
-    ours = find_tokenizer(folders["llama2"])
-    drawn = np.random.default_rng(0).integers(ours.n_vocab, size=(50, 30)).tolist()
-    for tokens in drawn:
-        stream = ours.stream(tokens[:3])
-        assert isinstance("".join(map(stream.add, tokens)) + stream.end(), str)
+def is_utf8(raw):
+    try:
+        return raw.decode() is not None
+    except UnicodeDecodeError:
+        return False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_survives_tokens_that_are_no_text(folders, kind):
+    """Random tokens, and some that the vocabulary has not. Of bytes one behind the other, the
+    characters before the first wrong byte are written once."""
+    ours = find_tokenizer(folders[kind])
+    rng = random.Random(0)
+    for number in range(300):
+        tokens = [rng.randrange(ours.n_vocab + 9) for _ in range(30)]
+        if kind == "llama2" and number % 2:             # bytes, mostly
+            tokens = [rng.choice([*b"\xe6\xbc\xa2\xf0a", 7]) + 3 for _ in range(30)]
+        stream = ours.stream(tokens[:number % 5 if number % 2 == 0 else 0])
+        parts = [stream.add(token) for token in tokens] + [stream.end()]
+        if kind == "llama2" and number % 2:
+            raw = bytes(token - 3 for token in tokens)
+            lengths = [length for length in range(len(raw) + 1) if is_utf8(raw[:length])]
+            assert "".join(parts).rstrip("\ufffd") == raw[:max(lengths)].decode()
+        assert sum(map(len, parts)) <= len(ours.backend.decode(tokens, skip_special_tokens=False)) + 60
 
 
 @pytest.mark.parametrize("change, words", [
     (lambda folder: (folder / "tokenizer_config.json").write_text(json.dumps(
         dict(tokenizer_class="PreTrainedTokenizerFast"))), "it has no eos_token"),
-    (lambda folder: (folder / "tokenizer.json").write_text("{}"), "opens no tokenizer there"),
-    (lambda folder: (folder / "tokenizer.json").unlink(), "opens no tokenizer there")])
+    (lambda folder: (folder / "tokenizer.json").write_text("{}"), "opens no tokenizer"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), "opens no tokenizer"),
+    (lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"),
+     "pip install sentencepiece protobuf, and AutoTokenizer.from_pretrained('m').save_pretrained('m') "
+     "makes one of its tokenizer.model")])
 def test_what_is_no_tokenizer_is_refused_in_a_line(tmp_path, refuse_data, change, words):
-    folder = write_folder(tmp_path / "m", llama2(), eos_token="</s>")
+    folder = write_folder(Path("m"), llama2(), eos_token="</s>")
     change(folder)
     Path("a.txt").write_text("text " * 99)
     refuse_data(words, "a.txt", "--tokenizer", folder)
@@ -181,6 +284,8 @@ def learnt_text(template, messages):
     return decode(template.encoding, [token for token, is_in in zip(tokens, learnt) if is_in])
 
 
+@pytest.mark.claim("A model's own chat template writes the tokens that transformers writes, and its "
+                   "answers are learnt.")
 @pytest.mark.parametrize("kind, learnt", [
     ("chatml", "4<|im_end|>5, caf\u00e9<|im_end|>"), ("llama2", "4 </s> 5, caf\u00e9 </s>"),
     ("begins", "4<|endoftext|>5, caf\u00e9<|endoftext|>")])
@@ -237,6 +342,27 @@ def test_a_template_of_which_answers_cannot_be_told_is_refused(folders, tmp_path
     write_lines("c.jsonl", [dict(prompt=f"{i}", completion="a") for i in range(30)])
     Path("t.jinja").write_text(program)
     refuse_data(words, "c.jsonl", "--tokenizer", folders["chatml"], "--template", "t.jinja")
+
+
+NO_SYSTEM = CHATML.replace("messages %}", "messages if m['role'] != 'system' %}")
+
+
+@pytest.mark.parametrize("messages, words", [
+    ([dict(role="system", content="be brief")], "leaves out or changes 'be brief'"),
+    ([dict(role="user", content="a"),
+      dict(role="assistant", content="x", reasoning_content="a thought")],
+     "leaves out or changes 'a thought'"),
+    ([dict(role="user", content="a <|im_end|> b")], "a content has <|im_end|>, a token"),
+    ([dict(role="user", content="a"), dict(role="assistant", content=None, tool_calls=[{}])],
+     'has "tool_calls": tool calls, images and the like are not supported')])
+def test_a_record_that_is_not_written_whole_is_named_in_a_line(folders, refuse_data, messages, words):
+    good = [dict(role="user", content="hello"), dict(role="assistant", content="hi")]
+    records = [dict(messages=[dict(good[0], content=f"q {i}"), good[1]]) for i in range(30)]
+    records[6] = dict(messages=messages + good)
+    Path("t.jinja").write_text(NO_SYSTEM)
+    refuse_data(f"c.jsonl line 7: {words}" if "not supported" not in words else words,
+                write_lines("c.jsonl", records), "--tokenizer", folders["chatml"], "--template",
+                "t.jinja", "--near-duplicates", "ignore")
 
 
 def test_plain_is_the_same_in_jinja_and_without_it(folders):

@@ -221,9 +221,10 @@ REFUSED = [
     ("run/step_00000004.pt has n_layer 2, not 3: for a new run give another --out; to go on drop "
      "--n-layer and give --data /", ["--out run --n-layer 3 --data other"],
      ["--n-layer 3 --data other"]),
-    ("/d had, not on that of other=1: for a", ["--resume whole.pt --data other=1"], []),
+    ("/d had, not on that of other=1: for a ... (DIR=0 leaves out a source)",
+     ["--resume whole.pt --data other=1"], []),
     ("was trained on the text that ... give another --out, without --resume (--init-from ... "
-     "(DIR=0 leaves out a source)", [
+     "begins it with these weights); to go on give --data /", [
          "--resume whole.pt --data other", "--resume whole.pt --data toy"],
      ["--resume whole.pt --data SHARDS=0,other=1", "--data other"]),
     ("4.pt was trained on the text that / ... for a new run give another --out (--init-from ... "

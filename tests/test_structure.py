@@ -179,6 +179,6 @@ def test_constants_that_stand_in_two_files_are_equal():
     """data.py must not import torch, checkpoint.py nothing of corpus/, base/ nothing of
     parallelism/."""
     assert data.IGNORE_INDEX == model.IGNORE_INDEX
-    assert checkpoint.OPTIONAL == (*mixtures.OPTIONAL, "ends")     # of imports alone
+    assert checkpoint.OPTIONAL == mixtures.OPTIONAL
     [pp_schedule] = [field for field in fields(Config) if field.name == "pp_schedule"]
     assert pp_schedule.metadata["choices"] == list(SCHEDULES)

@@ -1,0 +1,88 @@
+"""The kinds of file: bytes that may be compressed, and rows of tables. A file that is damaged or
+cut off is refused by its name: none is read in part."""
+import importlib
+import io
+import lzma
+import sys
+import zlib
+from contextlib import contextmanager
+from pathlib import Path
+
+BLOCK = 1 << 18             # bytes read at once
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": ZSTD}        # their modules
+LINES = (".jsonl", ".json", ".ndjson")
+TABLES = (".parquet", ".arrow")
+READ_KINDS = ".txt, .jsonl, .json (also compressed), .parquet, .arrow"
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"      # of a stream
+
+
+def kind_of(path: Path) -> str:
+    """The suffix of a name in lower case, before .gz: how the file is read."""
+    name = Path(path.name.lower())
+    return Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix
+
+
+@contextmanager
+def open_bytes(path: Path):
+    """The bytes of a file, decompressed. Raises ValueError if it is damaged or cut off."""
+    suffix = path.suffix.lower()
+    module = import_optional(path, COMPRESSED.get(suffix, "io"))
+    options = {}
+    if suffix == ".zst":
+        options["options"] = {module.DecompressionParameter.window_log_max: 31}     # of --long=31
+    if suffix in COMPRESSED and path.stat().st_size == 0:   # which gzip takes for an empty text
+        raise not_whole(path, "it is empty")
+    try:
+        with io.BufferedReader(module.open(path, "rb", **options), BLOCK) as file:
+            yield file
+    except (EOFError, OSError, zlib.error, lzma.LZMAError,
+            getattr(module, "ZstdError", EOFError)) as error:
+        if getattr(error, "errno", None) is not None:           # of the system
+            raise
+        raise not_whole(path, error) from None
+
+
+def import_optional(path: Path, package: str):
+    """The package or module that reads a file. Raises ValueError if it is missing."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ValueError(f"{path}: the package {package} reads it: pip install {package}"
+                         ) from None
+
+
+def not_whole(path: Path, reason) -> ValueError:
+    reason = str(reason).partition("\n")[0]
+    return ValueError(f"{path} cannot be read to its end ({reason}): it is damaged, cut off or of "
+                      f"another kind than its name says: copy or download it again")
+
+
+def read_table(path: Path, column: str | None):
+    """Yield the rows of a table, {column: value}: of this column if it has it. Raises ValueError."""
+    pyarrow = import_optional(path, "pyarrow")
+    try:
+        for batch in read_batches(path, column):
+            batch.validate(full=True)
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:           # of the system
+            raise
+        raise not_whole(path, error) from None
+
+
+def read_batches(path: Path, column: str | None):
+    """As `read_table`, batches of rows. A page of Parquet has a checksum. A stream of Arrow has
+    none: one without its end is refused."""
+    from pyarrow import ArrowInvalid, ipc, parquet
+    if kind_of(path) == ".parquet":
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            columns = [column] if column in file.schema_arrow.names else None
+            yield from file.iter_batches(256, columns=columns, use_threads=False)
+        return
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - len(ARROW_END)))
+        if file.read() != ARROW_END:
+            raise ArrowInvalid("it has no end of a stream")
+        file.seek(0)
+        yield from ipc.open_stream(file)
