@@ -91,9 +91,7 @@ from runtime import checkpoint_writer, loader, run_log, run_state
 torch.set_num_threads(1)
 
 
-# ---------------------------------------------------------------------------------------------
-# Sizes, layouts and files that many tests take
-# ---------------------------------------------------------------------------------------------
+# ---- Sizes, layouts and files that many tests take
 
 # No tp or pp above 1 divides the 257 tokens or the five layers.
 CFG = GPTConfig(vocab_size=257, seq_len=16, n_layer=5, n_head=8, n_embd=32)
@@ -173,9 +171,7 @@ def readme_commands(program) -> list[tuple[str, list[str]]]:
             if flags != "--help"]
 
 
-# ---------------------------------------------------------------------------------------------
-# Ranks: eight processes that are started once
-# ---------------------------------------------------------------------------------------------
+# ---- Ranks: eight processes that are started once
 
 class RankFailed(AssertionError):
     """An assertion of a rank: the first line says which and what, then comes its traceback."""
@@ -234,8 +230,7 @@ class Pool:
 
     def run(self, world, fn, *args, seconds=120):
         """[fn(rank, world, *args) of each rank]. A rank's exception is raised here with its
-        traceback, a rank's failed assertion as RankFailed. After it, or `seconds` without an
-        answer, the processes are replaced."""
+        traceback, a rank's failed assertion as RankFailed."""
         self.processes = self.processes or self.start()
         call = pickle.dumps((fn, args))
         try:
@@ -319,9 +314,7 @@ def gridded(rank, world, tp, pp, sequence_parallel=False, chunks=1, cp=1, ep=1):
         grid.groups.clear()
 
 
-# ---------------------------------------------------------------------------------------------
-# Runs of train.Run
-# ---------------------------------------------------------------------------------------------
+# ---- Runs of train.Run
 
 def tokens_of(cfg, batch, seed=0):
     """Random tokens (batch, seq_len)."""
@@ -594,9 +587,7 @@ def stage_of(plain, grid, recompute=False):
     return local, flat
 
 
-# ---------------------------------------------------------------------------------------------
-# What is compared, counted and watched
-# ---------------------------------------------------------------------------------------------
+# ---- What is compared, counted and watched
 
 class Difference(float):
     """A relative difference that names its place and the two values there when it is printed."""
@@ -799,9 +790,7 @@ def in_turn(events):
     return [event for event, _ in itertools.groupby(events)]
 
 
-# ---------------------------------------------------------------------------------------------
-# Checkpoints and folders
-# ---------------------------------------------------------------------------------------------
+# ---- Checkpoints and folders
 
 def saved_file(out, step):
     return out / f"step_{step:08d}.pt"
@@ -924,9 +913,7 @@ def failing(name, call, errors):
     return mock.patch.object(io, "open", open_file)
 
 
-# ---------------------------------------------------------------------------------------------
-# Commands: programs in processes of their own, or here
-# ---------------------------------------------------------------------------------------------
+# ---- Commands: programs in processes of their own, or here
 
 def run_file(folder, cwd, environment, file, arguments):
     """What `python FILE ARGUMENTS` does, in this process, with its output in files."""
@@ -1039,8 +1026,7 @@ def make_data(run_data, tmp_path, monkeypatch):
 @pytest.fixture
 def refuse_data(run_data, tmp_path, monkeypatch):
     """refuse_data(words, *input, *flags): data.py writes no file and changes none, and ends with
-    exit status 2 and one line, behind its notes, that has all of these words. The line is returned.
-    """
+    exit status 2 and one line, behind its notes, that has all of these words."""
     monkeypatch.chdir(tmp_path)
 
     def files_here(given):
@@ -1119,9 +1105,7 @@ def leave_nothing_behind():
         server._stop()
 
 
-# ---------------------------------------------------------------------------------------------
-# Data sets
-# ---------------------------------------------------------------------------------------------
+# ---- Data sets
 
 def shard(tokens, magic=20240520, version=1, count=None):
     """The bytes of a shard, whose header can be wrong."""
