@@ -12,7 +12,8 @@ import data
 from base.batch_ramp import batch_size_at, sequences_after, steps_of_epochs
 from base.options import Config
 from corpus.mixtures import Mixture, Source
-from tests.harness import batches_from, dataset, megatrons_batch_size
+from tests.commands import dataset
+from tests.harness import batches_from, megatrons_batch_size
 
 
 def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):

@@ -35,10 +35,10 @@ from runtime import loader
 from runtime import eval_answers
 from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
 from runtime.evaluation import evaluate
-from tests.harness import (BOUNDS, CFG, INTERLEAVED, TINY, assert_same_state, differences,
-                           expect_mistake, gridded, meta_of, relative, run_main, same_bits, saved,
-                           settings, small_state, trained, whole_gradient, without_saves,
-                           write_lines)
+from tests.commands import TINY, expect_mistake, meta_of, run_main, write_lines
+from tests.harness import (BOUNDS, CFG, INTERLEAVED, assert_same_state, differences, gridded,
+                           relative, same_bits, saved, settings, small_state, trained,
+                           whole_gradient, without_saves)
 from tools import huggingface
 
 THREE_TURNS = [("system", " be brief "), ("user", "2 + 2?"), ("assistant", "4"), ("user", "more"),

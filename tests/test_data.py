@@ -51,8 +51,9 @@ from corpus.tokenizers import TiktokenTokenizer, get_tokenizer
 from model import GPTConfig
 from runtime import checks
 from sample import plain_generate
-from tests.harness import (NASTY, PAGES, ROOT, SHARED, TINY, Command, dataset, meta_of, names_in,
-                           nothing, saved, set_block, shard, texts_of, write_lines, write_texts)
+from tests.commands import (NASTY, PAGES, SHARED, TINY, Command, dataset, meta_of, set_block, shard,
+                            texts_of, write_lines, write_texts)
+from tests.harness import ROOT, names_in, nothing, saved
 from tools import huggingface
 
 

@@ -5,7 +5,7 @@
 import sys
 from unittest import mock
 
-from tests.harness import run_main
+from tests.commands import run_main
 from tests.test_dashboards import (NAMES, VALID, ReadByTensorBoard, assert_events_arrived,
                                    log_run_that_resumes, wandb)         # wandb: a fixture
 from tools import follow

@@ -25,8 +25,8 @@ from model import GPTConfig
 from models import llama_sizes, moe
 from models.llama import LlamaConfig
 from models.moe import MoEConfig
-from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, no_file_above,
-                           readme_commands, relative, saved, tokens_of, weights_only)
+from tests.commands import NASTY, SHARED, expect_mistake, readme_commands
+from tests.harness import CFG, names_in, no_file_above, relative, saved, tokens_of, weights_only
 from tools import huggingface, huggingface_families
 
 

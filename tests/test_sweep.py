@@ -10,7 +10,7 @@ import re
 import pytest
 
 import tools.sweep
-from tests.harness import run_main
+from tests.commands import run_main
 from tests.test_ladder import imitated      # a fixture
 
 SMALL = ["--n-embd", 32, "--seq-len", 32, "--steps", 20, "--save-every", 5]
