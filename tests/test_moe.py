@@ -3,7 +3,7 @@
 That they train in every layout as in one process: tests/test_layouts.py.
 """
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +14,7 @@ import checkpoint
 import parallel
 from amp import PRECISIONS
 from base.flops import flops_per_token
-from base.options import Config, merge_config
+from base.options import Config
 from model import IGNORE_INDEX, initial_value
 from models import SIZES
 from models.moe import MoEConfig
@@ -28,7 +28,6 @@ from tests.harness import (BOUNDS, Memory, assert_same_rows, losses_of_plain_pro
                            random_gpt, relative, run_steps, settings, tokens_of, trained,
                            whole_gradient, without_saves)
 from tests.test_layouts import MIXTURE, MODELS
-from tools.plan.__main__ import answer
 
 
 @pytest.mark.parametrize("name", [
@@ -304,30 +303,6 @@ def test_flops_count_the_experts_of_a_token_alone():
     assert flops_per_token(cfg, True) - routers == flops_per_token(dense, True)
 
 
-def test_the_search_divides_experts_as_train_py_can():
-    """ZeRO 1 without tp and pp needs --ep: with 1 it does not fit. All plans have one that
-    divides the experts and the replicas, in the table and in the command. With any other that
-    train.py takes, the fastest layout is not faster, or does not fit."""
-    flags = ["--model", "mixtral-8x7b", "--world", "24", "--gpu", "h100", "--dtype", "bf16",
-             "--seq-len", "2048", "--batch-size", "96", "--pp", "1", "--tp", "1", "--zero", "1"]
-    plans = json.loads(answer([*flags, "--search", "--json"]))
-    assert plans and {plan["ep"] for plan in plans} <= {2, 4, 8}
-    header, first, *_, command = answer([*flags, "--search"]).splitlines()
-    assert dict(zip(header.split(), first.split()))["ep"] == str(plans[0]["ep"])
-    again = [*flags, *command.partition("train.py ")[2].split(), "--json"]
-    unused = dict(pp_schedule="1f1b")                   # without a pipeline
-    assert json.loads(answer(again)) | unused == plans[0] | unused
-    for ep in range(1, 25):
-        try:
-            other = json.loads(answer([*again, "--ep", str(ep)]))
-        except ValueError as error:         # of --ep alone
-            assert ep not in (1, 2, 4, 8) and f"ep {ep} does not divide the 8" in str(error)
-            continue
-        assert not other["fits"] or other["step_seconds"] >= plans[0]["step_seconds"]
-    assert {plan["ep"] for plan in json.loads(
-        answer([*flags, "--ep", "8", "--search", "--json"]))} == {8}
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero, ep", [(0, 2), (1, 2), (2, 4), (3, 2), (3, 1)])
 def test_state_bytes_are_what_flat_parameters_allocate(dtype, zero, ep):
@@ -346,15 +321,3 @@ def test_state_bytes_are_what_flat_parameters_allocate(dtype, zero, ep):
         kept["masters"] += shard["master"].nbytes if own_master else 0
         kept["moments"] += shard["exp_avg"].nbytes + shard["exp_avg_sq"].nbytes
     assert state_bytes(rank_buckets(cfg, grid, zero), dtypes, zero, False) == (kept, {})
-
-
-def test_the_losses_of_the_routers_may_change_but_the_model_may_not():
-    """--balance-loss and --z-loss as --dropout; a bias balances in place of the loss."""
-    state = dict(model=asdict(MoEConfig()), config={})
-    _, shape = merge_config(dict(balance_loss=0.0, z_loss=0.1), state, weights_only=True)
-    assert (shape["balance_loss"], shape["z_loss"], shape["n_expert"]) == (0.0, 0.1, 8)
-    with pytest.raises(ValueError, match="has n_active 2, not 3"):
-        merge_config(dict(n_active=3), state, weights_only=True)
-    given = dict(model="moe-nano", balance_bias=0.001)
-    assert merge_config(given, None)[1]["balance_loss"] == 0
-    assert merge_config(given | dict(balance_loss=0.1), None)[1]["balance_loss"] == 0.1
