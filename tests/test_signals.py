@@ -118,13 +118,11 @@ def slow(method, step=None):
 """
 
 
-@pytest.mark.parametrize("form", ["file", pytest.param("folder", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("phase, number, ranks", [
-    ("start", signal.SIGTERM, 1), ("step", signal.SIGINT, 1), ("step", signal.SIGHUP, 1),
-    ("evaluation", signal.SIGINT, 1), ("last evaluation", signal.SIGTERM, 1),
-    ("comparison", signal.SIGHUP, 1), ("save", signal.SIGINT, 1), ("step", signal.SIGTERM, 2),
-    *(pytest.param(phase, signal.SIGTERM, 2, marks=pytest.mark.slow)
-      for phase in ("start", "evaluation", "last evaluation", "comparison", "save"))])
+@pytest.mark.parametrize("form, phase, number, ranks", [
+    ("file", "start", signal.SIGTERM, 1), ("file", "step", signal.SIGHUP, 1),
+    ("folder", "evaluation", signal.SIGINT, 1), ("file", "save", signal.SIGTERM, 2),
+    *(pytest.param(form, phase, signal.SIGTERM, 2, marks=pytest.mark.slow)
+      for form in LATEST for phase in PHASES)])
 def test_a_signal_ends_a_run_after_the_step_in_progress(shards, things, tmp_path, phase, number,
                                                         ranks, form):
     """Its step is evaluated, where that is due, and saved. The same command goes on, and ends with
