@@ -227,6 +227,16 @@ def test_characters_are_printed_whole_and_an_error_in_one_line(run_sample, monke
             assert (status, out, said.count("\n")) == (1, "", 1) and "--device cpu" in said
 
 
+def test_logits_that_are_not_finite_are_told_in_one_line(run_sample, things, tmp_path):
+    """Exit status 1, greedy or not."""
+    state = torch.load(things / "whole.pt")
+    state["parameters"]["head.norm.weight"][0] = torch.nan
+    torch.save(state, tmp_path / "nan.pt")
+    for temperature in (0, 1):
+        status, _, error = run_sample("--ckpt", tmp_path / "nan.pt", "--temperature", temperature)
+        assert status == 1 and "logits are not finite" in error and error.count("\n") == 1
+
+
 def test_samples_that_cannot_be_written_are_told_in_one_line(things):
     command = shlex.join([sys.executable, "sample.py", "--ckpt", str(things / "whole.pt"),
                           "--max-tokens", "3"])

@@ -2,6 +2,7 @@
 
 A stopped and resumed run is compared with one that no signal stopped.
 """
+import io
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import checkpoint
 from base import processes
 from base.checkpoint_files import LATEST
+from base.options import parse_flags
 from parallelism import collectives
 from runtime import checkpoint_writer, signals
 from tests.commands import TINY, kinds, launch, read_metrics, torchrun, wait_for_step
@@ -278,3 +280,35 @@ def test_a_closed_input_or_output_ends_quietly(shards, things, tmp_path):
     assert (closed.returncode, out, error.count("\n")) == (2, "", 1) and "is closed" in error
     out, error = head.communicate()
     assert (head.returncode, out[:4], error) == (1, "line", "")
+
+
+def test_no_thread_of_gloo_outlives_a_run_even_if_its_last_save_fails(shards, tmp_path):
+    """Serves the exit status: such a thread may abort the process after its last line."""
+    (tmp_path / "wrapper.py").write_text("""
+import glob, checkpoint, train
+from runtime import console
+def tell_of_threads(*_):
+    print(sum("gloo" in open(path).read() for path in glob.glob("/proc/self/task/*/comm")))
+def fail(*_):
+    raise OSError("full")
+console.print_summary, checkpoint.save = tell_of_threads, fail
+try:
+    train.main()
+finally:
+    tell_of_threads()
+""")
+    ranks = launch(2, "--data", shards, "--out", tmp_path, *TINY, file=tmp_path / "wrapper.py")
+    for rank, (status, text, error) in enumerate([process.finish() for process in ranks]):
+        during, *_, after = text.splitlines()
+        assert int(during) > 0 == int(after) and status == 1
+        assert ("train.py: the last checkpoint is lost: full" in error) == (rank == 0)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_console_that_lacks_a_letter_of_a_path_does_not_end_a_run(monkeypatch, encoding):
+    """Half of a surrogate pair stands for a byte of a file's name that is no UTF-8."""
+    console = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", console)
+    parse_flags(["--out", "out"])
+    processes.print_rank0("\u0153 \udcff")
+    assert console.buffer.getvalue().endswith(b" \\udcff\n")

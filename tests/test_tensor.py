@@ -156,3 +156,10 @@ def test_backward_hides_a_sum_of_tensor_parallelism_behind_a_product(monkeypatch
     gradient, of which ZB-H1 has none there."""
     assert tp3s_order(monkeypatch, True) == ["product", "starts", "product", "ends"]
     assert tp3s_order(monkeypatch, False) == ["product", "starts", "ends"]
+
+
+def test_a_loss_that_is_scaled_by_hand_is_refused():
+    """A part of its gradients is in main_grad already."""
+    local, _ = staged(replace(CFG, n_layer=1), Grid(1, 1, 1))
+    with pytest.raises(RuntimeError, match="multiply the loss by head.loss_factor"):
+        (local(tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)) / 2).backward()

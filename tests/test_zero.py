@@ -1,4 +1,4 @@
-"""ZeRO: what a rank keeps, and when it communicates.
+"""ZeRO: what a rank keeps, when it communicates, and how its parts are read.
 
 That replicas train as one process: test_all.py.
 """
@@ -12,11 +12,13 @@ import torch
 import amp
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid, build_stage
+from parallelism.full_tensors import full_gradient, full_gradients, full_state
 from parallelism.parameters import param_specs
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import one_f_one_b
 from parallelism.zero import FlatParameters
-from tests.harness import CFG, FORMULA, Passes, gridded, in_turn, staged, tokens_of, traffic
+from tests.harness import (CFG, FORMULA, Passes, assert_close, gridded, in_turn, plain_gradient,
+                           run_steps, settings, staged, tokens_of, traffic, without_saves)
 
 
 def held_by(flat):
@@ -200,3 +202,43 @@ def test_zero_3_holds_one_block_and_gathers_the_next(recompute):
     forward = ["tied ends 0+ 0+", "tied ends 0 0 1+ 1+", "tied ends 1 1 2+ 2+", "tied ends 2 2"]
     backward = ["ends 2 2", "ends 1+ 1+ 2 2", "ends 0+ 0+ 1 1", "ends 0 0"]
     assert in_turn(seen) == [*forward, *backward, "", *forward, ""]
+
+
+# ---- Full tensors by name
+
+def refused(read, *args):
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        read(*args)
+    return str(error.value)
+
+
+def read_before_the_sum(run):
+    finish = run.flat.finish_grad_sync
+
+    def look_and_finish():
+        run.early = refused(full_gradient, run.flat, "head.weight")
+        finish()
+    run.flat.finish_grad_sync = look_and_finish
+    without_saves(run)
+
+
+def read_after_a_step(run):
+    said = [run.early, refused(full_gradient, run.flat, "blocks.0.mlp.up.wieght"),
+            refused(full_state, run.flat, "weights", "embed.token.weight")]
+    every = dict(full_gradients(run.flat))
+    weights = {name: full_state(run.flat, "master", name) for name in every}
+    return said, full_gradient(run.flat, "embed.token.weight"), every, weights
+
+
+def test_full_tensors_are_read_by_name_on_every_rank_or_refused(pool, tmp_path):
+    """On two replicas of two stages. A gradient before its sum over the ranks is refused."""
+    cfg = replace(CFG, n_layer=2)
+    config = settings(tmp_path, steps=1, micro_batch=1, pp=2, zero=2)
+    answers = pool.run(4, run_steps, (2, 1, 2), config, cfg, read_after_a_step, None,
+                       read_before_the_sum)
+    for answer in answers:
+        (early, unknown, kind), one, every, weights = answer.seen[0]
+        assert "not summed" in early and "blocks.0.mlp.up.weight" in unknown and "master" in kind
+        assert one.equal(every["embed.token.weight"])
+        assert_close({"gradient": (every, plain_gradient(cfg))}, 1e-5)
+        assert_close({"weights": (weights, answers[0].state["master"])}, 0)
