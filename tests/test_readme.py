@@ -72,6 +72,7 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
         "--logdir", "--requeue", "--open-mode", "--kill-on", "--shutdown-timeout"))}
 
 
+@pytest.mark.slow
 def test_the_readmes_slurm_script_requeues_until_the_run_has_ended(shards, tmp_path):
     """Slurm is imitated: a signal, as before the time limit, asks for one more start, which goes on
     to the end and asks for no other."""

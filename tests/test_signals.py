@@ -220,6 +220,7 @@ def test_a_signal_ends_a_run_whose_output_is_closed(shards, tmp_path):
     assert kinds(read_metrics(tmp_path)[1])[-1] == "stop"
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_torchruns_restarts(shards, tmp_path):
     """A restart would repeat it. Another failure is still restarted."""
     group = torchrun(2, "--max-restarts=3", ROOT / "train.py", "--data", shards, "--tp", 3, "--out",
@@ -263,6 +264,7 @@ def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(mon
         processes.rendezvous(1, 3, timedelta(seconds=0.3))
 
 
+@pytest.mark.slow
 def test_a_closed_input_or_output_ends_quietly(shards, things, tmp_path):
     """`sample.py --prompt -` without standard input ends in one line and status 2, `| head` in no
     line. train.py trains on when nobody reads its lines."""
