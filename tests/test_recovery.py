@@ -125,7 +125,7 @@ def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(run_tra
     assert "nats" in run_train(*flags, "--eval-only")[1]
     first.send_signal(signal.SIGKILL)
     first.finish()
-    path, _ = directory.latest_valid(checkpoint_files.list_checkpoints(tmp_path))
+    path, *_ = directory.latest_valid(checkpoint_files.list_checkpoints(tmp_path))
     last = checkpoint.load(path)["step"] + 2
     assert run_train(*flags, "--steps", last)[0] == 0 and saved(tmp_path, last)["step"] == last
 
@@ -201,7 +201,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
     with gridded(rank, world, config.tp, config.pp, config.sequence_parallel,
                  config.pp_chunks) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
-                        Memory(cfg, 13, seed=1), directory.load_state(file))
+                        Memory(cfg, 13, seed=1), None if file is None else checkpoint.load(file))
         if diverges:
             poison(run, at=28)
         after_backward(run, hurt)
