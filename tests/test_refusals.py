@@ -74,13 +74,13 @@ LOCAL_RANK=1 --lr 1 | LOCAL_RANK is 1
 --tp 2 --n-embd 100 --n-head 3 | n_head 3 | --tp 2 --n-embd 100 --n-head 2
 --sequence-parallel | tp is 1 | --sequence-parallel --tp 2
 --sequence-parallel --tp 2 --seq-len 15 | seq_len 15, 2
---cp 2 --tp 4 --n-head 4 --sequence-parallel --seq-len 20 | seq_len 20 / cp 2, tp 4
+--cp 2 --tp 4 --n-head 4 --sequence-parallel --seq-len 20 | seq_len 20, cp 2, tp 4
 --cp 2 --seq-len 18 | 4 pieces, seq_len 18
 --cp 0 | --cp, 0
 --zero 3 --pp 2 | zero 3, pp 2 | --pp 2 --zero 1 ; --pp 2 --zero 2
 --pp-chunks 2 | interleaved, --pp | --n-layer 4 --pp 2 CHUNKED
 --n-layer 3 --batch-size 5 --pp 2 CHUNKED | n_layer 3, pp 2 x pp-chunks 2, 5
---n-layer 4 --batch-size 3 --micro-batch 1 --pp 2 CHUNKED | 3, multiples of 2
+--n-layer 4 --batch-size 3 --micro-batch 1 --pp 2 CHUNKED | batch size 3, pp 2
 --pp 2 --pp-schedule zb-h1 --recompute | zb-h1, --pp, --zero 2
 --pp-schedule zb-h1 | zb-h1, --pp
 --exact --cp 2 | --exact, --cp 2

@@ -151,16 +151,6 @@ $ cp q/step_00000008.pt r
 2 TINY --out o --steps 6 --exact --micro-batch 2 :: 1 sequences
 0 TINY --out o --steps 6 --exact :: 4 microbatches x 1 sequences
 0 TINY --out o --steps 8 --micro-batch 2 ::""",
-    "a run says what it chose and what makes it slow": r"""
-0 TINY --out a --warmup-steps 4 --min-lr-ratio 0.5 :: note .*the warm-up takes 4 of 4 steps
-0 --out a --steps 7 :: steps 7 instead of 4
-= "rate is" not in text and "warm-up" not in text
-0 TINY --out b1 --batch-ramp 4:4:9 :: note .*begins at --batch-size 4
-0 TINY --out c --batch-size 6 :: note .*--micro-batch is 3
-0 TINY --out d --batch-size 6 --micro-batch 3 ::
-= "note " not in text
-0 TINY --out e --init-from a/latest.pt :: note .*0.004 is a default
-0 TINY --out f --lr 0 :: note .*trains nothing""",
     "--plain goes on with its runs, and with another program's where it can": r"""
 0 TINY --out run ::
 0 TINY --out o --plain ::
