@@ -2,36 +2,40 @@
 
     python -m pytest test_all.py                what a change must pass: minutes, on two CPU cores
     python -m pytest test_all.py -m slow        the same claims at a size that takes longer
-    python -m pytest                            these and tests/: options, runtime, faults ...
     python test_all.py                          docs/measurements.md: the measured differences
 
-Section                       Claims                                    Compared with
-All layouts                   losses, gradients, norms; --exact         one process
-Parallel layers               tensor, pipeline, data, context           the whole layers
-torch's own stack             logits; five steps of every technique     DDP, FSDP2, DTensor ...
-The loss scaler               its moves, an fp16 run, overflows         GradScaler, fp64
-Checkpoints and resumes       bits; another layout; a new process       a run without a stop
-The plain forms               data, checkpoint, sample, train --plain   the forms that a run uses
-The table of differences      what `python test_all.py` prints          one process
+The book is model.py, data.py, amp.py, parallel.py, checkpoint.py, sample.py and train.py: how a
+large model is trained, each file in its plain form first. parallelism/ has the techniques of
+parallel.py as a run uses them.
 
-Begin with                    test_plain_tensor_parallel_layers_equal_the_whole_layers
-                              test_plain_pipelines_give_the_gradients_of_the_whole_model
-                              test_replicas_train_as_one_process_and_stay_equal   (ZeRO 1 to 3)
-                              test_a_resumed_run_is_the_straight_one_bit_for_bit
-                              test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64
+Section             Claims                                                Compared with
+All layouts         losses, gradients and norms are those of one          one process
+                    process; with --exact each bit is
+Parallel layers     tensor, sequence, pipeline, data and context          the whole layers
+                    parallelism and ZeRO, in plain form, compute
+                    what whole layers do; together, what train.py does
+torch's own stack   logits; AdamW and clipping; five steps of every       nn, AdamW, FSDP2, ZeRO,
+                    technique end where torch's end                       pipelining, DTensor
+The loss scaler     its moves; an fp16 run finds its scale; an            GradScaler, fp64
+                    overflow on any rank skips the step on all
+Checkpoints and     a resumed run is the straight one, bit for bit; in    a run without a stop
+resumes             another layout to rounding; a file runs no code
+The plain forms     data, checkpoint and sample do what a run does;       the forms that a run uses
+                    train.py --plain trains, and resumes, as a run
 
-How the tests work. The body of an `on_ranks` test runs on each of `world` ranks, processes of a
-`Pool`. `trained(pool, layout, ...)` trains with train.Run on dp x tp x pp of them, on the data
-of `Memory`, and returns the rows of metrics.jsonl, what a callback saw after each step, and the
-whole state. `reference(cfg, ...)` is such a run of one process. `Command(file, *flags)` runs a
-program in a process of its own, and `run_train` runs train.py in this one. `relative(ours, theirs)`
-is the largest relative difference. These, and the fixtures, are in tests/harness.py. A layout is
-(dp, tp, pp).
+Begin with          test_plain_tensor_parallel_layers_equal_the_whole_layers
+                    test_plain_pipelines_give_the_gradients_of_the_whole_model
+                    test_replicas_train_as_one_process_and_stay_equal   (ZeRO 1 to 3)
+                    test_a_resumed_run_is_the_straight_one_bit_for_bit
+                    test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64
 
-Where gradients are compared, the upstream gradients are random: ones would hide a transposition.
-A claim that fails is told in one line: claim, layout, place and values. With -vv the traceback is
-shown. Nothing here needs a network or a GPU. The mechanisms behind the claims have tests of their
-own in tests/: tests/test_pipeline.py, tests/test_zero.py ...
+The body of an `on_ranks` test runs on each of `world` ranks. `trained(pool, layout, ...)` trains
+with train.Run on dp x tp x pp of them, on the data of `Memory`; `reference(cfg, ...)` is such a run
+of one process. These, and the fixtures, are in tests/harness.py. A layout is (dp, tp, pp).
+
+Upstream gradients are random: ones would hide a transposition. A claim that fails is told in one
+line: claim, layout, place and values; with -vv the traceback is shown. Every model in every layout,
+and the mechanisms behind the claims: tests/.
 """
 import copy
 import functools
@@ -43,7 +47,6 @@ import random
 import shutil
 import tempfile
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -67,22 +70,20 @@ from model import GPT, IGNORE_INDEX, GPTConfig
 from models.llama import LlamaConfig
 from parallelism import context
 from parallelism.parameters import TIED
-from tests.harness import (BOUNDS, CFG, CUTS, INTERLEAVED, LAYOUTS, NASTY, TWO_STEPS, UPSTREAM,
-                           Command, Memory, Pool, after_backward, assert_close, assert_same_state,
-                           batches_from, by_step, column, cut, dataset, deep_enough, differences,
-                           different_bits, different_rows, gradient_pairs, gridded, launch,
-                           losses_of_plain_program, monitor_now, names_in, on_ranks, outputs_and_dx,
-                           overflow_in, plain_gradient, random_gpt, random_tensor, read_metrics,
-                           relative, run_steps, save_at_the_start, saved, settings, small_state,
-                           stage_of, tiles_of, tokens_of, trained, whole_gradient, without_saves)
+from tests.commands import NASTY, Command, dataset, launch, read_metrics
+from tests.harness import (BOUNDS, CFG, CUTS, INTERLEAVED, LAYOUTS, TWO_STEPS, UPSTREAM, Memory,
+                           Pool, assert_close, assert_same_state, batches_from, by_step, column,
+                           cut, deep_enough, differences, different_bits, different_rows,
+                           gradient_pairs, gridded, losses_of_plain_program, monitor_now, names_in,
+                           on_ranks, outputs_and_dx, overflow_in, plain_gradient, random_gpt,
+                           random_tensor, relative, run_steps, save_at_the_start, saved, settings,
+                           small_state, stage_of, tiles_of, tokens_of, trained, whole_gradient,
+                           without_saves)
 
-
-# ---------------------------------------------------------------------------------------------
-# All layouts train as one process
-# ---------------------------------------------------------------------------------------------
+# ---- All layouts train as one process
 
 def equality_row(pool, layout, one, out, cfg, **flags):
-    """The `differences` from `one`, the run of one process."""
+    """The `differences` from `one` process. The layout sets recomputation and microbatches."""
     dp, tp, pp = layout
     if "pp_chunks" in flags:
         num_microbatches = pp           # interleaved schedules take multiples of it
@@ -98,36 +99,26 @@ def equality_row(pool, layout, one, out, cfg, **flags):
 
 MAIN = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (2, 2, 2)]          # (dp, tp, pp)
 TWO_RANKS = [(2, 1, 1), (1, 2, 1)]
-IN_THE_DEFAULT_RUN = [(1, 1, 1), *TWO_RANKS, *MAIN]
 
 
 @pytest.mark.claim("Every layout trains small models as one process does: losses, gradients, "
                    "norms differ by at most 1e-5 in fp32 (rate 1e-3), 1e-10 in fp64.")
 @pytest.mark.parametrize("layout, n_layer, flags", [
-    *((layout, layout[2] + 1, dict(dtype="fp32", steps=20, lr=1e-3, warmup_steps=5))
-      for layout in MAIN),
-    # A rate at which rounding differences grow fast.
+    *(pytest.param(layout, layout[2] + 1, dict(dtype="fp32", steps=20, lr=1e-3, warmup_steps=5),
+                   marks=() if layout == (2, 2, 2) else pytest.mark.slow) for layout in MAIN),
     *((layout, 2, dict(dtype="fp64", steps=20, lr=1e-2, warmup_steps=5))
       for layout in TWO_RANKS),
-    # What the pairs of tests/test_combinations.py do not have: three chunks, four slices of the
+    # What the pairs of tests/test_layouts.py do not have: three chunks, four slices of the
     # positions, and three replicas, which cut a bucket into no power of two.
     ((1, 1, 4), 13, dict(dtype="fp64", pp_schedule="interleaved", pp_chunks=3)),
     ((1, 1, 1), 2, dict(dtype="fp64", cp=4)),
-    *(((3, 1, 1), 2, dict(dtype="fp64", batch_size=6, zero=zero)) for zero in range(4)),
+    *(((3, 1, 1), 2, dict(dtype="fp64", batch_size=6, zero=zero)) for zero in (0, 2)),
     *(pytest.param(layout, layout[2] + 1, dict(dtype="fp64", steps=3, lr=1e-3, warmup_steps=2),
                    marks=pytest.mark.slow)
-      for layout in LAYOUTS if layout not in IN_THE_DEFAULT_RUN),
-    *(pytest.param(layout, n_layer, dict(dtype="fp64", steps=6, lr=1e-3, warmup_steps=5, **flags),
-                   marks=pytest.mark.slow)
-      for layout, n_layer, flags in [
-          ((1, 1, 1), 2, dict(cp=8)), ((1, 1, 2), 5, dict(cp=4, **INTERLEAVED)),
-          ((2, 1, 1), 2, dict(cp=4, zero=2))])])
+      for layout in LAYOUTS if layout not in [(1, 1, 1), *TWO_RANKS, *MAIN])])
 def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, n_layer, flags):
     """In each layout the loss and the norm of each step, each parameter's gradient and the
-    validation loss are those of one process, to 1e-10 in fp64 and 1e-5 in fp32. The first gradients
-    of that process are those of the plain model by autograd. The stages do not divide the layers,
-    so they differ in size. With pp 4 and 8 there are fewer microbatches than stages, unless the
-    schedule is interleaved."""
+    validation loss are those of one process, to 1e-10 in fp64 and 1e-5 in fp32."""
     cfg = replace(CFG, n_layer=n_layer)
     flags = TWO_STEPS | flags
     one = reference(cfg, **{name: value for name, value in flags.items()
@@ -141,31 +132,26 @@ def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, n
 
 def test_a_vocabulary_of_gpt2s_size_trains_as_one_process(pool, tmp_path, reference):
     """Two tensor-parallel ranks of two stages, to 1e-5 in fp32. Two ranks swap small tensors
-    directly. The gradients of GPT-2's token matrix are too large for that and take the path of more
-    ranks."""
+    directly."""
     cfg = GPTConfig(vocab_size=50257, seq_len=8, n_layer=3, n_head=4, n_embd=16)
     flags = dict(dtype="fp32", steps=2)
     found = equality_row(pool, (1, 2, 2), reference(cfg, **flags), tmp_path, cfg, **flags)
     assert max(found) <= BOUNDS["fp32"], f"(loss, gradient, norm) differ by {found}"
 
 
-# Heads of 5 channels and sequences of 17: shapes for which kernels differ most.
 NARROW = GPTConfig(vocab_size=257, seq_len=17, n_layer=4, n_head=8, n_embd=40)
 
 
 @pytest.mark.claim("With `--exact` every layout has the bits of one process.")
 @pytest.mark.parametrize("layout, cfg, same, flags", [       # (dp, tp, pp)
-    ((4, 1, 1), NARROW, {}, dict(zero=1)),
-    pytest.param((1, 8, 1), replace(NARROW, n_layer=1), {}, {}, marks=pytest.mark.slow),
+    ((4, 1, 1), replace(NARROW, n_layer=2), {}, dict(zero=1)),
     ((2, 1, 2), NARROW, {}, INTERLEAVED),
-    ((2, 2, 2), NARROW, dict(dtype="fp16"), dict(pp_schedule="zb-h1", zero=1)),
+    ((2, 2, 2), replace(NARROW, n_layer=2), dict(dtype="fp16"), dict(pp_schedule="zb-h1", zero=1)),
     ((2, 2, 1), replace(NARROW, seq_len=20, n_layer=2), dict(dtype="bf16"),
      dict(zero=3, sequence_parallel=True)),
     ((1, 4, 1), replace(NARROW, seq_len=20, n_layer=2), dict(batch_size=8, micro_batch=8),
      dict(sequence_parallel=True)),
-    ((2, 2, 1), replace(NARROW, n_layer=2, dropout=0.1), {}, dict(zero=2, recompute=True)),
-    pytest.param((1, 2, 2), replace(NARROW, vocab_size=50257, n_layer=2), dict(batch_size=2), {},
-                 marks=pytest.mark.slow)])
+    ((2, 2, 1), replace(NARROW, n_layer=2, dropout=0.1), {}, dict(zero=2, recompute=True))])
 def test_exact_layouts_have_the_bits_of_one_process(pool, tmp_path, reference, layout, cfg, same,
                                                     flags):
     """With --exact every row, each parameter's gradient, the weights and the moments are those of
@@ -194,19 +180,14 @@ def test_an_exact_run_goes_on_in_another_layout_bit_for_bit(pool, tmp_path):
     assert different_bits(end, straight._replace(rows=straight.rows[4:])) == ""
 
 
-# ---------------------------------------------------------------------------------------------
-# Parallel layers beside the whole ones
-# ---------------------------------------------------------------------------------------------
-
-# ---- Tensor parallelism
+# ---- Parallel layers beside the whole ones
 
 @pytest.mark.claim("Tensor-parallel layers in their plain form compute what the whole layers do.")
 @pytest.mark.parametrize("world", [2, 4])
 @on_ranks
 def test_plain_tensor_parallel_layers_equal_the_whole_layers(rank, world):
     """On two and four ranks the plain modules of parallel.py give the output of embedding, block
-    and head with its loss, and all gradients under random upstream gradients, to 1e-12 in fp64. The
-    257 tokens are padded and cut into equal parts."""
+    and head with its loss, and all gradients under random upstream gradients, to 1e-12 in fp64."""
     whole, local = (random_gpt(replace(CFG, n_layer=1)) for _ in range(2))
     tokens, targets = tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)
     x, dy = random_tensor(2, 16, 32, seed=1), random_tensor(2, 16, 32, seed=2)
@@ -252,8 +233,6 @@ def test_tensor_parallel_layers_equal_the_whole_layers(rank, world, sequence_par
     assert_close(outputs | gradients, 1e-12)
 
 
-# ---- Pipeline parallelism
-
 @pytest.mark.claim("`plain_pipeline` gives the gradients of the whole model, under `plain_gpipe` "
                    "and `plain_1f1b`.")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -280,8 +259,6 @@ def test_plain_pipelines_give_the_gradients_of_the_whole_model(rank, world=3, *,
                   for name, p in stage.named_parameters()}, 1e-12)
 
 
-# ---- Data parallelism and ZeRO
-
 def comparable(whole):
     """The parameters without padding, and without the bias of the keys. The softmax does not see
     that bias, so its gradient is rounding alone, which Adam divides by its own size."""
@@ -302,11 +279,12 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
     """Five AdamW steps on two ranks with half of a batch each, by plain_step and by the plain forms
     of buckets and ZeRO 1 to 3, end at the parameters of one process, to 1e-12 in fp64, and at the
     same bits on both ranks."""
-    tokens, targets = tokens_of(CFG, 4), tokens_of(CFG, 4, seed=1)
+    cfg = replace(CFG, n_layer=2)
+    tokens, targets = tokens_of(cfg, 4), tokens_of(cfg, 4, seed=1)
     rows, targets_of_rows = tokens.chunk(world)[rank], targets.chunk(world)[rank]
     adamw = functools.partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
     with gridded(rank, world, tp=1, pp=1) as grid:
-        one, plain, bucketed, *sharded = (GPT(CFG).initialize(0).double() for _ in range(6))
+        one, plain, bucketed, *sharded = (GPT(cfg).initialize(0).double() for _ in range(6))
         of_one, of_plain, of_bucketed = (adamw(x.parameters()) for x in (one, plain, bucketed))
         buckets = parallel.plain_buckets(bucketed, grid)
         shards = [parallel.plain_shards(x, grid) for x in sharded]
@@ -355,8 +333,6 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
         assert ranks[0] == ranks[1], form
 
 
-# ---- Context parallelism
-
 @pytest.mark.claim("Attention of context-parallel ranks equals plain attention.")
 @pytest.mark.parametrize("world", [2, 4])
 @on_ranks
@@ -378,48 +354,9 @@ def test_plain_context_attention_equals_plain_attention(rank, world):
     assert_close(pairs | dict(y=(ours, own(theirs))), 1e-12)
 
 
-@pytest.mark.claim("Layers on the positions of one context-parallel rank compute what the whole "
-                   "layers do.")
-@pytest.mark.parametrize("cp, tp, sequence_parallel, recompute", [
-    (2, 1, False, False), (4, 1, False, True), (8, 1, False, False), (4, 2, False, False),
-    (2, 4, True, False)])
-def test_layers_on_some_positions_equal_the_whole_layers(pool, cp, tp, sequence_parallel,
-                                                         recompute):
-    """Embedding, block and head with its loss on cp ranks' positions give the plain layers' output
-    there, and all gradients, summed over the ranks, under random upstream gradients, to 1e-12 in
-    fp64. Some rows add tensor and sequence parallelism."""
-    pool.run(cp * tp, layers_on_some_positions, cp, tp, sequence_parallel, recompute)
-
-
-def layers_on_some_positions(rank, world, cp, tp, sequence_parallel, recompute):
-    plain = random_gpt(replace(CFG, n_layer=1))
-    tokens, targets = tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)
-    targets[:, ::7] = IGNORE_INDEX
-    x, dy = random_tensor(2, 16, 32, seed=1), random_tensor(2, 16, 32, seed=2)
-    theirs = outputs_and_dx(plain, tokens, targets, x, dy)
-
-    def own(x):
-        return context.own_positions(x, grid.cp_rank, cp, dim=1)
-
-    def part(x):
-        return own(x).chunk(tp, 1)[grid.tp_rank] if sequence_parallel else own(x)
-    with gridded(rank, world, tp, 1, sequence_parallel, cp=cp) as grid:
-        local, flat = stage_of(plain, grid, recompute)
-        local.head.set_loss_factor(UPSTREAM.item())
-        flat.prepare_grad_sync(local, True)
-        ours = outputs_and_dx(local, own(tokens), own(targets), part(x), part(dy))
-        flat.finish_grad_sync()
-        gradients = gradient_pairs(flat, plain)
-        ours["loss"] = parallel.all_reduce(ours["loss"].detach(), grid.groups["cp"])
-    outputs = {name: (ours[name], part(theirs[name])) for name in ("embedding", "block", "dx")}
-    assert set(gradients) == {name for name, _ in plain.named_parameters()}
-    assert_close(outputs | gradients | dict(loss=(ours["loss"], theirs["loss"])), 1e-12)
-
-
-# ---- The plain forms of all of these together, the program of parallel.py
-
 @pytest.mark.claim("`torchrun parallel.py`, all plain forms together, has the losses of train.py.")
-@pytest.mark.parametrize("world, tp, pp", [(1, 1, 1), (2, 1, 1), (8, 2, 2)])
+@pytest.mark.parametrize("world, tp, pp", [
+    (8, 2, 2), pytest.param(1, 1, 1, marks=pytest.mark.slow)])
 def test_plain_program_has_the_losses_of_train_py(pool, shards, losses_of_train_py, world, tp, pp):
     """`torchrun parallel.py` prints the losses of train.py, to 1e-5: in one process, on two
     replicas, and with all three parallelisms on eight ranks."""
@@ -427,9 +364,7 @@ def test_plain_program_has_the_losses_of_train_py(pool, shards, losses_of_train_
     assert len(found) == 5 and found == pytest.approx(losses_of_train_py(5), rel=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------
-# torch's own stack
-# ---------------------------------------------------------------------------------------------
+# ---- torch's own stack
 
 def torchs_logits(plain, tokens):
     """The logits of the same parameters in torch's own Transformer layers."""
@@ -471,8 +406,7 @@ def test_logits_loss_and_gradients_equal_those_of_torchs_layers(activation):
 
 def train_theirs(config, gpt, kind=torch.optim.AdamW, rows=slice(None), backward=None, **more):
     """Train a model with clip_grad_norm_ and AdamW, or an optimizer of another `kind`, on these
-    rows of each batch. `backward(tokens, targets)` replaces the backward of the mean loss. Returns
-    [(loss, norm)] of the steps and the optimizer."""
+    rows of each batch."""
     def backward_of_mean(x, y):
         loss = gpt(x, y) / y.numel()
         loss.backward()
@@ -502,8 +436,7 @@ def train_theirs(config, gpt, kind=torch.optim.AdamW, rows=slice(None), backward
     ((2, 2, 2), dict(batch_size=16, batch_ramp="4:4:20"), [4, 4, 8, 12, 16])])
 def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout, flags, sizes):
     """Losses and norms are those of a plain model with torch.optim.AdamW and clip_grad_norm_, to
-    1e-10 in fp64, and the parameters after five steps to 1e-8. One run has batches that
-    grow."""
+    1e-10 in fp64, and the parameters after five steps to 1e-8."""
     clipped = dict(dtype="fp64", steps=5, clip=0.35, lr=1e-2, warmup_steps=2)
     config = settings(tmp_path, **clipped, **flags)
     steps, _, whole = trained(pool, layout, tmp_path, **clipped, **flags)
@@ -519,13 +452,13 @@ def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout, f
     assert relative(comparable(whole["master"]), expected) <= 1e-8
 
 
-def replicated(rank, world, config, what="data"):
-    """{name: parameter, or its gradient} by DistributedDataParallel and ZeroRedundancyOptimizer."""
+def replicated(rank, world, config):
+    """{name: parameter} by DistributedDataParallel and ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     gpt = DistributedDataParallel(GPT(CFG).initialize(config.seed).double())
     train_theirs(config, gpt, ZeroRedundancyOptimizer, slice(rank, None, world),
                  optimizer_class=torch.optim.AdamW)
-    return {name: getattr(p, what) for name, p in gpt.module.named_parameters()}
+    return dict(gpt.module.named_parameters())
 
 
 def fully_sharded(rank, world, config):
@@ -579,54 +512,19 @@ def pipelined(rank, world, config):
             for n, p in stage.named_parameters()}
 
 
-def in_rings(rank, world, config):
-    """{name: parameter} by torch's context_parallel, which shares out the positions, and its ring
-    attention. That calls a CUDA kernel, which we replace by the CPU's."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import _context_parallel, context_parallel
-    theirs = _context_parallel._attention
-    kernel = "_scaled_dot_product_flash_attention_for_cpu"
-    same = dict(is_causal=True, dropout_p=0.0)
-
-    class Ring(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, q, k, v):
-            y, lse = theirs._templated_ring_attention(
-                dist.group.WORLD, 2, getattr(torch.ops.aten, kernel), q, k, v, **same)
-            ctx.save_for_backward(q, k, v, y, lse)
-            return y
-
-        @staticmethod
-        def backward(ctx, dy):
-            return theirs._templated_ring_attention_backward(
-                dist.group.WORLD, 2, getattr(torch.ops.aten, f"{kernel}_backward"), dy, "grad_out",
-                *ctx.saved_tensors, **same)
-    gpt = GPT(CFG).initialize(config.seed).double()
-    for block in gpt.blocks.values():
-        block.attn.core_attention.forward = lambda q, k, v, *_: Ring.apply(q, k, v)
-    mesh = init_device_mesh("cpu", (world,))
-
-    def step(x, y):
-        x, y, positions = x.clone(), y.clone(), torch.arange(CFG.seq_len)
-        gpt.embed.position.forward = lambda _: F.embedding(positions, gpt.embed.position.weight)
-        total = y.numel()
-        with context_parallel(mesh, buffers=[x, y, positions], buffer_seq_dims=[1, 1, 0]):
-            (gpt(x, y) / total).backward()
-        for parameter in gpt.parameters():
-            dist.all_reduce(parameter.grad)
-    with mock.patch.object(theirs._cp_options, "convert_to_f32", False):
-        train_theirs(config, gpt, backward=step)
-    return dict(gpt.named_parameters())
-
-
 def by_columns_and_rows(rank, world, config):
     """{name: parameter} by torch's parallelize_module. ColwiseParallel gives a rank consecutive
     rows of a matrix, so the rows of q, k and v are put in the order of the ranks first."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput,
-                                                   PrepareModuleOutput, RowwiseParallel,
-                                                   SequenceParallel, parallelize_module)
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
     gpt = GPT(CFG).initialize(config.seed).double()
     in_order_of_ranks = torch.arange(3 * CFG.n_embd).view(3, world, -1).transpose(0, 1).flatten()
     for block in gpt.blocks.values():
@@ -650,73 +548,32 @@ def by_columns_and_rows(rank, world, config):
             for name, p in found.items()}
 
 
-@pytest.mark.claim("Data-parallel gradients equal those of `DistributedDataParallel`.")
-def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool, tmp_path):
-    """On four replicas, of each parameter, to 1e-12 in fp64."""
-    config = settings(tmp_path, dtype="fp64", steps=1, micro_batch=1, clip=0.0)
-    _, (ours,), _ = pool.run(4, run_steps, (4, 1, 1), config, CFG, whole_gradient)[0]
-    theirs = pool.run(4, replicated, config, "grad")[0]
-    assert relative(comparable(ours), comparable(theirs)) <= 1e-12
-
-
 @pytest.mark.claim("Five steps end where those of `ZeroRedundancyOptimizer`, FSDP2, "
-                   "`torch.distributed.pipelining` and `context_parallel` end.")
+                   "`torch.distributed.pipelining` and `parallelize_module` end.")
 @pytest.mark.parametrize("theirs, world, flags", [
     (replicated, 2, dict(zero=1)), (fully_sharded, 2, dict(zero=3)),
-    (in_rings, 2, dict(cp=2, micro_batch=4)),
     (pipelined, 2, dict(pp=2, pp_schedule="interleaved", pp_chunks=2, clip=0.0)),
-    pytest.param(pipelined, 2, dict(pp=2, pp_schedule="1f1b", clip=0.0), marks=pytest.mark.slow)])
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
+        (by_columns_and_rows, 2, dict(tp=2, sequence_parallel=True, clip=0.0)),
+        (pipelined, 2, dict(pp=2, pp_schedule="1f1b", clip=0.0))])])
 def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, world, flags):
-    """The parameters are those of ZeroRedundancyOptimizer, fully_shard (FSDP2), context_parallel
-    and torch.distributed.pipelining, to 1e-8 in fp64."""
+    """The parameters, to 1e-8 in fp64."""
     config = settings(tmp_path, dtype="fp64", steps=5, lr=1e-2, warmup_steps=2,
                       **{"clip": 0.5, "micro_batch": 1, **flags})
     expected = {}
     for parameters in pool.run(world, theirs, config):
         expected |= comparable(parameters)
-    layout = (world // config.pp // config.cp, 1, config.pp)
+    layout = (world // config.pp // config.tp, config.tp, config.pp)
     ours = pool.run(world, run_steps, layout, config, CFG)[0].state["master"]
     assert relative(comparable(ours), expected) <= 1e-8
 
 
-@pytest.mark.claim("Tensor and sequence parallelism end where torch's `parallelize_module` ends.")
-@pytest.mark.parametrize("sequence_parallel", [
-    pytest.param(False, marks=pytest.mark.slow), True])
-def test_five_steps_end_where_parallelize_module_ends(pool, tmp_path, sequence_parallel):
-    """On two ranks the parameters are equal, to 1e-8 in fp64. Nothing is clipped, because
-    clip_grad_norm_ takes no DTensors together with plain tensors."""
-    config = settings(tmp_path, dtype="fp64", steps=5, lr=1e-2, warmup_steps=2, micro_batch=1,
-                      clip=0.0, tp=2, sequence_parallel=sequence_parallel)
-    theirs = pool.run(2, by_columns_and_rows, config)[0]
-    ours = pool.run(2, run_steps, (1, 2, 1), config, CFG)[0].state["master"]
-    assert relative(comparable(ours), comparable(theirs)) <= 1e-8
-
-
-@pytest.mark.claim("ZB-H1 computes what 1F1B does, bit for bit.")
-@pytest.mark.parametrize("layout, flags", [
-    ((1, 1, 2), dict(dtype="bf16", micro_batch=1)),
-    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
-        ((1, 2, 2), dict(sequence_parallel=True)),
-        ((1, 1, 4), dict(micro_batch=4))])])        # fewer microbatches than stages
-def test_zb_h1_is_1f1b_bit_for_bit(pool, tmp_path, layout, flags):
-    """Rows, gradients and final state are equal, with dropout, in 16 bits, and where tp ranks
-    gather x again for W. A sum of products in another order would show."""
-    flags = dict(steps=2, dtype="fp32", micro_batch=2) | flags
-    cfg = replace(CFG, n_layer=layout[2] + 1, dropout=0.1)
-    ours, theirs = (trained(pool, layout, tmp_path, cfg, whole_gradient, prepare=without_saves,
-                            pp_schedule=schedule, **flags) for schedule in ("zb-h1", "1f1b"))
-    assert differences(ours, theirs) == (0, 0, 0) and relative(ours.state, theirs.state) == 0
-
-
-# ---------------------------------------------------------------------------------------------
-# The loss scaler
-# ---------------------------------------------------------------------------------------------
+# ---- The loss scaler
 
 @pytest.mark.claim("`plain_scaled_step` makes the steps of PyTorch's `GradScaler`, bit for bit.")
 def test_plain_scaled_step_equals_that_of_torchs_scaler():
     """Dynamic loss scaling in its plainest form and torch.amp.GradScaler make the same 30 steps, to
-    the bit: the same weights and scales. They run in fp32, as GradScaler wants it. A gradient of
-    2^113 overflows until the scale is 2^14. The optimizer has two groups of parameters."""
+    the bit: the same weights and scales."""
     weights = [[nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))] for _ in range(2)]
     plain, torchs = (torch.optim.SGD([dict(params=[first]), dict(params=[second])], lr=2.0 ** -113)
                      for first, second in weights)
@@ -757,6 +614,8 @@ def test_the_scale_moves_as_in_torch(init_scale, growth_factor, backoff_factor, 
         ours.load_state_dict(json.loads(state))
         ours.update(overflow)
     assert scales == scales_by_torch(overflows, **numbers) and min(scales) > 1e-37
+    ours, theirs = amp.make_scaler("fp16"), torch.amp.GradScaler("cpu")         # fp16's numbers
+    assert (ours.scale, ours.growth_interval) == (theirs.get_scale(), theirs.get_growth_interval())
 
 
 def scales_by_torch(overflows, **numbers):
@@ -774,24 +633,13 @@ def scales_by_torch(overflows, **numbers):
     return scales
 
 
-def test_fp16s_scaler_begins_and_moves_by_torchs_numbers():
-    ours, theirs = amp.make_scaler("fp16"), torch.amp.GradScaler("cpu")
-    assert ours.scale == theirs.get_scale() == 2.0 ** 16
-    assert ours.growth_factor == theirs.get_growth_factor()
-    assert ours.backoff_factor == theirs.get_backoff_factor()
-    assert ours.growth_interval == theirs.get_growth_interval()
-
-
 def start_with_a_high_scale(run):
     run.scaler = amp.LossScaler(2.0 ** 22, growth_interval=4)
 
 
 @pytest.mark.claim("An fp16 run finds its loss scale and trains as fp64 does.")
 def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
-    """On two stages the gradients overflow by themselves under a scale of 2^22. The run skips these
-    steps, its scale moves as GradScaler's, and it grows until the next overflow. The losses are
-    those of an fp64 run that skips the same steps, to 1% of what it learns, and the norms of the
-    gradients to 1%."""
+    """On two stages the gradients overflow by themselves under a scale of 2^22."""
     flags = dict(steps=20, rollback="off", layout=(1, 1, 2))
     half, *_ = trained(pool, out=tmp_path / "fp16", prepare=start_with_a_high_scale, dtype="fp16",
                        **flags)
@@ -813,55 +661,9 @@ def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
     assert skipped[:2] == [1, 2] and 2 < grown[0] < skipped[-1]
 
 
-def test_an_fp16_update_equals_torchs_unscaling_clipping_and_adamw(tmp_path):
-    """The gradients of three steps under a loss scale of 2^12 are handed, still scaled, to
-    GradScaler.unscale_, clip_grad_norm_ and AdamW of an fp32 model. Norms, masters and moments
-    equal theirs, to 1e-6. The parameters are the masters, rounded to fp16."""
-    cfg = replace(CFG, n_layer=1)
-    config = settings(tmp_path, dtype="fp16", steps=3, clip=0.5, lr=1e-2)
-    scaled = []                     # of each step, {parameter: gradient}
-
-    def prepare(run):
-        run.scaler.scale = 2.0 ** 12
-        after_backward(run, lambda step: scaled.append(everything(run, "grad")))
-
-    def everything(run, name):
-        return {spec.name: bucket.view(getattr(bucket, name), spec).clone()
-                for bucket in run.flat.buckets for spec in bucket.specs}
-    rows, parameters, state = run_steps(0, 1, (1, 1, 1), config, cfg,
-                                        lambda run: everything(run, "data"), prepare=prepare)
-    plain = GPT(cfg).initialize(config.seed)
-    optimizer = torch.optim.AdamW([
-        dict(params=[p for p in plain.parameters() if p.dim() > 1],
-             weight_decay=config.weight_decay),
-        dict(params=[p for p in plain.parameters() if p.dim() == 1], weight_decay=0.0)],
-        betas=(config.beta1, config.beta2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 12)
-    for row, gradients in zip(rows, scaled):
-        scaler.scale(torch.ones(()))                        # creates its scale
-        for name, p in plain.named_parameters():
-            p.grad = gradients[name]
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), config.clip)
-        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-6) and norm > config.clip
-        for group in optimizer.param_groups:
-            group["lr"] = row["lr"]
-        scaler.step(optimizer)
-        scaler.update()
-    for name, p in plain.named_parameters():
-        for kind, theirs in dict(master=p.detach(), **optimizer.state[p]).items():
-            if kind != "step":
-                ours = state[kind][name]
-                assert relative(ours, theirs[:len(ours)]) <= 1e-6, (name, kind)
-        master = state["master"][name]
-        assert parameters[-1][name][:len(master)].equal(master.half()), name
-
-
 def spoil_in_turn(run):
     """At step k rank k - 1 alone finds a gradient that is not finite. This comes after the
-    reductions, so only the agreement can tell the others. Without ZeRO it is a LayerNorm's
-    gradient, which one tensor-parallel rank alone counts in the global norm. At step 9 the loss of
-    rank 6 is infinite."""
+    reductions, so only the agreement can tell the others."""
     step_stats = run.step_stats
 
     def spoil(loss, *args):
@@ -883,8 +685,7 @@ HALVED = [65536, 32768, 16384, 8192, 4096, 2048, 1024, 512, 256]
     ("fp16", 2, HALVED), pytest.param("fp32", 0, [1] * 9, marks=pytest.mark.slow)])
 def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, zero, scales):
     """Each of eight ranks overflows once, by an inf or a NaN, and a loss is infinite. All ranks
-    skip all nine steps and halve the scale. The learning rate moves on, and the state stays that of
-    step 0, to the bit."""
+    skip all nine steps and halve the scale."""
     cfg = replace(CFG, n_layer=2)
     config = settings(tmp_path, dtype=dtype, steps=9, tp=2, pp=2, zero=zero, rollback="off")
     ranks = pool.run(8, run_steps, (2, 2, 2), config, cfg, monitor_now, None, spoil_in_turn)
@@ -899,9 +700,7 @@ def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, ze
         assert not whole["exp_avg"][name].any() and not whole["exp_avg_sq"][name].any()
 
 
-# ---------------------------------------------------------------------------------------------
-# Checkpoints, and runs that stop and resume
-# ---------------------------------------------------------------------------------------------
+# ---- Checkpoints, and runs that stop and resume
 
 def overflow_and_grow(run):
     """Steps 2 and 5 overflow. In fp16 the loss scale grows after two steps without an overflow."""
@@ -917,15 +716,12 @@ def overflow_and_grow(run):
     ((1, 2, 1), dict(dtype="bf16", sequence_parallel=True)),
     ((2, 1, 2), dict(dtype="fp32", zero=2, pp_schedule="interleaved", pp_chunks=2)),
     ((2, 1, 1), dict(dtype="fp16", zero=3, recompute=True)),
-    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
-        ((2, 1, 2), dict(dtype="fp16", zero=1, pp_schedule="zb-h1")),
-        ((1, 1, 1), dict(dtype="bf16", cp=2, zero=1))])])
+    pytest.param((2, 1, 2), dict(dtype="fp16", zero=1, pp_schedule="zb-h1"),
+                 marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, layout, flags):
     """A run that resumes from the file of step 3 has the rows of the uninterrupted run and, at step
-    6, its checkpoint, to the bit. There is dropout. Step 2 is skipped before the file and step 5
-    after it. The loss scale grows after the file, by a count that began before it."""
+    6, its checkpoint, to the bit. There is dropout."""
     cfg = replace(CFG, dropout=0.1, n_layer=2 * flags.get("pp_chunks", 1))
-    # Two microbatches a rank, of a batch of 8.
     flags = dict(steps=6, save_every=3, micro_batch=4 // layout[0], **flags)
     whole, _, _ = trained(pool, layout, tmp_path / "whole", cfg, prepare=overflow_and_grow, **flags)
     file = tmp_path / "whole" / "step_00000003.pt"
@@ -940,21 +736,8 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, layout, f
         assert column(whole, "loss_scale") == [2 ** 16, 2 ** 16, 2 ** 15, 2 ** 15, 2 ** 16, 2 ** 15]
 
 
-def test_saves_change_nothing(pool, tmp_path):
-    """Two replicas with ZeRO 2 in fp16, with dropout, have the same rows and final state whether
-    they save after each step or not, to the bit."""
-    flags = dict(dtype="fp16", zero=2, steps=4, prepare=overflow_and_grow)
-    cfg = replace(CFG, dropout=0.1, n_layer=2)
-    saves, without = (trained(pool, (2, 1, 1), tmp_path / str(every), cfg, save_every=every,
-                              **flags) for every in (1, 0))
-    assert different_bits(saves, without) == ""
-    assert len(list((tmp_path / "1").glob("step_*.pt"))) == 3
-
-
 def test_a_resume_in_a_new_process_continues_the_order_of_the_data(run_train, tmp_path):
-    """Batches of four do not divide the data set of 49 windows. A process that resumes from the
-    file of step 12, one window before the end of the epoch, trains on the same windows in two more
-    epochs. It ends with the same rows and file, to the bit."""
+    """Batches of four do not divide the data set of 49 windows."""
     tokens = np.random.default_rng(0).integers(257, size=197)
     dataset(tmp_path / "data", {"train": tokens, "val": tokens[:9]})
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -973,13 +756,11 @@ def test_a_resume_in_a_new_process_continues_the_order_of_the_data(run_train, tm
 
 @pytest.mark.claim("A run that changes its layout after every step ends as one that stays.")
 def test_a_run_resumes_in_any_other_layout(pool, tmp_path):
-    """A run that moves to the next of ten layouts after every step has the rows and the final state
+    """A run that moves to the next of seven layouts after each step has the rows and the last state
     of one that stays, to 1e-10 in fp64."""
-    moves = [((2, 1, 1), dict(zero=2)), ((1, 1, 2), dict(pp_schedule="1f1b")), ((1, 2, 1), {}),
-             ((2, 1, 1), dict(cp=2, zero=3)), ((1, 1, 1), {}), ((2, 2, 1), dict(zero=1)),
-             ((1, 1, 2), dict(pp_schedule="interleaved", pp_chunks=2)), ((2, 1, 1), dict(zero=3)),
-             ((2, 1, 2), dict(pp_schedule="zb-h1", zero=1)), ((2, 1, 1), {})]
-    # Each part ends at its own --steps. A ratio of 1 keeps the learning rate from decaying there.
+    moves = [((2, 1, 1), dict(zero=2)), ((1, 1, 2), dict(pp_schedule="1f1b")),
+             ((1, 2, 1), dict(cp=2, zero=3)), ((1, 1, 1), {}), ((2, 2, 1), dict(zero=1)),
+             ((1, 1, 2), dict(pp_schedule="interleaved", pp_chunks=2)), ((2, 1, 1), {})]
     same = dict(min_lr_ratio=1.0, dtype="fp64", cfg=replace(CFG, n_layer=4))
     straight, _, end = trained(pool, (1, 1, 1), tmp_path / "stays", steps=len(moves), **same)
     file = None
@@ -993,13 +774,10 @@ def test_a_run_resumes_in_any_other_layout(pool, tmp_path):
     assert relative(ours, end) <= 1e-10
 
 
-@pytest.mark.parametrize("layout, cp, zero", [
-    ((2, 2, 2), 1, 1), ((2, 1, 1), 1, 3), ((1, 1, 2), 2, 1)])
+@pytest.mark.parametrize("layout, cp, zero", [((2, 2, 2), 1, 1), ((2, 1, 1), 1, 3)])
 def test_a_file_has_the_plain_models_state_in_any_layout(pool, tmp_path, layout, cp, zero):
     """In each layout and ZeRO stage the file of step 0 holds a plain model's parameters, bit for
-    bit, and no moments. The file of step 1 holds the parameters and moments of torch's AdamW after
-    a step on the plain model, to 1e-10 in fp64. The names are the plain model's, the tied matrix is
-    there once, without padding, and the file is at most 1.2 times as large as the tensors."""
+    bit, and no moments."""
     cfg = replace(CFG, n_layer=3)
     plain = GPT(cfg).initialize(5).double()
 
@@ -1041,9 +819,7 @@ def test_a_checkpoints_code_is_not_run(tmp_path):
     assert (tmp_path / "ran").is_dir()
 
 
-# ---------------------------------------------------------------------------------------------
-# The plain forms of data, checkpoint and sample, and `train.py --plain`, which is made of them
-# ---------------------------------------------------------------------------------------------
+# ---- The plain forms of data, checkpoint and sample, and `train.py --plain`, which is made of them
 
 SMALL = ("--seq-len", 32, "--n-embd", 32, "--batch-size", 8, "--warmup-steps", 4, "--device", "cpu")
 
@@ -1106,8 +882,8 @@ def tensors(path):
     ((), "fp32", 1e-6), (("--model", "llama-nano"), "fp64", 1e-10)])
 def test_the_plain_program_has_the_losses_of_a_run(run_train, library, tmp_path, size, dtype,
                                                    bound):
-    """With clipping at work, over 20 steps."""
-    flags = ["--data", library, *SMALL, *size, "--steps", 20, "--dtype", dtype]
+    """With clipping at work, over 10 steps."""
+    flags = ["--data", library, *SMALL, *size, "--steps", 10, "--dtype", dtype]
     for out, plain in (("run", []), ("plain", ["--plain"])):
         assert run_train(*flags, "--out", tmp_path / out, *plain)[0] == 0
     expected, found = (read_metrics(tmp_path / out)[0] for out in ("run", "plain"))
@@ -1141,33 +917,24 @@ def test_a_plain_run_continues_in_eight_ranks_and_back(run_train, library, tmp_p
     assert all(torch.equal(straight[key], parts[key]) for key in straight)
 
 
-# ---------------------------------------------------------------------------------------------
-# The table of differences
-# ---------------------------------------------------------------------------------------------
+# ---- The table of differences
 
 def equality_table(pool, dtype, out):
-    """Yields (layout, schedule, (loss, gradient, norm)): the figures of
-    docs/measurements.md."""
+    """Yields (layout, schedule, (loss, gradient, norm)): the figures of docs/measurements.md."""
     one = {cfg: trained(pool, (1, 1, 1), out, cfg, whole_gradient, dtype=dtype, micro_batch=8)
            for cfg in map(deep_enough, LAYOUTS)}
-    for layout in LAYOUTS:
-        cfg = deep_enough(layout)
-        yield layout, "gpipe", equality_row(pool, layout, one[cfg], out, cfg, dtype=dtype)
-    cfg = deep_enough((1, 1, 8))
-    for layout in [(1, 1, 2), (4, 1, 2), (2, 2, 2), (1, 1, 4), (2, 1, 4), (1, 2, 4)]:
-        for flags in (INTERLEAVED, dict(pp_schedule="zb-h1")):
-            yield layout, flags["pp_schedule"], equality_row(
-                pool, layout, one[cfg], out, cfg, dtype=dtype, **flags)
-
-
-def exact_row(pool, dtype, out):
-    """The largest (loss, gradient, norm) of all these layouts with --exact: 0."""
-    cfg = replace(NARROW, n_layer=9)
-    flags = dict(exact=True, dtype=dtype, micro_batch=1)
+    rows = [(layout, dict(pp_schedule="gpipe"), deep_enough(layout)) for layout in LAYOUTS]
+    rows += [(layout, flags, deep_enough((1, 1, 8)))
+             for layout in [(1, 1, 2), (4, 1, 2), (2, 2, 2), (1, 1, 4), (2, 1, 4), (1, 2, 4)]
+             for flags in (INTERLEAVED, dict(pp_schedule="zb-h1"))]
+    for layout, flags, cfg in rows:
+        yield layout, flags["pp_schedule"], equality_row(pool, layout, one[cfg], out, cfg,
+                                                         dtype=dtype, **flags)
+    cfg, flags = replace(NARROW, n_layer=9), dict(exact=True, dtype=dtype, micro_batch=1)
     one = trained(pool, (1, 1, 1), out, cfg, whole_gradient, **flags)
-    rows = [differences(trained(pool, layout, out, cfg, whole_gradient, **flags), one)
-            for layout in LAYOUTS]
-    return [max(column) for column in zip(*rows)]
+    exact = [differences(trained(pool, layout, out, cfg, whole_gradient, **flags), one)
+             for layout in LAYOUTS]
+    yield ("all",), "exact", [max(column) for column in zip(*exact)]
 
 
 if __name__ == "__main__":
@@ -1178,10 +945,6 @@ if __name__ == "__main__":
               "norm |\n" + "|---" * 8 + "|")
         for (layout, schedule, fp32), (_, _, fp64) in zip(*tables):
             cells = [" x ".join(map(str, layout)), schedule]
-            cells += [f"{x:.0e}" for x in fp32 + fp64]
+            cells += [f"{x:.0e}" for x in [*fp32, *fp64]]
             print("| " + " | ".join(cells) + " |", flush=True)
-        cells = []
-        for dtype in ("fp32", "fp64"):
-            cells += [f"{x:.0e}" for x in exact_row(workers, dtype, folder)]
-        print("| all of these | exact | " + " | ".join(cells) + " |")
         workers.stop()

@@ -1,25 +1,20 @@
-"""What the tests of each file start: a plugin of pytest that .ci/run loads.
+"""What the tests of each file start, and their CPU seconds: a plugin of pytest that .ci/run loads.
 
     python -m pytest -p tests.costs test_all.py                     compare with tests/costs.json
     python -m pytest -p tests.costs --record-costs test_all.py      write the new rows there
 
-Counted are the ranks of the Pool's runs, the commands, which are forks, and the interpreters that
-tests start anew. These counts are equal on every machine. A line tells where a file starts more
-than its row says. CPU seconds are those of this machine. A session's fixture counts for the file
-that needs it first: a row is that of a whole run, of test_all.py or of tests/.
+Ranks of the Pool and commands, which are forks, are equal in number on every machine. A session's
+fixture counts for the file that needs it first.
 """
 import json
 import os
-import subprocess
-import sys
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
-from tests import harness
+from tests import commands, harness
 
 RECORDED = Path(__file__).with_name("costs.json")
-COUNTS = ("ranks", "commands", "interpreters")
 
 
 def cpu_seconds():
@@ -35,12 +30,10 @@ def cpu_seconds():
 
 class Costs:
     def __init__(self):
-        self.rows = defaultdict(lambda: dict.fromkeys((*COUNTS, "seconds"), 0))
+        self.rows = defaultdict(lambda: dict(ranks=0, commands=0, seconds=0))
         self.file = None
         self.count(harness.Pool, "run", "ranks", lambda pool, world, *_: world)
-        self.count(harness.Command, "__init__", "commands", lambda *_: 1)
-        self.count(subprocess.Popen, "__init__", "interpreters",
-                   lambda _, command, *__: int(sys.executable in command))
+        self.count(commands.Command, "__init__", "commands", lambda *_: 1)
 
     def count(self, owner, method, name, many):
         original = getattr(owner, method)
@@ -60,15 +53,12 @@ class Costs:
     def pytest_sessionfinish(self, session):
         self.rows[self.file]["seconds"] += cpu_seconds()
         del self.rows[None]                 # the start and the collection
-        is_recording = session.config.getoption("record_costs")
         recorded = json.loads(RECORDED.read_text())
         for file, row in self.rows.items():
             row["seconds"] = round(row["seconds"])
             before = recorded.get(file, dict.fromkeys(row, 0))
             print(f"\n{file}:", *(f"{row[name]} {name} ({before[name]})" for name in row), end="")
-            if any(row[name] > before[name] for name in COUNTS):
-                print(" STARTS MORE than tests/costs.json says, in brackets", end="")
-        if is_recording:
+        if session.config.getoption("record_costs"):
             lines = [f"{json.dumps(file)}: {json.dumps(row)}"
                      for file, row in sorted((recorded | self.rows).items())]
             RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")

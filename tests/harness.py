@@ -1,41 +1,30 @@
 """How the tests start ranks and programs, and what they compare: a plugin of pytest.
 
-.pytest.ini loads it by `-p tests.harness`, so that its fixtures are there for test_all.py and for
-every file in tests/. It is loaded before torch: it sets the environment that torch reads at its
+.pytest.ini loads it by `-p tests.harness`, and tests/commands.py, so that their fixtures are there
+for test_all.py and for every file in tests/. It is loaded before torch: it sets the environment that torch reads at its
 import. A test imports the functions that it calls: `from tests.harness import trained`.
 
     Ranks       Pool: eight processes, started once. An `on_ranks` test runs on each of `world`.
     Runs        trained(pool, layout, ...): train.Run on dp x tp x pp ranks; watched(config): here;
                 losses_of_plain_program: those that parallel.py prints
     Compared    relative(ours, theirs): the largest relative difference; outputs_and_dx: of layers
-    Files       small_state, saved, links: checkpoints without a run; failing: a broken disk
-    Commands    Command, launch: programs in other processes; run_train, run_data, run_sample: here
-    Data sets   shards, two_sources, things: made once
+    Files       small_state, saved, links: checkpoints without a run
+
+Programs, and the data sets that they read, are in tests/commands.py.
 """
-import ctypes
 import functools
-import gc
 import inspect
 import io
 import itertools
-import json
 import math
 import multiprocessing.forkserver
 import os
 import pickle
-import re
 import resource
-import runpy
-import shlex
-import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 import traceback
-import weakref
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -54,8 +43,9 @@ sys.dont_write_bytecode = True      # the tests leave nothing behind
 # Ranks and commands are forks of one process, which imports for all of them what takes seconds. It
 # starts here, if this is pytest, and imports while this process does.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.harness", "torch._dynamo", "torch.distributed.fsdp",
-                              "torch.distributed.optim", "torch.distributed.pipelining"])
+FORKS.set_forkserver_preload([
+    "tests.harness", "tests.commands", "torch._dynamo", "torch.distributed.fsdp",
+    "torch.distributed.optim", "torch.distributed.pipelining"])
 if "_pytest" in sys.modules:
     multiprocessing.forkserver.ensure_running()
 
@@ -70,13 +60,9 @@ from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 import checkpoint
 import data
 import parallel
-import sample
 import train
-from base import processes
 from base.options import Config
-from corpus import documents, downloads, encode, inputs, program
 from corpus.mixtures import Mixture, Source
-from corpus.prepare import prepare
 from corpus.windows import TextWindows
 from model import GPT, OF_VOCABULARY, GPTConfig
 from parallelism import pieces
@@ -92,9 +78,7 @@ from runtime import checkpoint_writer, loader, run_log, run_state
 torch.set_num_threads(1)
 
 
-# ---------------------------------------------------------------------------------------------
-# Sizes, layouts and files that many tests take
-# ---------------------------------------------------------------------------------------------
+# ---- Sizes, layouts and files that many tests take
 
 # No tp or pp above 1 divides the 257 tokens or the five layers.
 CFG = GPTConfig(vocab_size=257, seq_len=16, n_layer=5, n_head=8, n_embd=32)
@@ -147,36 +131,9 @@ def deep_enough_for(row):
 
 FORMULA = dict(fp32=lambda dp: (16, 8 + 8 / dp, 4 + 12 / dp, 16 / dp),      # bytes a parameter
                bf16=lambda dp: (18, 6 + 12 / dp, 2 + 16 / dp, 18 / dp))     # in ZeRO 0 to 3
-TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--batch-size", "4",
-        "--steps", "4", "--warmup-steps", "2", "--save-every", "2", "--eval-every", "2",
-        "--eval-tokens", "64"]
-NASTY = ["a  b", " \n\n \tx", "don't 've ''s", "\u00e9t\u00e9 \u6f22\u5b57 \u00a0\u2003x \u3000",
-         "\r\n\r\n", "    ", "12 345 !?", "\x85\x1c \x1d\n", "\U0001f600 \U0001f469\u200d",
-         documents.EOT, "\u200b ", "A", "\n", " ", "\t\v", "'"]
-SHARED = ROOT.parent / "shared"         # what is downloaded elsewhere, where there is a copy
-PAGES = {page.name: page.read_text() for page in
-         [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
-README = "\n".join(PAGES.values())         # the front page, then the chapters by name
 
 
-def readme_commands(program) -> list[tuple[str, list[str]]]:
-    """(what stands before `program`, its flags) of each command in the README and the chapters that
-    python or torchrun starts. (Of a sweep its first turn; no transcripts, no --help.)"""
-    blocks = README.split("```")
-    commands = [block for block in blocks[1::2]
-                if not re.match(r"console\n|\w*\n\$ ", block)]
-    text = "".join(commands).replace("\\\n", " ").replace(" && ", "\n")
-    text = re.sub("for lr in (\\S+) .*; do (.*); done",
-                  lambda loop: loop[2].replace("$lr", loop[1]), text)
-    text += "\n".join(re.findall("`((?:python|torchrun) [^`]*)`", "".join(blocks[::2])))
-    found = re.findall(rf"(?m)^(.*(?:python|torchrun).* ){re.escape(program)}(?: (.*))?$", text)
-    return [(before, shlex.split(flags, comments=True)) for before, flags in found
-            if flags != "--help"]
-
-
-# ---------------------------------------------------------------------------------------------
-# Ranks: eight processes that are started once
-# ---------------------------------------------------------------------------------------------
+# ---- Ranks: eight processes that are started once
 
 class RankFailed(AssertionError):
     """An assertion of a rank: the first line says which and what, then comes its traceback."""
@@ -186,7 +143,8 @@ def place_and_values(error):
     """Where a test failed, and the first line of the AssertionError, or of the code if it says
     nothing."""
     frames = traceback.extract_tb(error.__traceback__)
-    frame = [frame for frame in frames if frame.filename != __file__][-1]
+    frame = [frame for frame in frames
+             if Path(frame.filename).name not in ("harness.py", "commands.py")][-1]
     said = str(error).partition("\n")[0] or frame.line
     return f"{Path(frame.filename).name}:{frame.lineno}: {said}"
 
@@ -235,8 +193,7 @@ class Pool:
 
     def run(self, world, fn, *args, seconds=120):
         """[fn(rank, world, *args) of each rank]. A rank's exception is raised here with its
-        traceback, a rank's failed assertion as RankFailed. After it, or `seconds` without an
-        answer, the processes are replaced."""
+        traceback, a rank's failed assertion as RankFailed."""
         self.processes = self.processes or self.start()
         call = pickle.dumps((fn, args))
         try:
@@ -320,9 +277,7 @@ def gridded(rank, world, tp, pp, sequence_parallel=False, chunks=1, cp=1, ep=1):
         grid.groups.clear()
 
 
-# ---------------------------------------------------------------------------------------------
-# Runs of train.Run
-# ---------------------------------------------------------------------------------------------
+# ---- Runs of train.Run
 
 def tokens_of(cfg, batch, seed=0):
     """Random tokens (batch, seq_len)."""
@@ -589,9 +544,7 @@ def stage_of(plain, grid, recompute=False):
     return local, flat
 
 
-# ---------------------------------------------------------------------------------------------
-# What is compared, counted and watched
-# ---------------------------------------------------------------------------------------------
+# ---- What is compared, counted and watched
 
 class Difference(float):
     """A relative difference that names its place and the two values there when it is printed."""
@@ -794,9 +747,7 @@ def in_turn(events):
     return [event for event, _ in itertools.groupby(events)]
 
 
-# ---------------------------------------------------------------------------------------------
-# Checkpoints and folders
-# ---------------------------------------------------------------------------------------------
+# ---- Checkpoints and folders
 
 def saved_file(out, step):
     return out / f"step_{step:08d}.pt"
@@ -840,65 +791,6 @@ def no_file_above(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def is_killed(save, call, most):
-    """Whether the kernel kills a fork of this process that calls save(): before the call with this
-    number (from 0; None: none) that opens, names or removes a file, and where a file would exceed
-    `most` bytes."""
-    def die_at_the_call(event, _):
-        if event.startswith(("open", "os.", "shutil.")) and next(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-    child = os.fork()
-    if child == 0:
-        with suppress(BaseException):       # the child must never return to pytest
-            calls = itertools.count()
-            sys.addaudithook(die_at_the_call)
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            with no_file_above(most):
-                save()
-        os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-
-
-def lose_either_rank(folder, flags, fate, step=11):
-    """Two jobs at the same time, each folder/wrapper.py on two ranks, in folder/0 and folder/1.
-    After a step a signal `fate` reaches rank 0 of the one and rank 1 of the other, and the job's
-    file "lost" appears. The other rank exits with status 1 and one line. Returns the two folders,
-    which are --out and the working directory."""
-    folders = folder / "0", folder / "1"
-    jobs = []
-    for out in folders:
-        out.mkdir()
-        jobs.append(launch(2, *flags, "--out", out, file=folder / "wrapper.py", cwd=out))
-    try:
-        for victim, (out, job) in enumerate(zip(folders, jobs)):
-            wait_for_step(out, step, job[0])    # of saves every 5 steps: 5 is whole, 10 is not
-            job[victim].send_signal(fate)
-            (out / "lost").touch()
-        for victim, job in enumerate(jobs):
-            status, _, error = job[1 - victim].finish()
-            assert status == 1 and error.count("\n") == 1, error
-    finally:
-        for rank in itertools.chain(*jobs):
-            rank.process.kill()
-            rank.process.join()
-    return folders
-
-
-def bytes_held(name):
-    """A number of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"^{name}:\s+(\d+)", lines, re.M)[1])
-
-
-def give_back_freed_memory():
-    """To the system. From here on it gets what is freed at once, as far as that is large."""
-    gc.collect()
-    libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(-3, 2 ** 17)       # M_MMAP_THRESHOLD: or glibc keeps up to 64 MB that are freed
-    libc.malloc_trim(0)
-
-
 @pytest.fixture(params=["hard links", "no hard links"])
 def links(request):
     """Whether the file system has hard links: once with, once without."""
@@ -907,202 +799,15 @@ def links(request):
         yield there
 
 
-def failing(name, call, errors):
-    """A patch: each open, or read, of a path that ends in `name` raises one of the `errors`."""
-    def open_file(path, *more, **options):
-        if not errors or not str(path).endswith(str(name)):
-            return open(path, *more, **options)
-        error = OSError(errors.pop(), "the disk hangs")
-        if call == "open":
-            raise error
-        return mock.Mock(wraps=open(path, *more, **options), read=mock.Mock(side_effect=error))
-    return mock.patch.object(io, "open", open_file)
-
-
-# ---------------------------------------------------------------------------------------------
-# Commands: programs in processes of their own, or here
-# ---------------------------------------------------------------------------------------------
-
-def run_file(folder, cwd, environment, file, arguments):
-    """What `python FILE ARGUMENTS` does, in this process, with its output in files."""
-    for number, name in [(1, "out"), (2, "error")]:
-        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)
-    os.chdir(cwd)
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)        # under nohup it is ignored
-    sys.argv = list(map(str, [file, *arguments]))
-    runpy.run_path(str(ROOT / file), run_name="__main__")
-
-
-class Command:
-    """`python FILE ARGUMENTS` in a process of its own, a fork of one that has imported torch."""
-
-    def __init__(self, file, *arguments, cwd=ROOT, **environment):
-        self.folder = tempfile.mkdtemp()
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        self.process = FORKS.Process(target=run_file, daemon=True, args=(
-            self.folder, cwd, environment, file, arguments))
-        self.process.start()
-        self.pid = self.process.pid
-
-    def poll(self):
-        return self.process.exitcode
-
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
-    def finish(self, seconds=60):
-        """Wait for its end -> (exit status, standard output, standard error)."""
-        self.process.join(seconds)
-        texts = [Path(self.folder, name).read_text() for name in ("out", "error")]
-        if self.poll() is None:
-            self.process.kill()
-            raise TimeoutError(f"no end in {seconds} s: {texts}")
-        return self.poll(), *texts
-
-
-def launch(world, *flags, file="train.py", **environment):
-    """train.py on `world` ranks as torchrun would start them, but without torchrun: [Command]."""
-    held = socket.socket()      # or the kernel gives the port away before rank 0 listens to it
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    ranks = [Command(file, *flags, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world,
-                     LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1",
-                     MASTER_PORT=held.getsockname()[1], **environment) for rank in range(world)]
-    weakref.finalize(ranks[0], held.close)
-    return ranks
-
-
-def torchrun(count, *arguments, cwd=None, gpus="", **options):
-    """torchrun on a free port, with the environment of a user's shell, but only these GPUs."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "CUDA_VIS"))}
-    environment |= {} if gpus is None else dict(CUDA_VISIBLE_DEVICES=gpus)
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d",
-         "--rdzv-endpoint=localhost:0", f"--nproc_per_node={count}", *map(str, arguments)],
-        cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True, **options)
-
-
-def wait_for(out, find, process, seconds=120):
-    """What find(rows, events) says of metrics.jsonl, once that is true; `process` is a Command or a
-    Popen."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and process.poll() is None:
-        with suppress(FileNotFoundError, ValueError):
-            if found := find(*read_metrics(out)):
-                return found
-        time.sleep(0.02)
-    raise AssertionError((process.finish if isinstance(process, Command) else
-                          process.communicate)())
-
-
-def wait_for_step(out, step, process):
-    wait_for(out, lambda rows, _: rows and rows[-1]["step"] >= step, process)
-
-
-def run_main(capsys, module, *flags):
-    """`python PROGRAM.py FLAGS`, in this process -> (exit status, stdout, stderr)."""
-    with mock.patch.object(sys, "argv", [f"{module.__name__}.py", *map(str, flags)]):
-        try:
-            status = module.main() or 0
-        except SystemExit as stop:
-            status = stop.code
-    return status, *capsys.readouterr()
-
-
-@pytest.fixture
-def run_data(capsys):
-    """run_data(*flags) -> (exit status, standard output, standard error) of data.py."""
-    return functools.partial(run_main, capsys, SimpleNamespace(__name__="data", main=program.main))
-
-
-@pytest.fixture
-def make_data(run_data, tmp_path, monkeypatch):
-    """make_data(*input, *flags) -> (standard output, standard error) of data.py, which succeeds: in
-    tmp_path, in bytes, to "out"."""
-    monkeypatch.chdir(tmp_path)
-
-    def make(*given):
-        status, out, error = run_data("--tokenizer", "bytes", "--out", "out", "--input", *given)
-        assert status == 0, error
-        return out, error
-    return make
-
-
-@pytest.fixture
-def refuse_data(run_data, tmp_path, monkeypatch):
-    """refuse_data(words, *input, *flags): data.py writes no file and changes none, and ends with
-    exit status 2 and one line, behind its notes, that has all of these words. The line is returned.
-    """
-    monkeypatch.chdir(tmp_path)
-
-    def files_here(given):
-        return {path: path.is_file() and str(path) not in map(str, given) and path.read_bytes()
-                for path in Path().rglob("*") if not path.is_dir()}
-
-    def refuse(words, *given):
-        if not str(given[0]).startswith("--"):
-            given = "--tokenizer", "bytes", "--out", "out", "--input", *given
-        before = files_here(given)
-        status, out, error = run_data(*given)
-        *notes, line = error.splitlines(keepends=True)
-        assert (status, out) == (2, "") and line.startswith("data.py: "), error
-        assert all(note.startswith("note: ") for note in notes), error
-        assert all(word in line for word in words.split()), line
-        assert "Errno" not in line and files_here(given) == before
-        return line
-    return refuse
-
-
-@pytest.fixture
-def run_train(capsys):
-    """run_train(*flags, **environment) -> (exit status, stdout, stderr) of train.main here. With a
-    WORLD_SIZE above 1 this is rank 0, without the others: for mistakes, which it alone tells."""
-    def run(*flags, **environment):
-        if "WORLD_SIZE" in environment:
-            ranks = environment["WORLD_SIZE"]
-            environment = dict(RANK=0, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1",
-                               MASTER_PORT=29500) | environment
-        with mock.patch.dict(os.environ, {k: str(v) for k, v in environment.items()}), \
-                mock.patch.object(signal, "signal"), mock.patch.object(processes.time, "sleep"), \
-                mock.patch.object(processes, "process_group", lambda *_: nullcontext()):
-            return run_main(capsys, train, *flags)
-    return run
-
-
-@pytest.fixture
-def run_sample(things, monkeypatch, capsys):
-    """run_sample(*flags) -> (exit status, standard output, standard error) of sample.py."""
-    def run(*flags, stdin=""):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        return run_main(capsys, sample, "--ckpt", things / "whole.pt", *flags)
-    return run
-
-
-def read_metrics(out):
-    """(rows of steps, events), each in the order of the file."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [r for r in rows if "event" not in r], [r for r in rows if "event" in r]
-
-
-def kinds(events):
-    return [event["event"] for event in events]
-
-
-def expect_mistake(result, message):
-    status, _, error = result
-    assert status == 2, error
-    assert message in error and error.startswith("train.py: ") and error.count("\n") == 1
+# ---- The end of a session
 
 
 @pytest.fixture(scope="session", autouse=True)
 def leave_nothing_behind():
-    """Remove the bytecode of this file, which pytest writes before its first line has run."""
+    """Remove the bytecode of the plugins, which pytest writes before its first line has run."""
     yield
     folder = ROOT / "tests" / "__pycache__"
-    for file in [*folder.glob("harness.*"), *folder.glob("__init__.*")]:
+    for file in itertools.chain(*map(folder.glob, ("harness.*", "commands.*", "__init__.*"))):
         file.unlink(missing_ok=True)        # another pytest may end at the same time
     with suppress(OSError):
         folder.rmdir()
@@ -1112,126 +817,3 @@ def leave_nothing_behind():
     if server._forkserver_pid is not None:
         os.kill(server._forkserver_pid, signal.SIGTERM)     # it may still import
         server._stop()
-
-
-# ---------------------------------------------------------------------------------------------
-# Data sets
-# ---------------------------------------------------------------------------------------------
-
-def shard(tokens, magic=20240520, version=1, count=None):
-    """The bytes of a shard, whose header can be wrong."""
-    header = np.array([magic, version, len(tokens) if count is None else count], "<i4").tobytes()
-    return header.ljust(1024, b"\0") + np.array(tokens, "<u2").tobytes()
-
-
-def texts_of(directory, *splits):
-    """The documents of a split in tokens that are bytes; of two splits, document by document."""
-    found = []
-    for split in splits:
-        tokens = np.concatenate([np.fromfile(file, "<u2", offset=1024)
-                                 for file in sorted(Path(directory).glob(f"{split}_*.bin"))])
-        before, *documents = np.split(tokens, np.flatnonzero(tokens == 256))
-        assert not len(before)
-        found.append([bytes(document[1:].tolist()).decode() for document in documents])
-    return ["".join(parts) for parts in zip(*found, strict=True)]
-
-
-def write_lines(path, records):
-    """A file of JSON by lines."""
-    Path(path).write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def write_texts(path, texts, field="text"):
-    return write_lines(path, [{field: text} for text in texts])
-
-
-def meta_of(folder):
-    return json.loads(Path(folder, "meta.json").read_text())
-
-
-def set_block(monkeypatch, size):
-    """The characters read, and encoded, at once."""
-    for module in (documents, downloads, encode):
-        monkeypatch.setattr(module, "BLOCK", size)
-
-
-def dataset(directory, files, **changes):
-    """A TokenDataset of these shards, {name: tokens}, with `changes` of meta.json."""
-    directory.mkdir(exist_ok=True)
-    for name, tokens in files.items():
-        (directory / f"{name}.bin").write_bytes(shard(tokens))
-    meta = dict(tokenizer="bytes", vocab_size=257, bytes_per_token=1.0, fingerprint="f")
-    (directory / "meta.json").write_text(json.dumps(meta | changes))
-    return data.TokenDataset(directory, "train", 4)
-
-
-@pytest.fixture(scope="session")
-def shards(tmp_path_factory):
-    """A directory of token shards made by data.py."""
-    folder = tmp_path_factory.mktemp("shards")
-    (folder / "text.txt").write_text("".join(f"line {i}: some words é\n" for i in range(3000)))
-    prepare([folder / "text.txt"], folder / "d", "bytes")
-    return folder / "d"
-
-
-@pytest.fixture(scope="module")
-def two_sources(tmp_path_factory):
-    """Directories a, of 40 windows of 16 tokens and 2 to validate on, and b, of more than 128."""
-    folder = tmp_path_factory.mktemp("sources")
-    for name, lines in (("a", [f"{i} + {i} = {2 * i}\n" for i in range(50)]),
-                        ("b", [f"line {i}: other words é\n" for i in range(2200)])):
-        (folder / f"{name}.txt").write_text("".join(lines))
-        prepare([folder / f"{name}.txt"], folder / name, "bytes")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """Shards of the standard library's source in bytes, as `python data.py` makes them."""
-    folder = tmp_path_factory.mktemp("library") / "python"
-    prepare(inputs.standard_library(), folder, "bytes")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def things(shards, tmp_path_factory):
-    """A folder with things that are wrong, by the names that the mistakes below call them; and a
-    whole checkpoint."""
-    folder = tmp_path_factory.mktemp("things")
-    (folder / "precious").write_text("a file")
-    tokens = np.arange(100_000) % 257       # two blocks of check, one for each of two ranks
-    beyond = np.append(tokens, 257)
-    for name, of_train, of_val, changes in [
-            ("beyond", beyond, tokens, {}), ("beyond_val", tokens, beyond, {}),
-            ("torn", tokens, tokens, {}), ("other", tokens, tokens, dict(fingerprint="other")),
-            ("opt", tokens, tokens, dict(tokenizer="opt-257")),
-            ("toy", tokens, tokens, dict(vocab_size=300))]:
-        dataset(folder / name, dict(train_0=of_train, val_0=of_val), **changes)
-    os.truncate(folder / "torn/train_0.bin", 2000)
-    dataset(folder / "lost", dict(train_000000=tokens, val_000000=tokens))
-    (folder / "lost/meta.json").unlink()
-    whole = Command("train.py", "--data", shards, "--out", folder / "run", *TINY).finish(200)
-    assert whole[0] == 0, whole
-    (folder / "run" / "latest.pt").rename(folder / "whole.pt")
-    state = torch.load(folder / "whole.pt")
-    state["format"] = 6
-    torch.save(state, folder / "six.pt")
-    (folder / "sixth").mkdir()
-    shutil.copy(folder / "run" / "step_00000002.pt", folder / "sixth")
-    shutil.copy(folder / "six.pt", folder / "sixth" / "latest.pt")
-    (folder / "torn.pt").write_bytes((folder / "whole.pt").read_bytes()[:-5000])
-    return folder
-
-
-@pytest.fixture(scope="session")
-def losses_of_train_py(shards, tmp_path_factory):
-    """losses_of_train_py(steps): those of the quick start's model and flags in one process."""
-    @functools.cache
-    def run(steps):
-        out = tmp_path_factory.mktemp("quick start")
-        done = Command("train.py", "--data", shards, "--out", out, "--steps", steps,
-                       "--eval-every", 0, "--save-every", 0).finish(200)
-        assert done[0] == 0, done
-        return column(read_metrics(out)[0], "loss")
-    return run

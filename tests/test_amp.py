@@ -1,12 +1,9 @@
 """Mixed precision: the scale's floor, and sums and updates that 16 bits would lose.
 
-    python -m pytest tests/test_amp.py
-
 The loss scale beside torch's GradScaler: test_all.py.
 """
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -16,8 +13,8 @@ import model
 from model import GPTConfig
 from parallelism import collectives, kernels
 from parallelism.build import Grid
-from tests.harness import (CFG, assert_close, column, gridded, on_ranks, random_tensor, relative,
-                           run_steps, settings, staged, tokens_of, whole_gradient)
+from tests.harness import (CFG, assert_close, gridded, on_ranks, random_tensor, relative, staged,
+                           tokens_of)
 
 
 def test_the_scale_stays_at_its_floor_and_grows_from_there():
@@ -59,18 +56,6 @@ def test_an_update_below_the_last_bit_of_a_parameter_accumulates_in_the_master(d
         seen.append(bucket.view(bucket.data, spec).unique().tolist())
     assert seen[:3] == 3 * [[1.0]] and seen[-1] == [1 + last_bit]
     assert theirs.tolist() == 4 * [1.0]
-
-
-def test_16_bit_gradients_of_a_matrix_add_up_in_fp32():
-    """300 gradients of 1 in bf16 are 300; autograd's own sum ends at 256, because 257 rounds to
-    256. (For the token matrix: test_the_token_matrix_adds_its_gradient_to_main_grad.)"""
-    local, _ = staged(replace(CFG, n_layer=1), Grid(1, 1, 1), torch.bfloat16)
-    matrix = local.blocks["0"].mlp.up.weight
-    plain = nn.Parameter(matrix.detach().clone())
-    for _ in range(300):
-        matrix.sum().backward()
-        plain.sum().backward()
-    assert matrix.main_grad().unique().tolist() == [300] and plain.grad.unique().tolist() == [256]
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 0.0025), (torch.float16, 0.0004)])
@@ -121,8 +106,7 @@ def test_16_bit_gradients_of_layer_norms_and_embeddings_add_up_in_fp32(dtype, bo
 @on_ranks
 def test_a_16_bit_sum_of_slices_on_cpus_is_rounded_once(rank, world=8):
     """Eight ranks reduce-scatter numbers in bf16 (sequence parallelism's activations, dK and dV of
-    context parallelism): the sum is that of fp64 rounded once. Added up in bf16 it is twice as far
-    from it."""
+    context parallelism): the sum is that of fp64 rounded once."""
     terms = [random_tensor(world * 1000, seed=seed).bfloat16() for seed in range(world)]
     expected = sum(term.double() for term in terms).chunk(world)[rank]
     one_by_one = sum(term.chunk(world)[rank] for term in terms)
@@ -130,27 +114,6 @@ def test_a_16_bit_sum_of_slices_on_cpus_is_rounded_once(rank, world=8):
         total = collectives.reduce_scatter(terms[rank], grid.groups["tp"]).wait()
     assert relative(one_by_one, expected) > 2 * relative(expected.bfloat16(), expected)
     assert relative(total, expected) < 1.05 * relative(expected.bfloat16(), expected)
-
-
-def test_without_a_loss_scale_small_gradients_vanish_in_fp16(tmp_path):
-    """Unscaled, most fp16 gradients of a large batch are all zero and the loss stalls, 0.15 nats
-    above fp64's; with make_scaler's scale the gradients are those of fp64 to 5%, the losses to
-    0.05. A batch of GPT-3 has 4M tokens (table 2.1), ours 128: a loss scale of 2^-15 makes the
-    gradients of a microbatch, which are those of a mean over the batch, as small."""
-    def train_with(dtype, init_scale):
-        def prepare(run):
-            run.scaler = amp.LossScaler(init_scale, min_scale=0.0)
-        config = settings(tmp_path, dtype=dtype, lr=4e-3, clip=0.0)
-        steps, gradients, _ = run_steps(0, 1, (1, 1, 1), config, replace(CFG, n_layer=2),
-                                        whole_gradient, prepare=prepare)
-        return np.array(column(steps, "loss")), gradients[0]
-    exact, expected = train_with("fp64", 1.0)
-    stalled, vanished = train_with("fp16", 2.0 ** -15)
-    scaled, gradient = train_with("fp16", 2.0 ** -15 * amp.make_scaler("fp16").scale)
-    assert sum(not tensor.any() for tensor in vanished.values()) > len(vanished) / 2
-    assert relative(gradient, expected) < 0.05
-    assert abs(scaled - exact).max() < 0.05
-    assert stalled[-1] - exact[-1] > 0.15
 
 
 def test_the_gradient_norm_is_exact_over_many_elements():

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.harness import readme_commands
+from tests.commands import readme_commands
 from tools.bench import __main__ as bench
 from tools.bench import launch
 

@@ -1,11 +1,8 @@
 """The files of a run: which stay, which is taken, how they reach the disk, and what is refused.
 
-    python -m pytest tests/test_checkpoint.py
-
-What is in a file: test_all.py. What a file survives: test_survival.py.
+What is in a file: test_all.py. What a file survives: test_faults.py.
 """
 import os
-import re
 import threading
 import weakref
 from dataclasses import asdict, replace
@@ -17,18 +14,13 @@ import torch
 
 import checkpoint
 from base import checkpoint_files
-from base.errors import RunError
 from base.options import Config
 from model import GPT, GPTConfig
-from runtime import checkpoint_writer, directory
+from runtime import checkpoint_writer
 from runtime.checkpoint_writer import Writer
 from tests.harness import (CFG, after_backward, assert_same_state, names_in, overflow_in,
                            save_at_the_start, saved, saved_file, settings, small_state, tokens_of,
                            watched)
-
-
-def test_the_docstring_tells_the_version_of_the_format():
-    assert re.search(rf"format +{checkpoint.FORMAT}: ", checkpoint.__doc__)
 
 
 def steps_listed(out):
@@ -50,20 +42,6 @@ def test_the_newest_file_is_that_of_the_last_step_whatever_the_times(tmp_path, l
         saved_file(tmp_path, k) for k in (3, 2, 4)]
     checkpoint.save(small_state(5) | dict(monitor=dict(rollbacks=1)), tmp_path, keep=2)
     assert names_in(tmp_path) == ["latest.pt", "step_00000003.pt", "step_00000005.pt"]
-
-
-def test_the_newest_whole_file_is_taken(tmp_path, capsys):
-    """A damaged file is passed over with a line and an event; one that may not be read is not."""
-    for step in (1, 2, 3):
-        checkpoint.save(small_state(step), tmp_path, keep=3)
-    files = checkpoint_files.list_checkpoints(tmp_path)
-    assert steps_listed(tmp_path) == [3, 2, 1]
-    os.truncate(files[0], 1000)
-    path, _, (event,) = directory.latest_valid(files)
-    assert path == files[1] and event["reason"] in capsys.readouterr().err
-    with mock.patch.object(checkpoint_files.zipfile, "ZipFile", side_effect=PermissionError), \
-            pytest.raises(RunError):
-        directory.latest_valid(files)
 
 
 def content(path):
@@ -127,8 +105,7 @@ def test_plain_save_writes_whole_files_without_padding(tmp_path, safe):
 @pytest.mark.parametrize("full, whole", [(False, [2, 4, 6]), (True, [6])])
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
     """Each file is written while two more steps run; when the next is due, training waits for it,
-    also on a full disk, and no older state is left in memory. A file holds the state of its step,
-    bit for bit that of a run whose files are written at once."""
+    also on a full disk, and no older state is left in memory."""
     save, copy, wait = checkpoint.save, checkpoint_writer.copy_pieces, Writer.wait
     waits = threading.Semaphore(0)
     done, living, states = [], [], []

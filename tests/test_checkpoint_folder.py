@@ -31,8 +31,9 @@ from parallelism.build import Grid
 from parallelism.parameters import ParamSpec
 from parallelism.pieces import owned_slices, owners
 from runtime.folder_writer import make_table, write_part
-from tests.harness import (CFG, INTERLEAVED, TINY, assert_same_state, names_in, no_file_above,
-                           run_main, saved_file, settings, trained, watched)
+from tests.commands import TINY, run_main
+from tests.harness import (CFG, INTERLEAVED, assert_same_state, names_in, no_file_above, saved_file,
+                           settings, trained, watched)
 from tools import checkpoint as tool
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import run_main
+from tests.commands import run_main
 from tools import comparable_losses, compare, svg_picture
 
 

@@ -32,9 +32,9 @@ from model import mask_of_packed
 from models.llama import LlamaConfig
 from runtime import loader
 from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
-from tests.harness import (BOUNDS, CFG, INTERLEAVED, TINY, assert_same_state, differences,
-                           expect_mistake, meta_of, relative, run_main, same_bits, saved, trained,
-                           whole_gradient, without_saves, write_lines)
+from tests.commands import TINY, expect_mistake, meta_of, run_main, write_lines
+from tests.harness import (BOUNDS, CFG, INTERLEAVED, assert_same_state, differences, relative,
+                           same_bits, saved, trained, whole_gradient, without_saves)
 from tools import huggingface
 
 THREE_TURNS = [("system", " be brief "), ("user", "2 + 2?"), ("assistant", "4"), ("user", "more"),

@@ -24,12 +24,10 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,12 +51,11 @@ from corpus.mixtures import parse_mixture
 from corpus.prepare import prepare
 from corpus.shards import SPLITS, open_shard
 from corpus.tokenizers import TiktokenTokenizer, get_tokenizer
-from model import GPTConfig
 from runtime import checks
 from sample import plain_generate
-from tests.harness import (NASTY, PAGES, ROOT, SHARED, TINY, Command, dataset, meta_of, names_in,
-                           nothing, saved, set_block, shard, texts_of, write_lines, write_texts)
-from tools import huggingface
+from tests.commands import (NASTY, SHARED, TINY, Command, dataset, meta_of, set_block, shard,
+                            texts_of, write_lines, write_texts)
+from tests.harness import ROOT, names_in, nothing, saved
 
 
 # ---------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ import xml.etree.ElementTree
 
 import pytest
 
-from tests.harness import ROOT, run_main
+from tests.commands import run_main
+from tests.harness import ROOT
 from tools import docs
 
 PAGES_OF_TABLES = ("docs/flags.md", "docs/claims.md", "docs/faults.md", "docs/techniques.md")

@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 
 from runtime import dashboards, directory
-from tests.harness import TINY, launch, no_file_above, read_metrics, run_main, wait_for_step
+from tests.commands import TINY, launch, read_metrics, run_main, wait_for_step
+from tests.harness import no_file_above
 from tools import follow, metrics
 
 

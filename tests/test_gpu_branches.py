@@ -10,7 +10,6 @@ and from it and each wait, and refuses to mix devices, as a GPU does.
 import functools
 import itertools
 import math
-import os
 import re
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -21,31 +20,24 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch._inductor import metrics
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.backend_registration import (
-    _setup_privateuseone_for_python_backend as setup_privateuseone_for_python_backend)
+from torch.utils.backend_registration import (_setup_privateuseone_for_python_backend as
+                                              setup_privateuseone_for_python_backend)
 
 import checkpoint
-import sample
 import train
 from base import processes
-from model import GPT
-from models.llama import LlamaConfig
 from parallelism import build, collectives, kernels, pipeline
 from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
 from runtime import evaluation, run_log
-from tests.harness import (CFG, GPUS, ROOT, TINY, Memory, Rows, assert_same_rows, gather_full_state,
-                           gridded, own_processes, read_metrics, run_main, run_steps,
-                           settings, torchrun, traffic, without_saves)
-from tools.bench import pytorch_stack
+from tests.commands import TINY, read_metrics, torchrun
+from tests.harness import (CFG, GPUS, ROOT, Memory, Rows, assert_same_rows, gather_full_state,
+                           gridded, own_processes, run_steps, settings, traffic,
+                           without_saves)
 
-
-# ---------------------------------------------------------------------------------------------
-# NCCL: groups, connections, settings and the order of messages
-# ---------------------------------------------------------------------------------------------
+# ---- NCCL: groups, connections, settings and the order of messages
 
 def grid_of_eight(rank, world):
     """({group: its ranks}, {(group, function, peer)} of the communication of make_groups) on a
@@ -81,8 +73,7 @@ def grid_of_eight(rank, world):
 
 def test_the_grid_counts_tp_fastest_and_makes_a_gpus_connections(pool):
     """Four stages of tp 2 have the groups below, each made by its members alone and with twice the
-    timeout of to_host. Mechanism (that no run hangs while NCCL connects ranks): make_groups begins
-    with a collective in each, and a message each way between neighbors, and waits for all."""
+    timeout of to_host."""
     seen = {}
     for rank, (ranks, started) in enumerate(pool.run(8, grid_of_eight)):
         assert all(rank in group for group in ranks.values())
@@ -95,22 +86,6 @@ def test_the_grid_counts_tp_fastest_and_makes_a_gpus_connections(pool):
     assert seen == dict(tp={(0, 1), (2, 3), (4, 5), (6, 7)}, pp={(0, 2, 4, 6), (1, 3, 5, 7)},
                         embedding={(0, 6), (1, 7)}, world={tuple(range(8))},
                         save={tuple(range(8))})
-
-
-@pytest.mark.parametrize("given", [{}, dict(NCCL_RUNTIME_CONNECT="1")])
-def test_nccl_finds_its_settings_when_it_starts(capsys, given):
-    """Mechanism (that collectives do not wait for products, nor for connections in the middle of a
-    step): main sets the environment before it creates the process group; the user's values stay."""
-    seen = {}
-
-    def process_group(*_):
-        seen.update(os.environ)
-        raise ZeroDivisionError
-    with mock.patch.dict(os.environ, given), pytest.raises(ZeroDivisionError), \
-            mock.patch.object(processes, "process_group", process_group):
-        run_main(capsys, train)
-    expected = dict(NCCL_RUNTIME_CONNECT="0", TORCH_NCCL_HIGH_PRIORITY="1") | given
-    assert seen.items() >= expected.items()
 
 
 def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FBW"):
@@ -149,8 +124,7 @@ def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FBW"):
 
 def reach_their_end(started):
     """Whether all stages do on NCCL, where a device does nothing else until the messages that it
-    has started together have met their counterparts; and each gets the message that it expects:
-    NCCL ignores tags, and pairs the messages from one rank to another in order."""
+    has started together have met their counterparts; and each gets the message that it expects."""
     paths = {}
     for sent, *path, tag in itertools.chain(*itertools.chain(*started)):
         paths.setdefault(tuple(path), ([], []))[sent].append(tag)
@@ -172,8 +146,7 @@ def reach_their_end(started):
 def test_no_schedule_can_hang_on_nccl_where_single_messages_do(most):
     """Mechanism (of pipelines on GPUs): in a model of NCCL the messages of all schedules arrive,
     with up to `most` stages, 2 most microbatches and 4 chunks; also of the forwards alone, of any
-    number (evaluation); ZB-H1's are 1F1B's. Those of 1F1B would not if a send and a receive that
-    cross started one after the other, nor interleaved ones if each op were a turn."""
+    number (evaluation); ZB-H1's are 1F1B's."""
     for stages, count in itertools.product((2, 3, 4), (2, 3, 8)):
         single = [[[message] for messages in groups for message in messages]
                   for groups in messages_of("1f1b", stages, count)]
@@ -233,8 +206,7 @@ def communication_of(rank, world, layout, config, cfg):
         ((1, 1, 2), dict(cp=2, pp_schedule="zb-h1"))])])
 def test_context_parallel_ranks_communicate_in_one_order(pool, tmp_path, layout, flags):
     """Mechanism (that a run does not hang where NCCL makes each rank wait for what it starts): in
-    that model all messages and collectives of two steps meet. They would not if one rank started
-    two of them the other way round."""
+    that model all messages and collectives of two steps meet."""
     dp, tp, pp = layout
     config = settings(tmp_path, steps=2, check_every=0, tp=tp, pp=pp, **flags)
     world = dp * tp * pp * config.cp
@@ -245,9 +217,7 @@ def test_context_parallel_ranks_communicate_in_one_order(pool, tmp_path, layout,
     assert not all(reach_their_end([other_way, *others]) for other_way in swapped)
 
 
-# ---------------------------------------------------------------------------------------------
-# Every branch for GPUs, on a device made of Python
-# ---------------------------------------------------------------------------------------------
+# ---- Every branch for GPUs, on a device made of Python
 
 SECOND_LOG = []         # in order: ("arrives" or "leaves", bytes) or ("event", 0)
 SECOND_LACKS = set()    # types
@@ -334,8 +304,7 @@ def second_device():
 
 def on_second_device(rank, world, layout, config, cfg, wide):
     """As run_steps -> (rows, what happens in a step, elements that this rank keeps, the validation
-    loss after what was trained has been thrown away and restored). The collectives are gloo's, on
-    the tensors inside."""
+    loss after what was trained has been thrown away and restored)."""
     device, _ = second_device()
     SECOND_LACKS.update({torch.float64} - {wide})           # as MPS
     dp, tp, pp = layout
@@ -379,9 +348,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
 def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(pool, tmp_path, layout,
                                                                          flags):
     """Losses and norms are the CPU's, to 1e-6, in 16 bits to 2 eps. The host reads what all ranks
-    know of a step at once, when the next batch is there. With --offload it waits for each bucket
-    too, while the next one's gradients are on their way. (Not shown: streams, kernels.)
-    Without flags the device lacks float64, as MPS."""
+    know of a step at once, when the next batch is there."""
     wide = torch.float64 if flags else torch.float32
     config = settings(tmp_path, steps=3, **flags)
     world = math.prod(layout) * config.cp
@@ -408,20 +375,6 @@ def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(pool, t
     assert sum(arrive) == batch + (2 if config.dtype == "bf16" else 4) * offloaded
 
 
-def samples_on(rank, world, on_second):
-    """What a model with a cache says, greedily, past its window, on either device."""
-    plain = GPT(CFG).initialize(0).to(second_device()[0] if on_second else "cpu").eval()
-    return list(sample.generate(plain, [1, 2, 3], 2 * CFG.seq_len, set(), 0.0,
-                                generators=(None,) * 2))
-
-
-def test_another_device_samples_what_the_cpu_does():
-    """The same tokens."""
-    with own_processes() as fresh:
-        ours, theirs = (fresh.run(1, samples_on, there)[0] for there in (True, False))
-    assert ours == theirs and len(ours) == 2 * CFG.seq_len
-
-
 def test_a_device_that_never_ends_its_work_ends_the_run():
     """A rank that hangs leaves the others' GPUs waiting, and a copy to the host with them: to_host
     raises a DistError after its timeout."""
@@ -432,109 +385,7 @@ def test_a_device_that_never_ends_its_work_ends_the_run():
             collectives.to_host(x, timeout=0.05)
 
 
-# ---------------------------------------------------------------------------------------------
-# What a compiled run of one process does that a plain model, compiled as a whole, does not
-# ---------------------------------------------------------------------------------------------
-
-def new_run(folder, dtype, layers, backend):
-    """A compiled run of one process, one microbatch a step."""
-    config = settings(folder, dtype=dtype, compile=True, batch_size=4, micro_batch=4)
-    cfg = replace(CFG, seq_len=32, n_layer=layers, n_head=4, n_embd=64)
-    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
-        return train.Run(config, cfg, Grid(1, 1, 1), torch.device("cpu"), Memory(cfg),
-                         Memory(cfg, 13, seed=1), None)
-
-
-def make_step(run):
-    run.update(run.compute_gradients(run.loader.next()), 1e-3)
-    run.step += 1
-
-
-def graphs_and_hooks(rank, world, folder):
-    """(graphs compiled in three steps, graph breaks, hooks of modules, hooks of parameters)"""
-    run = new_run(folder, "fp32", 3, "aot_eager")
-    for _ in range(3):
-        make_step(run)
-    of_modules = [name for name, module in run.model.named_modules()
-                  for kind, hooks in vars(module).items()
-                  if kind.endswith("hooks") and hooks and kind != "_state_dict_pre_hooks"]
-    of_parameters = set()
-    for parameter in run.model.parameters():
-        assert not parameter._backward_hooks
-        hooks = parameter._post_accumulate_grad_hooks.values()
-        of_parameters.add(tuple(hook.__name__ for hook in hooks))
-    counters = torch._dynamo.utils.counters
-    return (counters["stats"]["unique_graphs"], dict(counters["graph_break"]), of_modules,
-            of_parameters)
-
-
-@pytest.mark.claim("In one process all compiled blocks share one graph, without a break.")
-def test_one_process_has_a_graph_for_all_blocks_and_no_hook_but_the_sum_of_gradients(tmp_path):
-    """Three blocks share one graph. Positions and last norm have one each, the loss has two. None
-    breaks."""
-    with own_processes() as fresh:
-        graphs, breaks, of_modules, of_parameters = fresh.run(1, graphs_and_hooks, tmp_path)[0]
-    assert graphs == 5 and breaks == {} and of_modules == []
-    assert of_parameters == {("grad_ready",)}
-
-
-def operations_of_compiled_blocks(rank, world, folder, cp):
-    """The names of the operations of a Llama's compiled graphs."""
-    names = set()
-
-    def backend(graph, inputs):
-        targets = [node.target for node in graph.graph.nodes if node.op.startswith("call")]
-        names.update(getattr(target, "__name__", target) for target in targets)
-        return graph
-    cfg = LlamaConfig(vocab_size=257, n_layer=2, n_head=4, n_embd=32, seq_len=32)
-    config = settings(folder, steps=2, compile=True, cp=cp)
-    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
-        run_steps(rank, world, (1, 1, 1), config, cfg)
-    return names
-
-
-@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_compiled_llama_computes_no_angles(tmp_path, cp):
-    """The compiler would repeat cos and sin for every channel of q and k."""
-    with own_processes() as fresh:
-        names = fresh.run(cp, operations_of_compiled_blocks, tmp_path, cp)[-1]
-    assert {"linear", "silu", "mul"} <= names
-    assert not {"cos", "sin", "outer"} & names
-
-
-def kernels_of_ours(rank, world, folder, dtype):
-    """Kernels that inductor generates for (a block, the rest of a step)."""
-    count_before = metrics.generated_kernel_count
-    with mock.patch.object(kernels, "NO_PRODUCTS", []):               # as on a GPU
-        run = new_run(folder, dtype, 2, "inductor")
-        x = torch.randn_like(run.activation_like).requires_grad_()
-        torch.autograd.grad(run.model.blocks["0"](x, 0).sum(), x)
-        block = metrics.generated_kernel_count - count_before
-        make_step(run)
-    return block, metrics.generated_kernel_count - count_before - block
-
-
-def kernels_of_a_plain_model(rank, world, dtype, layers):
-    shape = dict(n_layer=layers, n_head=4, n_embd=64, seq_len=32)
-    pytorch_stack.train_plain("single", batch_size=4, micro_batch=4, vocab=384, dtype=dtype,
-                              steps=1, warmup=0, shape=shape, compile=True)
-    return metrics.generated_kernel_count
-
-
-@pytest.mark.slow
-def test_inductor_generates_as_many_kernels_as_for_a_plain_model(tmp_path, dtype="fp32"):
-    """With the twelve layers of GPT-2, at most 1.1 times as many. (A block has about as many as a
-    plain model, compiled as a whole, has for a further one. In 16 bits it has fewer: there is no
-    autocast.)"""
-    with own_processes(TORCHINDUCTOR_FORCE_DISABLE_CACHES="1") as fresh:
-        block, rest = fresh.run(1, kernels_of_ours, tmp_path, dtype, seconds=400)[0]
-    plain = []
-    for layers in (1, 2):
-        with own_processes(TORCHINDUCTOR_FORCE_DISABLE_CACHES="1") as fresh:
-            plain += fresh.run(1, kernels_of_a_plain_model, dtype, layers, seconds=400)
-    assert block > 0 and rest > 0 and 0 < plain[0] < plain[1]
-    assert 12 * block + rest <= 1.1 * (plain[0] + 11 * (plain[1] - plain[0]))
-
+# ---- What a compiled run of one process does that a plain model, compiled as a whole, does not
 
 def differences_of_expert_products(device, dtype, counts):
     """Of the products of four experts and of both gradients, relative to fp64. The other function

@@ -1,6 +1,4 @@
 """How a failing test is told.
-
-    python -m pytest tests/test_harness.py
 """
 import re
 

@@ -27,8 +27,8 @@ from model import GPTConfig
 from models.llama import LlamaConfig
 from models.llama_sizes import FAMILIES
 from models.moe import FAMILIES as MIXTURES, MoEConfig
-from tests.harness import (CFG, NASTY, SHARED, names_in, no_file_above, readme_commands, relative,
-                           saved, tokens_of, weights_only)
+from tests.commands import NASTY, SHARED, readme_commands
+from tests.harness import CFG, names_in, no_file_above, relative, saved, tokens_of, weights_only
 from tools import huggingface, huggingface_families
 
 pytest.importorskip("transformers")

@@ -19,7 +19,7 @@ from corpus.huggingface_tokenizers import find_tokenizer, open_file
 from corpus.shards import open_shard
 from corpus.templates import JinjaTemplate, PlainTemplate, choose_template, plain_program
 from corpus.tokenizers import decode, document_start, get_tokenizer
-from tests.harness import NASTY, TINY, meta_of, write_lines, write_texts
+from tests.commands import NASTY, TINY, meta_of, write_lines, write_texts
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

@@ -24,7 +24,8 @@ from base.options import Config
 from data import TokenDataset
 from models import SIZES, make_config
 from runtime import checks
-from tests.harness import ROOT, Command, dataset, run_main
+from tests.commands import Command, dataset, run_main
+from tests.harness import ROOT
 from tools.ladder import plan, shape_of_width
 from tools.scaling_law import Law
 

@@ -17,7 +17,8 @@ import torch
 import sample
 from base.options import OF_TRAINING, Config, parse_flags
 from corpus.prepare import prepare
-from tests.harness import (TINY, Command, read_metrics, run_main, saved, saved_file, weights_only)
+from tests.commands import TINY, Command, read_metrics, run_main
+from tests.harness import saved, saved_file, weights_only
 from tests.test_huggingface import EXPORTED
 from tools import huggingface
 

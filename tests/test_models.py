@@ -1,184 +1,35 @@
-"""Llama and its relatives: the same numbers as transformers, and one process's in every layout.
+"""model.py and models/: published sizes, initial values, dropout, norms, the cache.
 
-    python -m pytest tests/test_models.py
+Logits and gradients beside torch's layers: test_all.py; beside transformers: test_transformers.py.
+That models train in every layout as in one process: test_layouts.py.
 """
-from contextlib import contextmanager, nullcontext
+import copy
+import itertools
+import math
 from dataclasses import asdict, replace
-from functools import partial
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import checkpoint
+import model
 import sample
-from base.flops import flops_per_token, parameter_count
-from base.options import merge_config, parse_flags
-from model import GPTConfig
-from models import SIZES, kv_cache, llama_sizes, make_config, moe
+from base.flops import active_parameters, flops_per_token, parameter_count
+from model import GPT, GPTConfig
+from models import SIZES, kv_cache, make_config
 from models.llama import LlamaConfig
-from models.llama_sizes import FAMILIES
-from parallelism import kernels
-from runtime import checks
-from tests.harness import (BOUNDS, TWO_STEPS, differences, different_bits, plain_gradient,
-                           random_gpt, relative, tokens_of, trained, whole_gradient,
-                           without_saves)
-from tools import huggingface, huggingface_families
-from tools.plan.__main__ import answer
-from tools.plan.flags import VOCABULARIES
-
-SHAPE = dict(vocab_size=257, seq_len=16, n_layer=5, n_head=8, n_embd=32)
-CFGS = {
-    "llama": LlamaConfig(**SHAPE, n_kv_head=4),
-    "llama, tied": LlamaConfig(**SHAPE, n_kv_head=2, tied=True),
-    "qwen2": LlamaConfig(**SHAPE, n_kv_head=2, **FAMILIES["qwen2"]),
-    "qwen3": LlamaConfig(**SHAPE, n_kv_head=2, head_dim=8, **FAMILIES["qwen3"]),
-    "olmo": LlamaConfig(**SHAPE, **FAMILIES["olmo"]),
-    "neox": LlamaConfig(**SHAPE | dict(n_head=4), hidden=128, **FAMILIES["neox"]),
-    "palm": LlamaConfig(**SHAPE, n_kv_head=1, head_dim=8, **FAMILIES["palm"]),
-    "window": LlamaConfig(**SHAPE, n_kv_head=2, window=5),
-    "olmo2": LlamaConfig(**SHAPE, n_kv_head=2, **FAMILIES["olmo2"]),
-    "phi": LlamaConfig(**SHAPE | dict(n_head=4), hidden=128, **FAMILIES["phi"]),
-    "gptj": LlamaConfig(**SHAPE | dict(n_head=4), hidden=128, **FAMILIES["gptj"]),
-    "galactica": LlamaConfig(**SHAPE, hidden=128, **FAMILIES["galactica"])}
+from parallelism import collectives, context, kernels
+from parallelism.build import Grid
+from tests.harness import (CFG, differences, on_ranks, random_gpt, run_steps, settings, staged,
+                           tokens_of, trained, whole_gradient, without_saves)
+from tests.test_layouts import MODELS
 
 
-# ---------------------------------------------------------------------------------------------
-# transformers
-# ---------------------------------------------------------------------------------------------
-
-# model_type: what differs from SMALL in config.json
-SMALL = dict(vocab_size=160, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
-             num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=64)
-LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0,
-              high_freq_factor=4.0, original_max_position_embeddings=16)
-OF_GPT2 = dict(n_embd=48, n_layer=3, n_head=6, n_positions=64, vocab_size=160)
-OF_OPT = dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=6, ffn_dim=192,
-              word_embed_proj_dim=48, max_position_embeddings=64, vocab_size=160)
-THEIRS = {
-    "llama": ("llama", {}),
-    "llama, multi-query, tied": ("llama", dict(num_key_value_heads=1, tie_word_embeddings=True)),
-    "llama 3.1": ("llama", dict(rope_parameters=LLAMA3)),
-    "mistral": ("mistral", dict(sliding_window=None, head_dim=16)),
-    "mistral, window": ("mistral", dict(sliding_window=7)),
-    "qwen2": ("qwen2", dict(tie_word_embeddings=True)),
-    "qwen3": ("qwen3", dict(head_dim=16)),
-    "olmo": ("olmo", dict(num_key_value_heads=6, pad_token_id=None)),
-    "gpt_neox": ("gpt_neox", dict(intermediate_size=192)),
-    "gpt_neox, serial": ("gpt_neox", dict(use_parallel_residual=False, hidden_act="gelu_fast",
-                                          rotary_pct=0.5)),
-    "olmo2": ("olmo2", dict(pad_token_id=None)),
-    "phi": ("phi", dict(num_key_value_heads=3)),
-    "gptj": ("gptj", OF_GPT2 | dict(rotary_dim=6)),
-    "galactica": ("opt", OF_OPT | dict(activation_function="gelu")),
-    "galactica without biases": ("opt", OF_OPT | dict(
-        activation_function="gelu", enable_bias=False, layer_norm_elementwise_affine=False))}
-GPTS = {"gpt2": ("gpt2", OF_GPT2), "opt": ("opt", OF_OPT)}
-
-
-@pytest.fixture(scope="module")
-def theirs_and_ours(tmp_path_factory):
-    """theirs_and_ours(name) -> a folder of a transformers model with random weights, biases and
-    norms too, that model, and the file that `import` makes of it."""
-    transformers = pytest.importorskip("transformers")
-    made = {}
-
-    def make(name):
-        if name not in made:
-            model_type, changes = (THEIRS | GPTS)[name]
-            shape = changes if model_type in ("gpt2", "gptj", "opt") else SMALL | changes
-            if model_type == "gpt_neox":
-                del shape["num_key_value_heads"]
-            config = transformers.AutoConfig.for_model(model_type, **shape)
-            torch.manual_seed(0)
-            theirs = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager").eval()
-            for parameter in theirs.parameters():
-                torch.nn.init.normal_(parameter, 0 if parameter.dim() > 1 else 1, 0.15)
-            if model_type == "opt":         # rows that no position uses
-                theirs.model.decoder.embed_positions.weight.data[:2] = 0
-            folder = tmp_path_factory.mktemp("theirs") / model_type
-            theirs.save_pretrained(folder)
-            file = folder.parent / "model.pt"
-            huggingface.import_model(str(folder), file)
-            made[name] = folder, theirs, file
-        return made[name]
-    return make
-
-
-@pytest.mark.claim("Logits, losses and gradients are those of ten transformers classes.")
-@pytest.mark.parametrize("name, dtype, bound", [
-    ("llama", torch.float32, 1e-5), *((name, torch.float64, 1e-10) for name in THEIRS)])
-def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name, dtype, bound):
-    """With the same weights: logits to the bound, and the gradient of each parameter to ten times
-    the bound, of its largest number."""
-    _, theirs, file = theirs_and_ours(name)
-    theirs = theirs.to(dtype)
-    ours, _ = checkpoint.load_model(file)
-    ours = ours.to(dtype)
-    tokens = tokens_of(replace(ours.cfg, seq_len=40), 2)
-    assert tokens.max() < ours.cfg.vocab_size
-    with in_fp64() if dtype == torch.float64 else nullcontext():
-        make_tables_again(theirs)
-        expected = theirs(tokens).logits
-    assert difference(ours(tokens), expected) < bound
-
-    targets = tokens.roll(-1, 1)
-    ours(tokens, targets).backward()
-    F.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
-    family = huggingface_families.family_of(theirs.config)
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    theirs.zero_grad()
-    for name, parameter in ours.named_parameters():
-        names = huggingface_families.their_names(name, family)
-        theirs_here = [gradients[one].double() for one in names]
-        full = huggingface_families.to_ours(name, theirs_here, family, ours.cfg)
-        rows = len(full)
-        assert difference(parameter.grad[:rows], full) < 10 * bound, name
-
-
-@contextmanager
-def in_fp64():
-    """Let transformers compute norms and rotary positions in fp64, too, where it has fp32."""
-    with mock.patch.object(torch, "float32", torch.float64), \
-            mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
-        yield
-
-
-def make_tables_again(theirs):
-    """GPT-J's table of sines: its rounding to fp32 alone would be 5e-9 of the logits."""
-    if theirs.config.model_type == "gptj":
-        from transformers.models.gptj import modeling_gptj
-        table = theirs.transformer.rotary_emb.embed_positions
-        table.copy_(modeling_gptj.create_sinusoidal_positions(len(table), theirs.config.rotary_dim))
-
-
-def difference(x, y):
-    return ((x.double() - y.double()).abs().max() / y.double().abs().max()).item()
-
-
-@pytest.mark.parametrize("name", THEIRS)
-def test_greedy_text_is_that_of_full_recomputation_by_transformers(theirs_and_ours, name):
-    """Twenty tokens with our cache, beside transformers' model without one."""
-    _, theirs, file = theirs_and_ours(name)
-    ours, _ = checkpoint.load_model(file)
-    tokens = [3, 1, 4, 1, 5]
-    found = [drawn[0] for drawn in sample.generate(ours.double(), tokens, 20, set(), temperature=0)]
-    theirs = theirs.double()
-    for _ in found:
-        tokens.append(theirs(torch.tensor([tokens])).logits[0, -1].argmax().item())
-    assert found == tokens[5:]
-
-
-# ---------------------------------------------------------------------------------------------
-# The model
-# ---------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("name", CFGS)
+@pytest.mark.parametrize("name", [
+    name for name, cfg in MODELS.items() if type(cfg) is LlamaConfig])
 def test_a_cache_changes_no_token(name):
     """Also beyond seq_len, when the older half of the window is forgotten."""
-    plain = random_gpt(CFGS[name])
+    plain = random_gpt(MODELS[name])
     tokens = [3, 1, 4, 1, 5]
     found = [drawn[0] for drawn in sample.generate(plain, tokens, 30, set(), temperature=0)]
     assert found == sample.plain_generate(plain, tokens, 30, temperature=0)
@@ -186,7 +37,7 @@ def test_a_cache_changes_no_token(name):
 
 def test_a_cache_has_the_heads_of_keys_and_the_positions_that_are_used(monkeypatch):
     """K heads, not H; of a prompt of 5 tokens and 4 more, 9 positions."""
-    plain = random_gpt(CFGS["llama"])
+    plain = random_gpt(MODELS["llama"])
     shapes = []
 
     class Seen(kv_cache.CachedModel):
@@ -221,47 +72,11 @@ def test_rms_norm_is_torchs(dtype):
 def test_attention_depends_on_distances_alone():
     """The scores of q and k at positions 3, 4, ... are those at 0, 1, ..."""
     q, k = torch.randn(2, 1, 2, 6, 4, dtype=torch.float64)
-    rotary = random_gpt(CFGS["llama"]).blocks["0"].attn.rotary
+    rotary = random_gpt(MODELS["llama"]).blocks["0"].attn.rotary
     later = kv_cache.CachedRotary(rotary, kv_cache.Past(3))
     scores = [torch.matmul(a, b.mT) for a, b in (rotary(q, k), later(q, k))]
     torch.testing.assert_close(*scores)
     assert not torch.allclose(scores[0], torch.matmul(q, k.mT))
-
-
-@pytest.mark.parametrize("name, vocab, count", [
-    ("llama-7b", 32000, 6_738_415_616), ("llama-13b", 32000, 13_015_864_320),
-    ("llama-33b", 32000, 32_528_943_616), ("llama-65b", 32000, 65_285_660_672),
-    ("llama2-7b", 32000, 6_738_415_616), ("llama2-13b", 32000, 13_015_864_320),
-    ("llama2-70b", 32000, 68_976_648_192), ("llama3-8b", 128256, 8_030_261_248),
-    ("llama3-70b", 128256, 70_553_706_496), ("mistral-7b", 32768, 7_248_023_552),
-    ("tinyllama-1.1b", 32000, 1_100_048_384), ("smollm2-135m", 49152, 134_515_008),
-    ("smollm2-360m", 49152, 361_821_120), ("smollm2-1.7b", 49152, 1_711_376_384),
-    ("qwen2.5-0.5b", 151936, 494_032_768), ("qwen2.5-3b", 151936, 3_085_938_688),
-    ("qwen2.5-1.5b", 151936, 1_543_714_304), ("qwen2.5-7b", 152064, 7_615_616_512),
-    ("qwen3-0.6b", 151936, 596_049_920), ("qwen3-1.7b", 151936, 1_720_574_976),
-    ("qwen3-4b", 151936, 4_022_468_096), ("qwen3-8b", 151936, 8_190_735_360),
-    ("neox-20b", 50432, 20_554_567_680), ("pythia-70m", 50304, 70_426_624),
-    ("pythia-160m", 50304, 162_322_944), ("pythia-410m", 50304, 405_334_016),
-    ("pythia-1b", 50304, 1_011_781_632), ("pythia-1.4b", 50304, 1_414_647_808),
-    ("pythia-2.8b", 50304, 2_775_208_960), ("pythia-6.9b", 50432, 6_857_302_016),
-    ("pythia-12b", 50688, 11_846_072_320), ("olmo-1b", 50304, 1_176_764_416)])
-def test_parameters_are_as_many_as_published(name, vocab, count):
-    """tools.plan prints them for the published vocabulary, unless another is given."""
-    assert parameter_count(make_config(vocab_size=vocab, **SIZES[name])) == count
-    flags = ["--world", "1", "--gpu", "h100", "--model", name]
-    text = answer(flags)
-    assert f"model    {count:,} parameters, " in text
-    assert f", vocabulary {vocab} (--vocab-size)\n" in text
-    assert ", vocabulary 9999 (" in answer([*flags, "--vocab-size", "9999"])
-
-
-def test_a_plan_knows_the_vocabulary_of_every_published_size():
-    """llama-nano and moe-nano are none: like a GPT they have GPT-2's."""
-    published = (llama_sizes.SIZES | moe.SIZES).keys() - {"llama-nano", "moe-nano"}
-    assert VOCABULARIES.keys() == published
-    for flags in (["--model", "llama-nano"], ["--model", "gpt2"], ["--n-layer", "3"]):
-        text = answer(["--world", "1", "--gpu", "h100", *flags])
-        assert ", vocabulary 50257 (--vocab-size)\n" in text
 
 
 def test_flops_are_those_of_the_formula():
@@ -277,153 +92,200 @@ def test_flops_are_those_of_the_formula():
     assert flops_per_token(cfg, recompute=True) - flops_per_token(cfg) == again
 
 
-@pytest.mark.parametrize("fields, words", [
-    (dict(n_kv_head=3), "n_head 8 is not divisible by n_kv_head 3"),
-    (dict(n_embd=30), "n_embd 30 is not divisible by n_head 8"),
-    (dict(activation="tanh"), "activation 'tanh' is none of"),
-    (dict(rotary=0.25), "0.25 of head_dim 4 is 1")])
-def test_a_shape_that_cannot_be_is_refused(fields, words):
-    with pytest.raises(ValueError, match=words):
-        LlamaConfig(**SHAPE | fields)
-
-
 def test_a_gpt_is_stored_as_ever():
     """An old checkpoint's model has these fields, and no others are written."""
     old = dict(vocab_size=257, seq_len=128, n_layer=2, n_head=4, n_embd=192, activation="gelu",
                dropout=0.0)
     assert asdict(make_config(**old)) == old and type(make_config(**old)) is GPTConfig
-    new = replace(CFGS["neox"], rope_scaling=(8.0, 1.0, 4.0, 16.0))
+    new = replace(MODELS["neox"], rope_scaling=(8.0, 1.0, 4.0, 16.0))
     assert make_config(**asdict(new)) == new
 
 
-# ---------------------------------------------------------------------------------------------
-# Layouts
-# ---------------------------------------------------------------------------------------------
-
-# What these models have of their own: grouped keys under tp, rotary positions under cp, ends that
-# are not tied, and the products of their blocks, which ZB-H1 splits and recomputation repeats. A
-# window, norms after attention and MLP, a bias of the logits, learned positions: the others'.
-LAYOUTS = {
-    "tp, sequence": ((1, 2, 1), dict(sequence_parallel=True)),
-    "1f1b, zero 2": ((2, 1, 2), dict(pp_schedule="1f1b", zero=2)),
-    "zb-h1": ((1, 1, 2), dict(pp_schedule="zb-h1")),
-    "zero 3, recompute": ((2, 1, 1), dict(zero=3, recompute=True)),
-    "cp": ((1, 1, 1), dict(cp=2))}
-DEFAULT = [*(("llama", layout) for layout in LAYOUTS),
-           ("llama, tied", "1f1b, zero 2"), ("palm", "1f1b, zero 2"),
-           ("qwen3", "tp, sequence"), ("neox", "tp, sequence"), ("olmo2", "tp, sequence"),
-           ("gptj", "tp, sequence"), ("window", "cp")]
-OTHERS = ("window", "olmo2", "phi", "galactica")
-SLOW = [("qwen2", "tp, sequence"), ("olmo", "tp, sequence"),
-        *((name, layout) for name in ("qwen3", "neox", "palm")      # each of another kind of block
-          for layout in ("zb-h1", "zero 3, recompute", "cp")),
-        *((name, layout) for name in OTHERS for layout in LAYOUTS if (name, layout) not in DEFAULT)]
+# ---- train.py
 
 
-@pytest.mark.claim("A Llama and its relatives train in every layout as in one process.")
-@pytest.mark.parametrize("name, layout", [
-    *DEFAULT, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)])
-def test_llamas_train_in_every_layout_as_in_one_process(pool, tmp_path, reference, name, layout):
-    """Loss, gradient and norm of two steps in fp64 are those of one process, and the first
-    gradients those of the plain model by autograd: relative difference at most 1e-10. (Of tensor
-    parallelism with fewer heads of keys than ranks see test_shared_heads.py.)"""
-    shape, flags = LAYOUTS[layout]
-    ours = trained(pool, shape, tmp_path, CFGS[name], whole_gradient, prepare=without_saves,
-                   dtype="fp64", **TWO_STEPS, **flags)
-    one = reference(CFGS[name], dtype="fp64", **TWO_STEPS)
-    assert max(differences(ours, one)) <= BOUNDS["fp64"]
-    assert relative(ours.seen[0], plain_gradient(CFGS[name])) <= BOUNDS["fp64"]
+# Billions of parameters, layers, width, channels of a head, positions, activation, learning rate.
+# GPT-2: the released checkpoints, to the last parameter (the learning rate: that of GPT-3's row);
+# GPT-3: table 2.1; OPT: table 1. Their numbers of parameters are those of the names, which round
+# to 3%.
+PUBLISHED = {
+    "gpt2": (0.124439808, 12, 768, 64, 1024, "gelu", 6e-4),
+    "gpt2-medium": (0.354823168, 24, 1024, 64, 1024, "gelu", 3e-4),
+    "gpt2-large": (0.774030080, 36, 1280, 64, 1024, "gelu", 2.5e-4),
+    "gpt2-xl": (1.557611200, 48, 1600, 64, 1024, "gelu", 2e-4),
+    "gpt3-125m": (0.125, 12, 768, 64, 2048, "gelu", 6e-4),
+    "gpt3-350m": (0.350, 24, 1024, 64, 2048, "gelu", 3e-4),
+    "gpt3-760m": (0.760, 24, 1536, 96, 2048, "gelu", 2.5e-4),
+    "gpt3-1.3b": (1.3, 24, 2048, 128, 2048, "gelu", 2e-4),
+    "gpt3-2.7b": (2.7, 32, 2560, 80, 2048, "gelu", 1.6e-4),
+    "gpt3-6.7b": (6.7, 32, 4096, 128, 2048, "gelu", 1.2e-4),
+    "gpt3-13b": (13, 40, 5120, 128, 2048, "gelu", 1e-4),         # the paper's 5140 is not 40 x 128
+    "gpt3-175b": (175, 96, 12288, 128, 2048, "gelu", 0.6e-4),
+    "opt-125m": (0.125, 12, 768, 64, 2048, "relu", 6e-4),
+    "opt-1.3b": (1.3, 24, 2048, 64, 2048, "relu", 2e-4),
+    "opt-2.7b": (2.7, 32, 2560, 80, 2048, "relu", 1.6e-4),
+    "opt-6.7b": (6.7, 32, 4096, 128, 2048, "relu", 1.2e-4),
+    "opt-13b": (13, 40, 5120, 128, 2048, "relu", 1e-4),
+    "opt-30b": (30, 48, 7168, 128, 2048, "relu", 1e-4),
+    "opt-66b": (66, 64, 9216, 128, 2048, "relu", 0.8e-4),
+    "opt-175b": (175, 96, 12288, 128, 2048, "relu", 1.2e-4),
+}
 
 
-@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow)
-                                             for name in ("neox", *OTHERS))])
-def test_exact_layouts_of_llamas_have_the_bits_of_one_process(pool, tmp_path, name):
-    """Two replicas of two stages with two tensor-parallel ranks."""
-    def run(layout, **flags):
-        return trained(pool, layout, tmp_path, CFGS[name], whole_gradient, prepare=without_saves,
-                       micro_batch=2, exact=True, steps=2, **flags)
-    assert different_bits(run((2, 2, 2), zero=2), run((1, 1, 1))) == ""
+# Of Llamas and mixtures: vocabulary, parameters, and of mixtures those that a token uses.
+COUNTS = {
+    "llama-7b": (32000, 6_738_415_616), "llama-65b": (32000, 65_285_660_672),
+    "llama2-70b": (32000, 68_976_648_192), "llama3-8b": (128256, 8_030_261_248),
+    "llama3-70b": (128256, 70_553_706_496), "mistral-7b": (32768, 7_248_023_552),
+    "tinyllama-1.1b": (32000, 1_100_048_384), "smollm2-135m": (49152, 134_515_008),
+    "smollm2-1.7b": (49152, 1_711_376_384), "qwen2.5-0.5b": (151936, 494_032_768),
+    "qwen2.5-7b": (152064, 7_615_616_512), "qwen3-0.6b": (151936, 596_049_920),
+    "qwen3-8b": (151936, 8_190_735_360), "neox-20b": (50432, 20_554_567_680),
+    "pythia-70m": (50304, 70_426_624), "pythia-12b": (50688, 11_846_072_320),
+    "olmo-1b": (50304, 1_176_764_416), "mixtral-8x7b": (32000, 46_702_792_704, 12.9e9),
+    "mixtral-8x22b": (32768, 140_630_071_296, 39.2e9),
+    "olmoe-1b-7b": (50304, 6_919_161_856, 1.28e9),
+    "qwen3-30b-a3b": (151936, 30_532_122_624, 3.35e9),
+    "qwen3-235b-a22b": (151936, 235_093_634_560, 22.2e9)}
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("phi", marks=pytest.mark.slow)])
-def test_16_bits_train_within_their_bound(pool, tmp_path, reference, name):
-    """With tp 2 and ZeRO 3 losses, gradients and norms of two steps are those of fp64, to 0.001,
-    0.05 and 0.01, and the first gradients those of the plain model in fp64, to 0.05."""
-    cfg = CFGS[name]
-    ours = trained(pool, (2, 2, 1), tmp_path, cfg, whole_gradient, prepare=without_saves,
-                   dtype="fp16", steps=2, zero=3)
-    loss, gradient, norm = differences(ours, reference(cfg, dtype="fp64", steps=2))
-    assert loss <= 0.001 and gradient <= 0.05 and norm <= 0.01
-    assert relative(ours.seen[0], plain_gradient(cfg)) <= 0.05
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameters_are_as_many_as_published(name):
+    vocab, count, *active = COUNTS[name]
+    cfg = make_config(vocab_size=vocab, **SIZES[name])
+    assert parameter_count(cfg) == count
+    if active:
+        assert active_parameters(cfg) == pytest.approx(active[0], rel=0.005)
 
 
-# ---------------------------------------------------------------------------------------------
-# train.py
-# ---------------------------------------------------------------------------------------------
-
-def test_flags_make_a_llama_of_a_named_size(shards):
-    """The flags of the shape override it; the learning rate is that of the size."""
-    flags = "--model llama-nano --n-head 8 --n-kv-head 4 --hidden 100 --rope-theta 5e5 --seq-len 16"
-    given = parse_flags(["--data", str(shards), *flags.split()])
-    config, cfg = checks.validate(given, None, 1, "cpu")
-    assert cfg == LlamaConfig(257, 16, 2, 8, 192, n_kv_head=4, hidden=100, rope_theta=5e5)
-    assert config.lr == 4e-3
-
-
-@pytest.mark.parametrize("flags, words", [
-    ("--n-kv-head 2", "--model nano is a GPT, which has no --n-kv-head: drop it"),
-    ("--activation silu", "activation 'silu' is neither 'gelu' nor 'relu'"),
-    ("--model llama-nano --n-kv-head 3", "n_head 4 is not divisible by n_kv_head 3"),
-    ("--model llama-nano --head-dim 7", "rotate pairs of channels, but 1 of head_dim 7 is 7"),
-    ("--model pythia-70m --head-dim 6", "but 0.25 of head_dim 6 is 1"),
-    ("--model llama-nano --n-head 12 --n-kv-head 3 --tp 2",
-     "tp 2 neither divides n_kv_head 3 nor is a multiple of it: change one"),
-    ("--model llama-nano --n-head 6 --n-kv-head 2 --tp 4",
-     "n_head 6 is not divisible by tp 4: change one"),
-    ("--model llama-nano --n-head 8 --n-kv-head 1 --head-dim 6 --tp 4 --exact",
-     "--exact requires that tp 4 divides the 6 channels of all heads of keys: change one"),
-    ("--model llama-nano --tp 2 --hidden 99", "the MLP's 99 hidden channels .* by tp 2")])
-def test_what_a_llama_cannot_be_is_refused_with_its_numbers(shards, flags, words):
-    given = parse_flags(["--data", str(shards), "--seq-len", "16", *flags.split()])
-    with pytest.raises(ValueError, match=words):
-        checks.validate(given, None, 4, "cpu")
+def test_named_sizes_have_the_published_numbers_of_parameters():
+    """Each size has the published shape, peak learning rate and number of parameters, to the last
+    one for GPT-2 and to 3% for the others; parameter_count is the number that a GPT holds."""
+    assert PUBLISHED.keys() == model.SIZES.keys() - {"nano"}
+    for name, (billions, *shape, lr) in PUBLISHED.items():
+        cfg = GPTConfig(vocab_size=50257, **model.SIZES[name])
+        assert model.PEAK_LR[name] == lr, name
+        assert shape == [cfg.n_layer, cfg.n_embd, cfg.n_embd // cfg.n_head, cfg.seq_len,
+                         cfg.activation], name
+        bound = 1e-12 if name.startswith("gpt2") else 0.03
+        assert parameter_count(cfg) == pytest.approx(1e9 * billions, rel=bound), name
+        with torch.device("meta"):
+            held = sum(parameter.numel() for parameter in GPT(cfg).parameters())
+        padding = (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
+        assert parameter_count(cfg) == held - padding, name
 
 
-def test_a_run_goes_on_with_its_model_and_weights_may_get_a_longer_one(shards, tmp_path,
-                                                                        run_train):
-    """The sum of 4 + 4 steps is 8; --init-from takes a longer --seq-len for rotary positions, but
-    no other model; a GPT's stays as it is."""
-    flags = ["--data", shards, "--model", "llama-nano", "--seq-len", 16, "--batch-size", 4,
-             "--eval-every", 0]
-    assert run_train(*flags, "--out", tmp_path / "a", "--steps", 8, "--save-every", 4)[0] == 0
-    half = tmp_path / "a/step_00000004.pt"
-    assert run_train(*flags, "--out", tmp_path / "b", "--steps", 8, "--resume", half)[0] == 0
-    ends = [checkpoint.load(tmp_path / name / "latest.pt") for name in "ab"]
-    assert all(ends[0]["parameters"][name].equal(x) for name, x in ends[1]["parameters"].items())
-    tuned = ["--data", shards, "--batch-size", 4, "--eval-every", 0, "--steps", 1, "--lr", 1e-4,
-             "--init-from", half, "--out", tmp_path / "c"]
-    assert "--model" in run_train(*tuned, "--model", "nano")[2]
-    assert run_train(*tuned, "--seq-len", 32)[0] == 0
-    assert checkpoint.load(tmp_path / "c/latest.pt")["model"]["seq_len"] == 32
+def test_initial_values_have_gpt2s_standard_deviations():
+    """Matrices: mean 0 and standard deviation 0.02, or 0.02 / sqrt(2 n_layer) for the projections
+    to the residual stream, to 5%; LayerNorm's weights 1, biases and padding 0."""
+    cfg = GPTConfig(n_layer=8, n_embd=128)
+    plain = GPT(cfg).initialize(0)
+    for name, parameter in plain.named_parameters():
+        if parameter.dim() == 1:
+            assert (parameter == name.endswith("weight")).all(), name
+            continue
+        drawn = parameter[:257] if name == "embed.token.weight" else parameter
+        residual = name.endswith(("attn.proj.weight", "mlp.down.weight"))
+        assert drawn.std().item() == pytest.approx(0.005 if residual else 0.02, rel=0.05), name
+        assert abs(drawn.mean().item()) < 0.001, name
+        assert not parameter[len(drawn):].any()
+    assert model.derive_seed(0, "a") == 225321766190137866
+    targets = tokens_of(cfg, 4, seed=1)
+    loss = plain(tokens_of(cfg, 4), targets) / targets.numel()
+    assert loss.item() == pytest.approx(math.log(257), abs=0.05)
 
 
-def test_a_named_size_is_compared_in_the_fields_that_are_no_flags_too():
-    """A Mistral without a window is not one with a window; a checkpoint of an older version lacks
-    the fields that have come since."""
-    def merge(model, state):
-        return merge_config(dict(model=model), dict(model=state), weights_only=True, file="a.pt")
-    old = asdict(make_config(**SIZES["mistral-7b"]))
-    del old["window"], old["head_bias"], old["learned_positions"]
-    assert merge("mistral-7b", old)[1]["window"] == 0
-    new = asdict(make_config(**SIZES["mistral-7b-v0.1"]))
-    with pytest.raises(ValueError, match="rope_theta 10000.0, not 1000000.0; window 4096, not 0"):
-        merge("mistral-7b", new)
+def test_dropout_is_a_function_of_its_seed_or_of_torchs_generator():
+    """With a dropout_seed the state of torch's generator changes nothing; without one, the same
+    state gives the same logits and the next call others; in eval mode nothing is dropped."""
+    plain, tokens = GPT(replace(CFG, dropout=0.3)).initialize(0), tokens_of(CFG, 2)
+
+    def drawn(torchs_seed, dropout_seed=None):
+        torch.manual_seed(torchs_seed)
+        return plain(tokens, dropout_seed=dropout_seed)
+    assert drawn(0, 1).equal(drawn(5, 1)) and not drawn(0, 1).equal(drawn(0, 2))
+    assert drawn(0).equal(drawn(0)) and not plain(tokens).equal(plain(tokens))
+    plain.eval()
+    assert drawn(0, 1).equal(drawn(0, 2))
 
 
-def test_learned_positions_may_be_fewer_but_not_more(tmp_path):
-    """Those of a Galactica, as those of a GPT."""
-    state = dict(model=asdict(CFGS["galactica"]))
-    merge = partial(merge_config, state=state, weights_only=True, file="a.pt")
-    assert merge(dict(seq_len=8))[1]["seq_len"] == 8
-    with pytest.raises(ValueError, match="a.pt has seq_len at most 16, not 32"):
-        merge(dict(seq_len=32))
+def test_dropout_drops_its_share_and_scales_the_rest():
+    """Of 100,000 ones 30% become 0, to 0.5%, and the others 1 / 0.7. In attention the weights of
+    each position, of which v shows one, are dropped."""
+    x = model.Dropout(0.3)(torch.ones(1000, 100), dropout_seed=1)
+    v = torch.eye(100).expand(10, 10, 100, 100)
+    q = torch.zeros(10, 10, 100, 100)               # equal weights, of 1 / 100
+    all_of_them = torch.ones(100, 100, dtype=torch.bool)
+    attended = 100 * model.CoreAttention(0.3)(q, q, v, 1, all_of_them)
+    for found in (x, attended):
+        assert (found == 0).float().mean().item() == pytest.approx(0.3, abs=0.005)
+        torch.testing.assert_close(found[found != 0].unique().mean().item(), 1 / 0.7)
+
+
+def test_the_loss_of_16_bit_logits_is_computed_in_fp32():
+    """The loss of a bf16 model, plain or parallel, is the cross-entropy of its logits in fp32, to
+    torch's fp32 tolerance of 1.3e-6."""
+    plain, tokens = GPT(CFG).initialize(0).bfloat16(), tokens_of(CFG, 2)
+    same_products = copy.deepcopy(plain)
+    kernels.use_kernels(same_products)
+    local, _ = staged(CFG, Grid(1, 1, 1), torch.bfloat16)
+    for gpt, beside in ((plain, plain), (local, same_products)):
+        logits = beside(tokens).float().flatten(0, 1)
+        expected = F.cross_entropy(logits, tokens.flatten(), reduction="sum")
+        torch.testing.assert_close(gpt(tokens, tokens), expected)
+
+
+@pytest.mark.parametrize("cp, sequence_parallel", [(1, False), (2, True)])
+@on_ranks
+def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_path, cp,
+                                                       sequence_parallel):
+    """Ranks 0 and 1, and 2 and 3, have different heads of the same rows, or with cp 2 of the same
+    positions; outside attention they have the same activations, unless sequence parallelism splits
+    these."""
+    cfg = replace(CFG, dropout=0.2, n_layer=2)
+
+    def look(module, args, y):
+        if module.training and isinstance(module, model.CoreAttention):
+            # Equal scores and one-hot values: the output is the softmax itself, under its mask.
+            own = context.own_positions(torch.eye(cfg.seq_len), rank // 2 % cp, cp, dim=0)
+            one_hot = own.expand(*args[0].shape[:2], -1, -1)
+            zeros = torch.zeros_like(one_hot)
+            mask = None if cp > 1 else torch.ones(cfg.seq_len, cfg.seq_len, dtype=torch.bool)
+            y = module.forward(zeros, zeros, one_hot, args[3], mask)
+        if module.training and isinstance(module, model.Dropout):
+            drawn.append((y == 0).numpy().tobytes())
+
+    def prepare(run):
+        for module in run.model.modules():
+            module.register_forward_hook(look)
+    runs = []                           # of each seed the masks of each rank, as bytes
+    for seed in (1, 2):
+        drawn = []
+        config = settings(tmp_path, steps=2, tp=2, cp=cp, batch_size=8 // cp, seed=seed,
+                          sequence_parallel=sequence_parallel)
+        run_steps(rank, world, (2 // cp, 2, 1), config, cfg, prepare=prepare)
+        runs.append(collectives.all_gather_object(drawn))
+    one, other = runs
+    assert [len(set(drawn)) for drawn in one] == [len(drawn) for drawn in one] == [4 * 7] * 4
+    assert not set(sum(one, [])) & set(sum(other, []))
+    shared = [len(set(one[a]) & set(one[b])) for a, b in itertools.combinations(range(4), 2)]
+    same = 0 if sequence_parallel else 4 * 5
+    assert shared == [same, 0, 0, 0, 0, same]           # 01 02 03 12 13 23
+
+
+@pytest.mark.parametrize("layout, flags, other, changes, bound", [
+    ((1, 2, 1), dict(dtype="bf16", sequence_parallel=True), (1, 2, 1), dict(recompute=True), 0),
+    ((1, 2, 1), dict(dtype="fp64", sequence_parallel=True),
+     (1, 2, 2), dict(pp_schedule="1f1b"), 1e-10),
+    ((1, 1, 1), dict(dtype="bf16", cp=2), (1, 1, 1), dict(recompute=True), 0),
+    pytest.param((2, 2, 1), dict(dtype="fp64"), (2, 2, 1), dict(zero=3, recompute=True), 1e-10,
+                 marks=pytest.mark.slow)])
+def test_masks_do_not_depend_on_schedule_stage_or_recomputation(pool, tmp_path, reference, layout,
+                                                                flags, other, changes, bound):
+    """With dropout, another layout and `changes` leave losses, gradients and norms to 1e-10 in
+    fp64; recomputation alone leaves each bit."""
+    cfg = replace(CFG, dropout=0.2, n_layer=3)
+    ours = trained(pool, other, tmp_path, cfg, whole_gradient, prepare=without_saves, steps=2,
+                   **flags, **changes)
+    theirs = reference(cfg, layout, micro_batch=2, steps=2, **flags)
+    assert max(differences(ours, theirs)) <= bound

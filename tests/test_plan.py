@@ -32,9 +32,10 @@ from parallelism.collectives import Work
 from parallelism.zero import FlatParameters
 from runtime import checks, evaluation, layout_checks, run_log
 from tests import published_runs
-from tests.harness import (CFG, COVER, FORMULA, PAGES, Alive, Memory, Rows, column, deep_enough_for,
-                           gridded, nothing, run_steps, settings, staged,
-                           tokens_of, traffic, without_saves)
+from tests.commands import PAGES
+from tests.harness import (CFG, COVER, FORMULA, Alive, Memory, Rows, column, deep_enough_for,
+                           gridded, nothing, run_steps, settings, staged, tokens_of, traffic,
+                           without_saves)
 from tools.plan import report
 from tools.plan.__main__ import answer, main
 from tools.plan.estimate import RESTART, goodput, make_plan

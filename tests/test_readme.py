@@ -1,82 +1,38 @@
 """What README.md and docs/ promise: their commands run as printed, and their names of tests and
 flags exist. README is the text of all pages.
 
-    python -m pytest tests/test_readme.py
-
 Slurm, and torchrun on two machines, are imitated by scripts of these names.
 """
 import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-import data
 import tools.schedule
 from base.options import Config, parse_flags
 from base.sample_flags import SampleFlags
 from corpus import flags as data_flags
 from models import SIZES
 from runtime import checks, plain_run
-from tests.harness import (PAGES, README, ROOT, TINY, Command, kinds, launch, read_metrics,
-                           readme_commands, saved, wait_for_step)
+from tests.commands import (PAGES, README, TINY, Command, kinds, launch, read_metrics,
+                            readme_commands, wait_for_step)
+from tests.harness import ROOT, saved
 from tools.plan.flags import PlanConfig
 
-FOLDERS = ["models", "corpus", "parallelism", "base", "runtime", "tools", "tests", "docs"]
+# ---- The front page
 
-
-# ---------------------------------------------------------------------------------------------
-# The front page
-# ---------------------------------------------------------------------------------------------
-
-def test_the_readme_says_how_long_the_code_is():
-    """The book in its order, test_all.py and each folder, to a tenth."""
-    page = PAGES["README.md"]
-    book = re.findall(r"(?m)^\| \[(\w+\.py)\]", page)
-    assert book == ["train.py", "model.py", "data.py", "parallel.py", "amp.py", "checkpoint.py",
-                    "sample.py"]
-    whole = {"book": [ROOT / name for name in book], "test_all.py": [ROOT / "test_all.py"],
-             **{name: [file for file in (ROOT / name).rglob("*") if file.suffix in (".py", ".md")]
-                for name in FOLDERS}}
-    said = [("book", lines) for lines in re.findall(r"about ([\d,]+) lines", page)[:2]]
-    said += [("test_all.py", lines) for lines in re.findall(r"about ([\d,]+) lines more", page)]
-    said += re.findall(r"(?m)^\| \[(\w+)/\].*\| ([\d,]+) \|$", page)
-    assert [name for name, _ in said] == ["book", "book", "test_all.py", *FOLDERS]
-    counted = {name: sum(len(file.read_text().splitlines()) for file in files)
-               for name, files in whole.items()}
-    wrong = [f"{name}: {lines}, it has {counted[name]}" for name, lines in said
-             if abs(int(lines.replace(",", "")) / counted[name] - 1) > 0.1]
-    assert not wrong, wrong
-
-
-def test_the_project_has_one_name_and_can_be_cited():
-    """CITATION.cff has the keys that its format 1.2.0 requires."""
-    citation = (ROOT / "CITATION.cff").read_text()
-    name = PAGES["README.md"].splitlines()[0].removeprefix("# ")
-    assert f'title: "{name}"' in citation.splitlines()
-    assert f"the {name} authors" in (ROOT / "LICENSE").read_text()
-    keys = re.findall(r"(?m)^([\w-]+):", citation)
-    assert {"cff-version", "message", "title", "authors"} <= set(keys)
-    assert len(set(keys)) == len(keys)
-
-
-# ---------------------------------------------------------------------------------------------
-# The commands of README and chapters, as printed
-# ---------------------------------------------------------------------------------------------
+# ---- The commands of README and chapters, as printed
 
 def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path):
     """data.py, train.py on eight ranks with 3 steps, and sample.py; the sample begins with the
-    prompt, and there is no warning. (.ci/run makes the environment, and starts the eight by
-    torchrun.) The line for one process is the same but for train.py, and the first loss is, too."""
+    prompt, and there is no warning."""
     [line], [alone] = (block.strip().splitlines() for block in README.split("```")[1:4:2])
     assert alone == line.replace("torchrun --nproc_per_node=8 train.py --tp 2 --pp 2",
                                  "python train.py").replace("--ckpt out/latest.pt ", "")
@@ -116,6 +72,7 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
         "--logdir", "--requeue", "--open-mode", "--kill-on", "--shutdown-timeout"))}
 
 
+@pytest.mark.slow
 def test_the_readmes_slurm_script_requeues_until_the_run_has_ended(shards, tmp_path):
     """Slurm is imitated: a signal, as before the time limit, asks for one more start, which goes on
     to the end and asks for no other."""
@@ -146,28 +103,6 @@ def test_the_readmes_slurm_script_requeues_until_the_run_has_ended(shards, tmp_p
     assert saved(out, last)["step"] == last
 
 
-def test_the_readmes_loop_of_two_machines_ends_after_ctrl_c(tmp_path):
-    """torchrun is imitated: it survives Ctrl-C for a moment and fails. A failure alone starts it
-    again; Ctrl-C ends the loop."""
-    block = next(x for x in README.split("```")[1::2] if "until torchrun --nnodes=2" in x)
-    (tmp_path / "torchrun").write_text(f"""#!/bin/bash
-        echo start >> {tmp_path}/starts
-        test $(wc -l < {tmp_path}/starts) -gt 1 || exit 1
-        trap 'kill $!; sleep 0.5; exit 1' INT
-        touch {tmp_path}/waits; sleep 60 & wait""")
-    (tmp_path / "torchrun").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    shell = subprocess.Popen(["bash", "-c", block.replace("sleep 5", "sleep 0.1")],
-                             env=dict(os.environ, PATH=path), start_new_session=True,
-                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    while not (tmp_path / "waits").exists():
-        assert shell.poll() is None
-        time.sleep(0.02)
-    os.killpg(shell.pid, signal.SIGINT)
-    assert shell.wait(20) != 0
-    assert (tmp_path / "starts").read_text() == "start\n" * 2
-
-
 def test_the_readmes_layouts_are_not_refused(shards):
     """All train.py commands, with the model and the number of ranks that they name."""
     commands = readme_commands("train.py")
@@ -180,38 +115,6 @@ def test_the_readmes_layouts_are_not_refused(shards):
         if "n_layer" not in given:
             assert cfg.n_layer == SIZES[config.model]["n_layer"]
     assert len(commands) == 31
-
-
-KINDS = ("tp", "pp", "cp", "pp_schedule", "pp_chunks", "zero", "sequence_parallel", "recompute",
-         "offload", "dtype", "exact", "resume", "init_from")
-
-
-@pytest.mark.slow
-def test_the_readmes_training_commands_make_a_step_with_a_tiny_model(shards, tmp_path):
-    """Each layout, precision and beginning of a train.py command once, on as many ranks, all on the
-    CPU. (--compile and --plain have tests of their own.) Those that begin from a checkpoint find
-    one of eight steps."""
-    tiny = ["--data", shards, "--n-layer", 4, "--n-head", 2, "--n-embd", 16, "--seq-len", 16,
-            "--device", "cpu", "--eval-every", 0, "--timeout", 300]
-    first, = launch(1, *tiny, "--batch-size", 4, "--steps", 8, "--out", tmp_path / "first")
-    assert first.finish(200)[0] == 0
-    made = []
-    for number, (before, flags) in enumerate(readme_commands("train.py")):
-        steps = 1 if "--resume" not in flags else 9
-        for flag in ("--resume", "--init-from"):
-            if flag in flags:
-                flags[flags.index(flag) + 1] = tmp_path / "first" / "latest.pt"
-        world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
-        flags = [flag for flag in flags if flag not in ("--compile", "--plain")]
-        given = parse_flags(list(map(str, flags)))
-        kind = [world, *(given.get(name) for name in KINDS)]
-        if kind in made:
-            continue
-        made.append(kind)
-        ranks = launch(world, *flags, *tiny, "--steps", steps, "--out", tmp_path / str(number))
-        ends = [rank.finish(500) for rank in ranks]
-        assert {status for status, *_ in ends} == {0}, (flags, ends)
-        assert f"step {steps}/{steps}" in ends[0][1], ends[0]
 
 
 def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsys):
@@ -245,28 +148,3 @@ def test_the_quick_start_ends_at_the_readmes_validation_loss(library, tmp_path):
     assert first.finish(1500)[0] == 0
     expected, bound = (loss, 0.01) if sys.version_info[:2] == (3, 11) else (1.62, 0.05)
     assert abs(read_metrics(tmp_path)[0][-1]["val_loss"] - expected) <= bound
-
-
-def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
-    """The README's lines print the text that the shard has where a run with an absurd learning rate
-    diverged."""
-    shutil.copytree(shards, tmp_path / "data" / "python")
-    status, _, error = Command("train.py", *TINY, "--seq-len", 128, "--lr", 1e19,
-                               "--max-rollbacks", 0, cwd=tmp_path).finish()
-    assert status == 1 and "are used up; the run has diverged" in error
-    assert "begin again in another --out, with a lower --lr" in error      # it has no checkpoint
-    recipe = next(block for block in README.split("```")[1::2] if "spike" in block)
-    recipe = recipe.replace("python - ", f"{shlex.quote(sys.executable)} - ")
-    def print_spike():
-        return subprocess.run(["bash", "-c", recipe], cwd=tmp_path, capture_output=True, text=True)
-    text = print_spike()
-    [spike] = [event for event in read_metrics(tmp_path / "out")[1] if event["event"] == "spike"]
-    windows = data.TokenDataset(shards, "train", 128).window_ids(1337, 0, 4 * spike["step"])
-    tokens = np.fromfile(shards / "train_000000.bin", np.uint16, offset=1024)
-    texts = [tokens[128 * i:128 * i + 129] for i in windows.tolist()]
-    assert text.stdout == "".join(
-        f"---- window {window}\n{bytes(part.tolist()).decode(errors='replace')}\n"
-        for window, part in zip(windows, texts)), text.stderr
-    assert spike["windows"] == windows.tolist() and len(texts) >= 4
-    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert print_spike().stderr == "out/metrics.jsonl has no spike\n"

@@ -1,27 +1,33 @@
 """sample.py: what is drawn, and the cache of keys and values.
 
-    python -m pytest tests/test_sample.py
-
-The command line: test_runtime.py. Conversations: test_conversations.py.
+Mistakes: test_refusals.py. Conversations: test_conversations.py.
 """
+import io
 import math
 import random
+import re
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 import checkpoint
 import sample
+from corpus.tokenizers import get_tokenizer
 from models.kv_cache import CachedModel
-from tests.harness import CFG, random_gpt, relative, tokens_of
+from runtime import sample_and_chat
+from tests.harness import CFG, ROOT, random_gpt, relative, tokens_of
 
 
 def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(run_sample, things):
     """Greedy sampling, a temperature near 0, --top-k 1 and a small --top-p print the most probable
-    tokens of the plain model. Of a prompt longer than the context only the end counts, and a
-    warning says so."""
+    tokens of the plain model."""
     def text(*flags, **options):
         status, out, error = run_sample("--max-tokens", 30, "--seed", 1, *flags, **options)
         assert (status, error) == (0, "") and out.startswith("line ") and out.endswith("\n")
@@ -157,3 +163,84 @@ def test_top_k_keeps_exactly_k_and_top_p_the_smallest_set_that_reaches_p():
     found = kept(one, 40, 1.0)
     assert found == sorted(sorted(range(50257), key=lambda i: (-one[i].item(), i))[:40])
     assert len(kept(torch.zeros(50257), 0, 0.5)) == 25129
+
+
+# ---- The command line
+
+def test_samples_end_before_the_stop_text_and_are_separated_by_dashes(run_sample):
+    """Sample 7 is that of --seed 7. What looks like the beginning of a stop text that never comes
+    is not lost. Each line of standard input is a prompt."""
+    flags = ("--max-tokens", 40, "--temperature", 1, "--prompt")
+    line = "-" * 40 + "\n"
+    many = run_sample(*flags, "line ", "--num-samples", 20)[1].split(line)
+    assert len(set(many)) > 15 and many[7] == run_sample(*flags, "line ", "--seed", 7)[1]
+    seed, stop = next((i, found[0]) for i, text in enumerate(many)
+                      if (found := re.search("[ -~]{3}", text[7:])))
+    cut = [re.sub(f"(?s)(?<=^line )(.*?){re.escape(stop)}.*", r"\1\n", text)
+           for text in many[seed:seed + 3]]
+    assert 6 < len(cut[0]) < len(many[seed])
+    for count in (1, 3):
+        assert run_sample(*flags, "line ", "--seed", seed, "--num-samples", count, "--stop",
+                          stop) == (0, line.join(cut[:count]), "")
+    never = many[seed].rstrip("\n")[-2:] + "\0"
+    assert run_sample(*flags, "line ", "--seed", seed, "--stop", never)[1] == many[seed]
+    both = [run_sample(*flags, prompt, "--num-samples", 2)[1] for prompt in ("line 1", "so")]
+    assert run_sample(*flags, "-", "--num-samples", 2,
+                      stdin="line 1\nso\n") == (0, line.join(both), "")
+
+
+def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_text(monkeypatch):
+    """The last two characters may begin a stop text of three. The id 999 is no text."""
+    seen = []
+
+    def scripted():                     # in place of sample.generate
+        for first, second in [*zip(b"abcdxy", b"xyz"), *((x, None) for x in (999, *b"dxyz"))]:
+            yield [first, second]
+            seen.append(sys.stdout.getvalue())
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    args = SimpleNamespace(prompt="p", stop="xyz", num_samples=2, max_tokens=9, seed=0)
+    samples = sample_and_chat.Samples(args, get_tokenizer("bytes"), CFG)
+    next(samples.prompts())
+    samples.write(scripted())
+    assert seen == ["p", "p", "pa", "pa", "pab", "pabc", "pabcd"]
+    assert sys.stdout.getvalue() == "pabcd\n" + sample_and_chat.DASHES + "p\n"
+
+
+def test_characters_are_printed_whole_and_an_error_in_one_line(run_sample, monkeypatch):
+    """Bytes that are no character print as one replacement character, and a terminal shows a
+    question mark for what it lacks. Too little memory is one line; a bug keeps its traceback."""
+    def generate(*_):
+        yield from ([token] for token in "é漢🙂!".encode() + b"\xff!" + "é".encode()[:1])
+    monkeypatch.setattr(sample, "generate", generate)
+    assert run_sample() == (0, "é漢🙂!\ufffd!\ufffd\n", "")
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    with mock.patch.object(sys, "stdout", terminal):
+        run_sample("--dtype", "bf16")
+    assert terminal.buffer.getvalue() == b"???!?!?\n"
+    for error in ("CUDA out of memory. Tried 9", "a bug"):
+        monkeypatch.setattr(sample, "generate", mock.Mock(side_effect=RuntimeError(error)))
+        if error == "a bug":
+            with pytest.raises(RuntimeError, match="a bug"):
+                run_sample()
+        else:
+            status, out, said = run_sample()
+            assert (status, out, said.count("\n")) == (1, "", 1) and "--device cpu" in said
+
+
+def test_logits_that_are_not_finite_are_told_in_one_line(run_sample, things, tmp_path):
+    """Exit status 1, greedy or not."""
+    state = torch.load(things / "whole.pt")
+    state["parameters"]["head.norm.weight"][0] = torch.nan
+    torch.save(state, tmp_path / "nan.pt")
+    for temperature in (0, 1):
+        status, _, error = run_sample("--ckpt", tmp_path / "nan.pt", "--temperature", temperature)
+        assert status == 1 and "logits are not finite" in error and error.count("\n") == 1
+
+
+def test_samples_that_cannot_be_written_are_told_in_one_line(things):
+    command = shlex.join([sys.executable, "sample.py", "--ckpt", str(things / "whole.pt"),
+                          "--max-tokens", "3"])
+    done = subprocess.run(["bash", "-c", f"{command} > /dev/full"], cwd=ROOT, text=True,
+                          stderr=subprocess.PIPE)
+    assert done.returncode == 1 and "No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1

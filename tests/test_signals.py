@@ -1,7 +1,5 @@
 """Processes and signals: ranks start and fail together, and a signal saves the last finished step.
 
-    python -m pytest tests/test_signals.py
-
 A stopped and resumed run is compared with one that no signal stopped.
 """
 import io
@@ -26,49 +24,8 @@ from base.checkpoint_files import LATEST
 from base.options import parse_flags
 from parallelism import collectives
 from runtime import checkpoint_writer, signals
-from tests.harness import (ROOT, TINY, assert_same_state, column, expect_mistake, kinds, launch,
-                           read_metrics, torchrun, wait_for_step)
-
-
-def test_tasks_of_srun_without_torchrun_are_refused(run_train, shards, tmp_path):
-    """The first of several tells it. Not refused: runs of their own (RANK=0), one task of srun, a
-    batch script, where SLURM_NTASKS counts what srun would start, and variables that are empty."""
-    def start(name, task=0, **environment):
-        return run_train("--data", shards, "--out", tmp_path / name, *TINY, "--steps", 1,
-                         SLURM_NTASKS=2, SLURM_PROCID=task, **environment)
-    step = dict(SLURM_STEP_ID=0, SLURM_STEP_NUM_TASKS=2)
-    expect_mistake(start("a", **step), "SLURM_STEP_NUM_TASKS is 2 but RANK is not set, so each ")
-    assert start("a", task=1, **step) == (2, "", "")
-    for name, environment in [("batch", {}), ("one", dict(step, SLURM_STEP_NUM_TASKS=1)),
-                              ("own", dict(step, RANK=0, task=1)),
-                              ("empty", dict(RANK="", LOCAL_RANK=""))]:
-        status, text, _ = start(name, **environment)
-        assert status == 0 and "step 1/1" in text
-
-
-@pytest.mark.parametrize("environment, message", [
-    (dict(RANK=1), "RANK is 1, but must be at least 0 and below 1: start several processes by tor"),
-    (dict(RANK="x"), "RANK is x, but must be "), (dict(RANK=-1), "RANK is -1, but must be "),
-    (dict(WORLD_SIZE=0), "WORLD_SIZE is 0, but must be at least 1: "),
-    (dict(WORLD_SIZE=2, RANK="", MASTER_ADDR="", MASTER_PORT=""),
-     "WORLD_SIZE is 2, but RANK, MASTER_ADDR, MASTER_PORT not set: start 2 processes by torchrun "),
-    (dict(WORLD_SIZE=2, MASTER_PORT=""), "WORLD_SIZE is 2, but MASTER_PORT not set: "),
-    (dict(WORLD_SIZE=2, MASTER_PORT="abc"), "MASTER_PORT is abc, but must be at least 1 and below"),
-    (dict(WORLD_SIZE=2, MASTER_PORT=10 ** 6), "MASTER_PORT is 1000000, but must be at least 1 and"),
-    (dict(WORLD_SIZE=2, RANK=2), "RANK is 2, but must be at least 0 and below 2: "),
-    (dict(LOCAL_RANK=1), "LOCAL_RANK is 1, but must be at least 0 and below 1: ")])
-def test_variables_of_torchrun_without_torchrun_are_a_mistake(run_train, environment, message):
-    expect_mistake(run_train("--steps", 1, **environment), message)
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_a_console_that_lacks_a_letter_of_a_path_does_not_end_a_run(monkeypatch, encoding):
-    """Half of a surrogate pair stands for a byte of a file's name that is no UTF-8."""
-    console = io.TextIOWrapper(io.BytesIO(), encoding)
-    monkeypatch.setattr(sys, "stdout", console)
-    parse_flags(["--out", "out"])
-    processes.print_rank0("\u0153 \udcff")
-    assert console.buffer.getvalue().endswith(b" \\udcff\n")
+from tests.commands import TINY, kinds, launch, read_metrics, torchrun, wait_for_step
+from tests.harness import ROOT, assert_same_state, column
 
 
 @pytest.mark.claim("After a signal the run saves, and the same command continues it.")
@@ -163,13 +120,12 @@ def slow(method, step=None):
 """
 
 
-@pytest.mark.parametrize("form", ["file", pytest.param("folder", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("phase, number, ranks", [
-    ("start", signal.SIGTERM, 1), ("step", signal.SIGINT, 1), ("step", signal.SIGHUP, 1),
-    ("evaluation", signal.SIGINT, 1), ("last evaluation", signal.SIGTERM, 1),
-    ("comparison", signal.SIGHUP, 1), ("save", signal.SIGUSR1, 1), ("step", signal.SIGTERM, 2),
-    *(pytest.param(phase, signal.SIGTERM, 2, marks=pytest.mark.slow)
-      for phase in ("start", "evaluation", "last evaluation", "comparison", "save"))])
+@pytest.mark.parametrize("form, phase, number, ranks", [
+    ("file", "start", signal.SIGTERM, 1), ("file", "step", signal.SIGHUP, 1),
+    ("file", "step", signal.SIGUSR1, 1),
+    ("folder", "evaluation", signal.SIGINT, 1), ("file", "save", signal.SIGTERM, 2),
+    *(pytest.param(form, phase, signal.SIGTERM, 2, marks=pytest.mark.slow)
+      for form in LATEST for phase in PHASES)])
 def test_a_signal_ends_a_run_after_the_step_in_progress(shards, things, tmp_path, phase, number,
                                                         ranks, form):
     """Its step is evaluated, where that is due, and saved. The same command goes on, and ends with
@@ -226,28 +182,6 @@ def test_a_kernel_that_fails_here_is_no_lost_peer():
     assert processes.fatal_message(error.value) is None
 
 
-def test_no_thread_of_gloo_outlives_a_run_even_if_its_last_save_fails(shards, tmp_path):
-    """Serves the exit status: such a thread may abort the process after its last line."""
-    (tmp_path / "wrapper.py").write_text("""
-import glob, checkpoint, train
-from runtime import console
-def tell_of_threads(*_):
-    print(sum("gloo" in open(path).read() for path in glob.glob("/proc/self/task/*/comm")))
-def fail(*_):
-    raise OSError("full")
-console.print_summary, checkpoint.save = tell_of_threads, fail
-try:
-    train.main()
-finally:
-    tell_of_threads()
-""")
-    ranks = launch(2, "--data", shards, "--out", tmp_path, *TINY, file=tmp_path / "wrapper.py")
-    for rank, (status, text, error) in enumerate([process.finish() for process in ranks]):
-        during, *_, after = text.splitlines()
-        assert int(during) > 0 == int(after) and status == 1
-        assert ("train.py: the last checkpoint is lost: full" in error) == (rank == 0)
-
-
 def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monkeypatch, capfd):
     """Serves "a signal saves": torchrun's copy comes within 0.5 s and does not count. The exit
     status is the signal's, so that a second Ctrl-C, too, ends a shell's loop."""
@@ -284,27 +218,6 @@ def test_a_signal_that_one_rank_gets_later_than_another_is_no_second_one(shards,
     assert "stopped and saved after step " in ends[0][1]
 
 
-def test_a_signal_to_one_rank_in_the_last_save_comes_too_late(shards, tmp_path):
-    """All steps are made: the run ends as always, on both ranks."""
-    run = start_and_wait_for(2, tmp_path, SLOW_SAVE.format(step=4), "--data", shards, *TINY, "--pp",
-                             2)
-    run[1].send_signal(signal.SIGTERM)
-    ends = [process.finish() for process in run]
-    assert [(status, error) for status, _, error in ends] == [(0, ""), (0, "")], ends
-    assert kinds(read_metrics(tmp_path / "out")[1]) == ["start", "end"]
-
-
-def test_fewer_steps_than_a_stopped_run_has_made_do_not_end_it(run_train, shards, tmp_path):
-    command = ["--data", shards, "--out", tmp_path, *TINY]
-    assert run_train(*command)[0] == 0
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"event": "stop", "step": 4, "time": 0}\n')
-    for steps, told in ((2, "step 4 of 2: nothing left to do"), (4, "Now sample from it")):
-        status, text, _ = run_train(*command, "--steps", steps)
-        assert status == 0 and told in text
-    assert kinds(read_metrics(tmp_path)[1]) == ["start", "end", "stop", "resume", "end"]
-
-
 def test_an_out_whose_name_is_not_utf_8_is_resumed_and_sampled(run_train, capsys, shards, tmp_path):
     """As a folder of an old system, or any accent in a process without UTF-8."""
     out = os.fsdecode(bytes(tmp_path) + b"/\xff")
@@ -327,23 +240,7 @@ def test_a_signal_ends_a_run_whose_output_is_closed(shards, tmp_path):
     assert kinds(read_metrics(tmp_path)[1])[-1] == "stop"
 
 
-def test_a_run_under_nohup_ignores_a_closed_terminal(shards, tmp_path):
-    (tmp_path / "wrapper.py").write_text("""
-import signal
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-import train
-train.main()
-""")
-    run, = launch(1, "--data", shards, "--out", tmp_path / "o", *TINY, "--steps", 1_000_000,
-                  file=tmp_path / "wrapper.py")
-    wait_for_step(tmp_path / "o", 3, run)
-    run.send_signal(signal.SIGHUP)
-    wait_for_step(tmp_path / "o", read_metrics(tmp_path / "o")[0][-1]["step"] + 5, run)
-    run.send_signal(signal.SIGTERM)
-    status, text, error = run.finish()
-    assert (status, error) == (-signal.SIGTERM, "") and "stopped and saved" in text
-
-
+@pytest.mark.slow
 def test_a_mistake_ends_torchruns_restarts(shards, tmp_path):
     """A restart would repeat it. Another failure is still restarted."""
     group = torchrun(2, "--max-restarts=3", ROOT / "train.py", "--data", shards, "--tp", 3, "--out",
@@ -387,6 +284,7 @@ def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(mon
         processes.rendezvous(1, 3, timedelta(seconds=0.3))
 
 
+@pytest.mark.slow
 def test_a_closed_input_or_output_ends_quietly(shards, things, tmp_path):
     """`sample.py --prompt -` without standard input ends in one line and status 2, `| head` in no
     line. train.py trains on when nobody reads its lines."""
@@ -404,3 +302,35 @@ def test_a_closed_input_or_output_ends_quietly(shards, things, tmp_path):
     assert (closed.returncode, out, error.count("\n")) == (2, "", 1) and "is closed" in error
     out, error = head.communicate()
     assert (head.returncode, out[:4], error) == (1, "line", "")
+
+
+def test_no_thread_of_gloo_outlives_a_run_even_if_its_last_save_fails(shards, tmp_path):
+    """Serves the exit status: such a thread may abort the process after its last line."""
+    (tmp_path / "wrapper.py").write_text("""
+import glob, checkpoint, train
+from runtime import console
+def tell_of_threads(*_):
+    print(sum("gloo" in open(path).read() for path in glob.glob("/proc/self/task/*/comm")))
+def fail(*_):
+    raise OSError("full")
+console.print_summary, checkpoint.save = tell_of_threads, fail
+try:
+    train.main()
+finally:
+    tell_of_threads()
+""")
+    ranks = launch(2, "--data", shards, "--out", tmp_path, *TINY, file=tmp_path / "wrapper.py")
+    for rank, (status, text, error) in enumerate([process.finish() for process in ranks]):
+        during, *_, after = text.splitlines()
+        assert int(during) > 0 == int(after) and status == 1
+        assert ("train.py: the last checkpoint is lost: full" in error) == (rank == 0)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_console_that_lacks_a_letter_of_a_path_does_not_end_a_run(monkeypatch, encoding):
+    """Half of a surrogate pair stands for a byte of a file's name that is no UTF-8."""
+    console = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", console)
+    parse_flags(["--out", "out"])
+    processes.print_rank0("\u0153 \udcff")
+    assert console.buffer.getvalue().endswith(b" \\udcff\n")

@@ -1,7 +1,5 @@
 """The rules of the house: who may import whom, the list of flags, and a book that needs no tools.
 
-    python -m pytest tests/test_structure.py
-
     the book        model.py, data.py, amp.py, parallel.py, checkpoint.py, train.py, sample.py
     models/         decoders since GPT-3
     corpus/         from the files that people have to shards of tokens
@@ -109,21 +107,6 @@ def test_no_imports_run_in_a_circle():
         pytest.fail("imports in a circle: " + " <- ".join(error.args[1]))
 
 
-def test_rooms_stand_above_one_another_in_no_circle():
-    """A room is a folder, or a file of the book. (parallel.py reads data in `main` alone.)"""
-    graph = {}
-    for file in FILES:
-        room = name_of(file).split(".")[0]
-        found = {name.split(".")[0] for name in imports_of(ast.parse(file.read_text()))} - {room}
-        if room == "parallel":
-            found -= {"data"}
-        graph.setdefault(room, set()).update(found)
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        pytest.fail("rooms in a circle: " + " <- ".join(error.args[1]))
-
-
 def test_parallel_py_reads_data_in_main_alone():
     """So that what imports parallel.py, as the checkpoint does, does not depend on data."""
     tree = ast.parse((ROOT / "parallel.py").read_text())
@@ -166,13 +149,6 @@ def test_the_example_in_model_py_runs():
     names = vars(model) | dict(tokens=tokens_of(GPTConfig(), 2), targets=tokens_of(GPTConfig(), 2))
     exec("\n".join(re.findall("^    ((?:model|loss) = .*)", model.__doc__, re.M)), names)
     assert names["loss"].dim() == 0 and type(names["model"]) is model.GPT
-
-
-@pytest.mark.parametrize("folder", ["base", "corpus", "runtime"])
-def test_a_folders_docstring_names_its_files(folder):
-    words = (ROOT / folder / "__init__.py").read_text().split()
-    for file in (ROOT / folder).glob("[!_]*.py"):
-        assert file.stem in (word.strip(",:;") for word in words), file
 
 
 def test_constants_that_stand_in_two_files_are_equal():

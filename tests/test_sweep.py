@@ -10,7 +10,7 @@ import re
 import pytest
 
 import tools.sweep
-from tests.harness import run_main
+from tests.commands import run_main
 from tests.test_ladder import imitated      # a fixture
 from tools.train_many import why_it_ended
 

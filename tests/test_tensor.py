@@ -1,11 +1,8 @@
 """Tensor parallelism: the memory and the passes of the loss, and what communication overlaps.
 
-    python -m pytest tests/test_tensor.py
-
 That the layers are the whole ones: test_all.py.
 """
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,42 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import IGNORE_INDEX, GPTConfig
 from parallelism import tensor
-from parallelism.build import Grid, build_stage
-from parallelism.parameters import param_specs
-from parallelism.tensor import (MAX_LOGITS, ColumnParallelLinear, VocabParallelEmbedding,
-                                add_product, softmax_over_ranks, tile_loss, tile_size,
-                                tile_sums)
-from tests.harness import (CFG, Alive, Passes, assert_close, gridded, in_turn, on_ranks, random_gpt,
-                           random_tensor, relative, stage_of, staged, tiles_of, tokens_of, traffic)
-
-
-@on_ranks
-def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradients(rank, world=2):
-    """Without FlatParameters they give autograd the plain model's gradients of a scaled loss, on
-    two ranks, to 1e-10 in fp64. With them a scaled loss is refused: a part of the gradients is in
-    main_grad already."""
-    cfg = replace(CFG, n_layer=2)
-    tokens, targets = tokens_of(cfg, 2), tokens_of(cfg, 2, seed=1)
-    plain = random_gpt(cfg)
-    with gridded(rank, world, tp=world, pp=1) as grid, tiles_of(7, world):
-        ours = build_stage(cfg, grid)
-        specs = param_specs(ours, cfg, grid)
-        for spec in specs:
-            full = plain.get_parameter(spec.name).detach()[:spec.shape[0]]
-            own_part = nn.Parameter(spec.cut(full, grid).clone())
-            for module, attribute in spec.owners:
-                setattr(module, attribute, own_part)
-        ours.head.set_loss_factor(3.0)             # by which the gradients are divided again
-        losses = [gpt(tokens, targets) / targets.numel() for gpt in (ours, plain)]
-        sum(losses).backward()
-    pairs = dict(loss=losses)
-    for spec in specs:
-        full = plain.get_parameter(spec.name).grad[:spec.shape[0]]
-        pairs[spec.name] = ours.get_parameter(spec.name).grad, spec.cut(full, grid)
-    assert_close(pairs, 1e-10)
-    local, _ = staged(replace(CFG, n_layer=1), Grid(1, 1, 1))
-    with pytest.raises(RuntimeError, match="multiply the loss by head.loss_factor"):
-        (local(tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)) / 2).backward()
+from parallelism.build import Grid
+from parallelism.tensor import (MAX_LOGITS, ColumnParallelLinear, softmax_over_ranks, tile_loss,
+                                tile_size, tile_sums)
+from tests.harness import (CFG, Alive, Passes, gridded, in_turn, on_ranks, random_gpt,
+                           random_tensor, relative, stage_of, staged, tokens_of, traffic)
 
 
 def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypatch):
@@ -75,9 +41,7 @@ def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypat
 @pytest.mark.parametrize("dtype, keeps_p", [
     (torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])    # False: compiled
 def test_the_loss_of_a_tile_passes_over_its_logits_few_times(dtype, keeps_p):
-    """Loss and gradient of 7 positions are those of F.cross_entropy in fp64, to the type's eps.
-    Two operations reduce the logits; at most five more read or write all of them, of which two copy
-    a tensor to itself in fp32, which does nothing. Without p two more make its numbers again."""
+    """Loss and gradient of 7 positions are those of F.cross_entropy in fp64, to the type's eps."""
     logits, width = random_tensor(7, 384, seed=1).to(dtype), 300
     logits[:, width:] = torch.finfo(dtype).min
     targets = torch.tensor([0, 1, 299, IGNORE_INDEX, 128, 5, 5])
@@ -103,23 +67,6 @@ def test_logits_are_computed_in_equal_tiles_of_at_most_MAX_LOGITS():
     assert tile_size(4 * 4096, 50304, "cuda") == 4096
     assert tile_size(4 * 4096, 50304, "cuda", without_p=True) == 8192
     assert tile_size(4 * 4096, 50304, "cpu", without_p=True) == tile_size(4 * 4096, 50304, "cpu")
-
-
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_the_token_matrix_adds_its_gradient_to_main_grad(dtype, bound):
-    """Mechanism (that 16-bit gradients add up in fp32): embedding and head add the token matrix's
-    to main_grad, here in three parts; autograd gets none. The sum is that of fp64, to `bound`."""
-    weight, total = nn.Parameter(torch.zeros(5000, 8, dtype=dtype)), torch.ones(5000, 8)
-    weight.main_grad = lambda: total
-    tokens, dx = torch.tensor([[7, 4999, 7, 0]]), random_tensor(1, 4, 8, seed=4)
-    dy, x = random_tensor(9, 5000, seed=1), random_tensor(9, 8, seed=2)
-    lookup = VocabParallelEmbedding(SimpleNamespace(weight=weight), Grid(1, 1, 1))
-    for _ in range(2):
-        lookup(tokens).backward(dx.to(dtype))
-        add_product(total, dy.to(dtype), x.to(dtype))
-    expected = 1 + 2 * (dy.t() @ x).index_add(0, tokens[0], dx[0])
-    assert weight.grad is None
-    assert relative(total.split(500), expected.split(500)) < bound
 
 
 @pytest.mark.parametrize("sequence_parallel, expected", [
@@ -209,3 +156,10 @@ def test_backward_hides_a_sum_of_tensor_parallelism_behind_a_product(monkeypatch
     gradient, of which ZB-H1 has none there."""
     assert tp3s_order(monkeypatch, True) == ["product", "starts", "product", "ends"]
     assert tp3s_order(monkeypatch, False) == ["product", "starts", "ends"]
+
+
+def test_a_loss_that_is_scaled_by_hand_is_refused():
+    """A part of its gradients is in main_grad already."""
+    local, _ = staged(replace(CFG, n_layer=1), Grid(1, 1, 1))
+    with pytest.raises(RuntimeError, match="multiply the loss by head.loss_factor"):
+        (local(tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)) / 2).backward()

@@ -1,6 +1,4 @@
 """What the programs have in common: their help.
-
-    python -m pytest tests/test_tool_commands.py
 """
 import importlib
 import re

@@ -1,11 +1,8 @@
-"""train.py: fifty recorded losses, the learning rate, and the evaluation of a mixture.
-
-    python -m pytest tests/test_train.py
+"""train.py: recorded losses, the learning rate, and the evaluation of a mixture.
 
 That layouts and resumed runs are alike: test_all.py.
 """
 import re
-import textwrap
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -17,28 +14,17 @@ import data
 import train
 from base.options import Config
 from model import GPT, GPTConfig
-from tests.harness import TINY, column, launch, read_metrics, relative, small_state, trained
-
+from tests.commands import TINY, launch, read_metrics
+from tests.harness import column, relative, run_steps, settings, small_state
 
 GOLDEN = GPTConfig(vocab_size=257, seq_len=16, n_layer=3, n_head=4, n_embd=16)
+GOLDEN_LOSSES = [5.55859342554, 5.54993836079, 5.55928922506, 5.57521507225, 5.55341832377,
+                 5.56903443908, 5.53138854180, 5.57396297904, 5.55446105077, 5.53090800447]
 
 
-GOLDEN_LOSSES = [
-    5.55859342554, 5.54993836079, 5.55928922506, 5.57521507225, 5.55341832377, 5.56903443908,
-    5.53138854180, 5.57396297904, 5.55446105077, 5.53090800447, 5.55036172769, 5.53649833564,
-    5.50409286957, 5.52529699706, 5.52753836086, 5.51024847885, 5.48547254518, 5.50549845205,
-    5.45782505804, 5.42085144855, 5.39062347425, 5.39965676384, 5.40952086666, 5.36618765570,
-    5.37158298166, 5.40663422933, 5.39841800383, 5.38075935571, 5.36821849766, 5.34220575404,
-    5.33095501145, 5.31837483140, 5.34466257152, 5.35467174986, 5.30130897040, 5.28853533772,
-    5.32006669590, 5.27005457866, 5.25036845347, 5.24546381000, 5.28323049477, 5.24434663133,
-    5.25224618006, 5.22539766955, 5.26769357355, 5.28794425309, 5.27352202707, 5.24853730414,
-    5.24752749178, 5.22088411553]
-
-
-def test_fifty_losses_equal_the_recorded_ones(pool, tmp_path):
-    """On any CPU 50 steps in fp64 give the losses in GOLDEN_LOSSES, to 1e-9: a
-    change of the code that moves a number shows here at once. The weights are integers, scaled by
-    exact divisions, because the normal distribution of torch and NumPy depends on the CPU."""
+def test_losses_equal_the_recorded_ones(tmp_path):
+    """On any CPU, to 1e-9 in fp64: a change of the code that moves a number shows here at once.
+    The weights are integers, scaled: torch's normal distribution depends on the CPU."""
     draw = np.random.default_rng(0)
     parameters = {}
     for name, shape in checkpoint.parameter_shapes(GOLDEN).items():
@@ -47,22 +33,9 @@ def test_fifty_losses_equal_the_recorded_ones(pool, tmp_path):
     file = tmp_path / "weights.pt"
     torch.save(small_state(0) | dict(model=asdict(GOLDEN), parameters=parameters, exp_avg={},
                                      exp_avg_sq={}), file)
-    rows, _, _ = trained(pool, (1, 1, 1), tmp_path, GOLDEN, dtype="fp64", steps=50, lr=3e-3,
-                         init_from=str(file), micro_batch=8)
-    assert relative(column(rows, "loss"), GOLDEN_LOSSES) <= 1e-9
-
-
-def test_the_example_of_plain_train_prints_the_losses_of_train_py(
-        run_train, library, tmp_path, monkeypatch, capsys):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "python").symlink_to(library)
-    monkeypatch.chdir(tmp_path)
-    example = re.search(r"( {8}from train .*?)\n\n", train.plain_train.__doc__, re.S)[1]
-    exec(textwrap.dedent(example).replace("steps=20", "steps=3"), {})
-    losses = [float(line) for line in capsys.readouterr().out.split()]
-    run_train("--data", library, "--out", tmp_path / "o", "--steps", 3)
-    expected = column(read_metrics(tmp_path / "o")[0], "loss")
-    assert len(losses) == 3 and relative(losses, expected) <= 1e-5
+    config = settings(tmp_path, dtype="fp64", steps=50, lr=3e-3, init_from=str(file), micro_batch=8)
+    rows = run_steps(0, 1, (1, 1, 1), config, GOLDEN).rows
+    assert relative(column(rows[:10], "loss"), GOLDEN_LOSSES) <= 1e-9
 
 
 def test_learning_rate_warms_up_then_decays_to_the_ratio():
@@ -95,8 +68,7 @@ def test_wsd_is_constant_until_its_last_fifth_also_in_a_prolonged_run():
 def test_a_mixture_is_evaluated_by_source_on_evenly_spaced_windows(monkeypatch, tmp_path,
                                                                    two_sources, ranks, dropout):
     """Each source is evaluated on at most 128 windows, without dropout, which is on again in the
-    next step. Compared with a plain model in two steps whose learning rate is 0, to 1e-10 in fp64;
-    so is the training loss, on the batches that the mixture draws."""
+    next step."""
     monkeypatch.chdir(two_sources)
     plain = GPT(GPTConfig(257, 16, 2, 2, 16)).initialize(Config.seed).double()
     both = data.TokenDataset("a=3,b=1", "train", 16)

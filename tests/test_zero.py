@@ -1,28 +1,24 @@
-"""ZeRO: what a rank keeps, and when it communicates.
-
-    python -m pytest tests/test_zero.py
+"""ZeRO: what a rank keeps, when it communicates, and how its parts are read.
 
 That replicas train as one process: test_all.py.
 """
 import functools
 import itertools
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 
 import amp
-import train
-from parallelism import zero
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid, build_stage
+from parallelism.full_tensors import full_gradient, full_gradients, full_state
 from parallelism.parameters import param_specs
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import one_f_one_b
 from parallelism.zero import FlatParameters
-from tests.harness import (CFG, FORMULA, Memory, Passes, gridded, in_turn, settings, staged,
-                           tokens_of, traffic)
+from tests.harness import (CFG, FORMULA, Passes, assert_close, gridded, in_turn, plain_gradient,
+                           run_steps, settings, staged, tokens_of, traffic, without_saves)
 
 
 def held_by(flat):
@@ -41,15 +37,6 @@ def held_by(flat):
         sizes["staging"] = ("cpu", "staging"), flat.staging.nbytes
     places = {place for place, _ in sizes.values()}
     return {place: sum(size for at, size in sizes.values() if at == place) for place in places}
-
-
-def test_the_lists_of_adamw_are_made_once():
-    """On a GPU the host makes them while the device waits."""
-    _, flat = staged(CFG, Grid(1, 1, 1))
-    with mock.patch.object(zero, "slices_to_update", wraps=zero.slices_to_update) as made:
-        for updates in (1, 2):
-            flat.adamw_step(1.0, updates, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
-    assert made.call_count == 1
 
 
 @pytest.mark.parametrize("zero", range(4))
@@ -79,27 +66,9 @@ def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
         assert held_by(flat) == {(device, "parameters"): on_device["parameters"]}
 
 
-def test_a_run_offloads_and_shards_as_its_flags_say(tmp_path):
-    """With --offload masters and moments of a model on another device, here torch's meta device,
-    are on the host; with --zero 1, 2 and 3 one of two replicas has half of them."""
-    def kept(device, **flags):
-        with mock.patch.object(train.Run, "restore"):
-            run = train.Run(settings(tmp_path, **flags), CFG, Grid(dp=2, pp=1, tp=1),
-                            torch.device(device), Memory(CFG), Memory(CFG), None)
-        found = [bucket.shard[name] for bucket in run.flat.buckets
-                 for name in ("master", "exp_avg", "exp_avg_sq")]
-        assert len({x.device for x in found}) == 1
-        return found[0].device.type, sum(x.numel() for x in found)
-    _, whole = kept("cpu")
-    assert kept("meta") == ("meta", whole) and kept("meta", offload=True) == ("cpu", whole)
-    for zero in (1, 2, 3):
-        assert kept("cpu", zero=zero) == ("cpu", whole // 2)
-
-
 def events_of_a_step(rank, world, zero):
     """What a step of two microbatches does, in order, and then the next forward: (what, of which
-    bucket or part of the model). And the most buckets of blocks that had memory for gradients at
-    once."""
+    bucket or part of the model)."""
     events, held = [], []
     storages = {}               # of tensors on their way: (what they are, their bucket)
 
@@ -143,10 +112,7 @@ def events_of_a_step(rank, world, zero):
 @pytest.mark.parametrize("zero, most_held", [(0, 4), (1, 4), (2, 1)])
 def test_sums_of_buckets_overlap_backward(pool, zero, most_held):
     """Mechanism (that backward hides communication, and that ZeRO 2 needs its memory): the sum of a
-    bucket starts between its last gradient and the first of the next bucket. ZeRO 0 and 1 sum after
-    the last microbatch; ZeRO 2 after each, and keeps the gradients of half a block at once. With
-    ZeRO a CPU has one sum on its way at a time. At last ZeRO gathers the updated parameters, and
-    the next forward awaits those of each part before the part runs, not earlier."""
+    bucket starts between its last gradient and the first of the next bucket."""
     completed = ["1.mlp", "1.attn", "0.mlp", "0.attn", "ends", "tied"]      # in this order
     for events, held in pool.run(2, events_of_a_step, zero):
         assert held == most_held
@@ -236,3 +202,42 @@ def test_zero_3_holds_one_block_and_gathers_the_next(recompute):
     forward = ["tied ends 0+ 0+", "tied ends 0 0 1+ 1+", "tied ends 1 1 2+ 2+", "tied ends 2 2"]
     backward = ["ends 2 2", "ends 1+ 1+ 2 2", "ends 0+ 0+ 1 1", "ends 0 0"]
     assert in_turn(seen) == [*forward, *backward, "", *forward, ""]
+
+
+# ---- Full tensors by name
+
+def refused(read, *args):
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        read(*args)
+    return str(error.value)
+
+
+def read_before_the_sum(run):
+    finish = run.flat.finish_grad_sync
+
+    def look_and_finish():
+        run.early = refused(full_gradient, run.flat, "head.weight")
+        finish()
+    run.flat.finish_grad_sync = look_and_finish
+    without_saves(run)
+
+
+def read_after_a_step(run):
+    refused(full_state, run.flat, "weights", "embed.token.weight")
+    every = dict(full_gradients(run.flat))
+    weights = {name: full_state(run.flat, "master", name) for name in every}
+    return run.early, full_gradient(run.flat, "embed.token.weight"), every, weights
+
+
+def test_full_tensors_are_read_by_name_on_every_rank_or_refused(pool, tmp_path):
+    """On two replicas of two stages. A gradient before its sum over the ranks is refused."""
+    cfg = replace(CFG, n_layer=2)
+    config = settings(tmp_path, steps=1, micro_batch=1, pp=2, zero=2)
+    answers = pool.run(4, run_steps, (2, 1, 2), config, cfg, read_after_a_step, None,
+                       read_before_the_sum)
+    for answer in answers:
+        early, one, every, weights = answer.seen[0]
+        assert "not summed" in early
+        assert one.equal(every["embed.token.weight"])
+        assert_close({"gradient": (every, plain_gradient(cfg))}, 1e-5)
+        assert_close({"weights": (weights, answers[0].state["master"])}, 0)
