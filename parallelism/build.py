@@ -12,9 +12,8 @@ order, because each part needs the one before:
 """
 import re
 import socket
-from dataclasses import replace
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,14 +24,13 @@ from model import GPT, Dropout, GPTConfig
 from models.llama import Rotary
 from models.moe import Mixture
 from parallel import GROUPS, keep_stage
-from parallelism.buckets import Bucket, make_buckets
 from parallelism.collectives import all_reduce, comm_errors, on_hosts
 from parallelism.context import CP_PLAN, ContextParallelAttention, recompute_attention
 from parallelism.exact import EXACT_PLAN, ExactParameters, make_exact, new_sums
 from parallelism.exact_experts import EXACT_EXPERT_PLAN
 from parallelism.experts import EXPERT_PLAN, ParallelExperts, ParallelRouter
 from parallelism.kernels import use_kernels
-from parallelism.parameters import ParamSpec, param_specs
+from parallelism.parameters import param_specs
 from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
 from parallelism.shared_heads import SharedHeadsQKV
 from parallelism.tensor import TP_PLAN, TensorParallel
@@ -187,41 +185,6 @@ def set_factors(model: GPT, loss_factor: float, token_factor: float) -> None:
             module.set_loss_factor(loss_factor)
         if hasattr(module, "set_token_factor"):
             module.set_token_factor(token_factor)
-
-
-# ---------------------------------------------------------------------------------------------
-# A rank's parameters, counted before anything is built (tools/plan/)
-# ---------------------------------------------------------------------------------------------
-
-
-@lru_cache
-def stage_specs(model_config: GPTConfig, tp: int, ep: int, is_first: bool,
-                is_last: bool) -> list[ParamSpec]:
-    """The parameters of such a stage if it has one block."""
-    pp = 1 + (not is_first) + (not is_last)         # a stage before it, and one behind it
-    grid = Grid(ep, pp, tp, ep=ep)
-    if not is_first:
-        grid = grid.at_rank(int(grid.ranks[1, 0, 0, 0]))
-    model_config = replace(model_config, n_layer=pp)
-    return param_specs(build_stage(model_config, grid), model_config, grid)
-
-
-def rank_buckets(model_config: GPTConfig, grid: Grid, zero: int) -> list[tuple[Bucket, int]]:
-    """The buckets of this rank, as [(bucket, how many like it)]. All blocks are alike,
-    so those of one block stand for all. They come last."""
-    specs = stage_specs(model_config, grid.tp, grid.ep, grid.is_first, grid.is_last)
-    num_shards, shard_rank = (grid.replicas, grid.replica) if zero > 0 else (1, 0)
-    buckets = make_buckets(specs, grid.replicas, num_shards, shard_rank)
-    blocks = sum(map(len, chunk_layers(model_config.n_layer, grid)))
-    of_block = [bucket for bucket in buckets if bucket.name[0].isdigit()]
-    ends = [(bucket, 1) for bucket in buckets if bucket not in of_block]
-    return ends + [(bucket, blocks) for bucket in of_block]
-
-
-def rank_parameters(buckets: list[tuple[Bucket, int]]) -> tuple[int, int]:
-    """(numbers in the buckets that `rank_buckets` counts, numbers in the longest one)"""
-    numel = sum(bucket.numel * count for bucket, count in buckets)
-    return numel, max(bucket.numel for bucket, _ in buckets)
 
 
 # ---------------------------------------------------------------------------------------------

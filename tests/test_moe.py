@@ -20,7 +20,7 @@ from models import SIZES
 from models.moe import MoEConfig
 from parallelism import zero
 from parallelism.buckets import state_bytes
-from parallelism.build import Grid, build_stage, rank_buckets
+from parallelism.build import Grid, build_stage
 from parallelism.collectives import all_reduce
 from parallelism.parameters import param_specs
 from parallelism.zero import FlatParameters
@@ -28,6 +28,7 @@ from tests.harness import (BOUNDS, Memory, assert_same_rows, losses_of_plain_pro
                            random_gpt, relative, run_steps, settings, tokens_of, trained,
                            whole_gradient, without_saves)
 from tests.test_layouts import MIXTURE, MODELS
+from tools.plan.memory import rank_buckets
 
 
 @pytest.mark.parametrize("name", [

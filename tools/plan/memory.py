@@ -3,15 +3,16 @@
 All blocks are alike, so one block and a count stand for them, and no tensor is made. What ZeRO's
 formula counts is exact (parallelism/zero.py); buffers, logits and activations are estimates.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from amp import PRECISIONS
 from base.flops import mlp_channels
 from model import GPTConfig
-from parallelism.buckets import Bucket, state_bytes
-from parallelism.build import Grid, rank_buckets, rank_parameters
+from parallelism.buckets import Bucket, make_buckets, state_bytes
+from parallelism.build import Grid, build_stage
+from parallelism.parameters import ParamSpec, param_specs
 from parallelism.pipeline import chunk_layers
 from parallelism.schedules import make_schedule
 from parallelism.tensor import tile_size
@@ -70,16 +71,35 @@ class Stage:
 
     @cached_property
     def buckets(self) -> list[tuple[Bucket, int]]:
-        return buckets_of(self.cfg, self.grid, self.config.zero)
+        return rank_buckets(self.cfg, self.grid, self.config.zero)
 
     @cached_property
     def numel(self) -> int:
         """Numbers in these buckets."""
-        return rank_parameters(self.buckets)[0]
+        return sum(bucket.numel * count for bucket, count in self.buckets)
+
+
+@lru_cache
+def stage_specs(model_config: GPTConfig, tp: int, ep: int, is_first: bool,
+                is_last: bool) -> list[ParamSpec]:
+    """The parameters of such a stage if it has one block."""
+    pp = 1 + (not is_first) + (not is_last)         # a stage before it, and one behind it
+    grid = Grid(ep, pp, tp, ep=ep)
+    if not is_first:
+        grid = grid.at_rank(int(grid.ranks[1, 0, 0, 0]))
+    model_config = replace(model_config, n_layer=pp)
+    return param_specs(build_stage(model_config, grid), model_config, grid)
 
 
 # A search asks for the same with each microbatch, schedule and kind of recomputation.
-buckets_of = lru_cache(maxsize=1024)(rank_buckets)
+@lru_cache(maxsize=1024)
+def rank_buckets(model_config: GPTConfig, grid: Grid, zero: int) -> list[tuple[Bucket, int]]:
+    """The buckets of a rank, as [(bucket, how many like it)]."""
+    specs = stage_specs(model_config, grid.tp, grid.ep, grid.is_first, grid.is_last)
+    num_shards, shard_rank = (grid.replicas, grid.replica) if zero > 0 else (1, 0)
+    blocks = layers_of(model_config.n_layer, grid)
+    return [(bucket, blocks if bucket.name[0].isdigit() else 1)
+            for bucket in make_buckets(specs, grid.replicas, num_shards, shard_rank)]
 
 
 def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Stage], list[int]]:
@@ -122,7 +142,7 @@ def buffer_bytes(stage: Stage, on_gpu: bool) -> int:
     config, grid = stage.config, stage.grid
     total = bucket_bytes(stage)
     if config.zero >= 1 and not on_gpu:
-        _, longest = rank_parameters(stage.buckets)
+        longest = max(bucket.numel for bucket, _ in stage.buckets)
         total += config.master_size * longest * (grid.replicas - 1) // grid.replicas
     if grid.pp > 1:
         total += 2 * stage.own_x * config.size
