@@ -5,11 +5,8 @@
         if flat.grid.rank == 0:
             print(name, gradient.norm().item())
 
-`flat` is a run's zero.FlatParameters. A rank has no such tensor by itself. `p.grad` is None,
-because gradients add up in flat buffers. `p.main_grad()` is one rank's part of a sum, times the
-loss scale. With tensor parallelism a parameter is a part. With ZeRO 3 its memory is freed between
-uses, so reading it crashes the process. A pipeline's first and last stage both have the tied
-matrix.
+`flat` is a run's zero.FlatParameters. A rank has no such tensor by itself: gradients add up in flat
+buffers, times the loss scale, and a rank holds parts of parameters and of sums.
 
 Each number of a full tensor has one owner among the ranks (buckets.is_owner). So every rank writes
 what it owns into zeros of the full shape, and an all-reduce adds them: x + 0 = x, without rounding.
@@ -30,27 +27,22 @@ from parallelism.parameters import TIED, ParamSpec
 from parallelism.zero import FlatParameters
 
 
-def parameter_names(flat: FlatParameters) -> list[str]:
-    """The global names of the whole model's parameters; the tied matrix is there once."""
-    return list(full_shapes(flat))
-
-
 def full_gradient(flat: FlatParameters, name: str) -> torch.Tensor:
     """The gradient of the batch's mean loss with respect to a parameter, before clipping and
     without the loss scale, in fp32 (float64 with --dtype fp64 or --exact).
 
     It is there from `finish_grad_sync` to the next `zero_grad`. `adamw_step` multiplies it in
     place by the clip factor, which is divided out again: one more rounding."""
-    check_gradients(flat)
-    return full_tensor(flat, "grad", name, full_shapes(flat)).div_(flat.grad_factor)
+    if not flat.grads_are_summed:
+        raise RuntimeError("this step's gradients are not summed over the ranks: call it after "
+                           "finish_grad_sync, before the next zero_grad")
+    return full_tensor(flat, "grad", name).div_(flat.grad_factor)
 
 
 def full_gradients(flat: FlatParameters) -> Iterator[tuple[str, torch.Tensor]]:
-    """(global name, `full_gradient`) of every parameter."""
-    check_gradients(flat)
-    shapes = full_shapes(flat)
-    for name in shapes:
-        yield name, full_tensor(flat, "grad", name, shapes).div_(flat.grad_factor)
+    """(global name, `full_gradient`) of every parameter; the tied matrix is there once."""
+    for name in full_shapes(flat):
+        yield name, full_gradient(flat, name)
 
 
 def full_state(flat: FlatParameters, kind: str, name: str) -> torch.Tensor:
@@ -58,14 +50,7 @@ def full_state(flat: FlatParameters, kind: str, name: str) -> torch.Tensor:
     "exp_avg_sq"."""
     if kind not in flat.buckets[0].shard:
         raise RuntimeError(f"full_state: there is no {kind} without training")
-    return full_tensor(flat, kind, name, full_shapes(flat))
-
-
-def check_gradients(flat: FlatParameters) -> None:
-    """Raise RuntimeError unless the gradients of this step are summed over the ranks."""
-    if not flat.grads_are_summed:
-        raise RuntimeError("this step's gradients are not summed over the ranks: call it after "
-                           "finish_grad_sync, before the next zero_grad")
+    return full_tensor(flat, kind, name)
 
 
 def full_shapes(flat: FlatParameters) -> dict[str, tuple]:
@@ -80,9 +65,10 @@ def full_shapes(flat: FlatParameters) -> dict[str, tuple]:
 
 
 @torch.no_grad()
-def full_tensor(flat: FlatParameters, kind: str, name: str, shapes: dict) -> torch.Tensor:
+def full_tensor(flat: FlatParameters, kind: str, name: str) -> torch.Tensor:
     """The full tensor of shard[kind], without padding, on this rank's device. `name` may be the one
     that a tied parameter has at the other end of the model."""
+    shapes = full_shapes(flat)
     if name not in shapes:
         name = TIED[name]
     full = torch.zeros(shapes[name], dtype=flat.buckets[0].shard[kind].dtype,
