@@ -9,22 +9,9 @@ import torch
 import torch.nn as nn
 
 from models.llama import AllHeadsNorm
-from parallelism.collectives import all_gather, all_reduce
+from parallelism.collectives import WithGradient, all_gather, all_reduce
 from parallelism.shared_heads import JoinHeads
 from parallelism.tensor import TensorParallel
-
-
-class _SumBothWays(torch.autograd.Function):
-    """The sum over the tp ranks, each of which uses it for its own heads."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return all_reduce(x.clone(), group).wait()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return all_reduce(dy.clone(), ctx.group).wait(), None
 
 
 class SumInOrder(torch.autograd.Function):
@@ -81,8 +68,12 @@ class ParallelAllHeadsNorm(TensorParallel):
         [weight] = self.whole_weights(sharing, [self.weight])
         squares = sum_of_squares(q) / sharing
         if self.grid.tp > 1:
-            squares = _SumBothWays.apply(squares, self.grid.groups["tp"])
+            squares = WithGradient.apply(squares, self.sum_over_heads, self.sum_over_heads)
         return self.normalize(q, squares, weight)
+
+    def sum_over_heads(self, x):
+        """The sum over the tp ranks. Each uses it for its own heads, so it is its own gradient."""
+        return all_reduce(x.clone(), self.grid.groups["tp"]).wait()
 
     def of_strips(self, qs: tuple) -> list:
         """--exact: the q of this rank's strips (exact.AttentionInStrips)."""

@@ -140,6 +140,20 @@ def all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group) -> 
     return Work(result, handles, "all-to-all", group)
 
 
+class WithGradient(torch.autograd.Function):
+    """function(x), for communication, through which autograd does not see: gradient(dy) is the
+    gradient of x."""
+
+    @staticmethod
+    def forward(ctx, x, function, gradient):
+        ctx.gradient = gradient
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.gradient(dy), None, None
+
+
 def sum_dtype(device: torch.device) -> torch.dtype:
     """The type for sums of many numbers: float64, but on MPS, which has none, float32."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -19,39 +19,13 @@ import torch
 import torch.nn as nn
 
 from models.moe import Experts, Router
+from parallelism.collectives import WithGradient
 from parallelism.exact_strips import CopyToStrips, SumOfStrips, copy_matrix
-from parallelism.experts import (Exchange, ExpertColumns, ExpertRows, ParallelExperts,
-                                 ParallelRouter)
+from parallelism.experts import (ExpertColumns, ExpertRows, ParallelExperts, ParallelRouter,
+                                 exchange_rows)
 from parallelism.kernels import linear
 from parallelism.sequence import all_positions, cut_positions
 from parallelism.tensor import matmul
-
-
-class _AllPositions(torch.autograd.Function):
-    """x (B, T / tp, C) -> (B, T, C). All tp ranks compute the same gradient of all positions.
-    Backward returns that of this rank's."""
-
-    @staticmethod
-    def forward(ctx, x, grid):
-        ctx.grid = grid
-        return all_positions(x, grid)
-
-    @staticmethod
-    def backward(ctx, dx):
-        return cut_positions(dx, ctx.grid), None
-
-
-class _CutPositions(torch.autograd.Function):
-    """The reverse: (B, T, K) -> (B, T / tp, K). Backward gathers the gradients of all positions."""
-
-    @staticmethod
-    def forward(ctx, weights, grid):
-        ctx.grid = grid
-        return cut_positions(weights, grid)
-
-    @staticmethod
-    def backward(ctx, dweights):
-        return all_positions(dweights, ctx.grid), None
 
 
 class ExactRouter(ParallelRouter):
@@ -65,8 +39,10 @@ class ExactRouter(ParallelRouter):
     def forward(self, x):
         if not self.grid.sequence_parallel:
             return super().forward(x)
-        weights, chosen = super().forward(_AllPositions.apply(x, self.grid))
-        return _CutPositions.apply(weights, self.grid), cut_positions(chosen, self.grid)
+        gather = partial(all_positions, grid=self.grid)
+        cut = partial(cut_positions, grid=self.grid)    # all ranks have the same gradient of all
+        weights, chosen = super().forward(WithGradient.apply(x, gather, cut))
+        return WithGradient.apply(weights, cut, gather), cut(chosen)
 
 
 class ExpertProduct(torch.autograd.Function):
@@ -147,10 +123,10 @@ class StripOfExperts(ParallelExperts):
         sent = counts[grid.ep_rank].sum(1).tolist()
         arriving = counts[:, grid.ep_rank]                              # (ep, E / ep)
         received = arriving.sum(1).tolist()
-        rows = Exchange.apply(x, sent, received, grid.groups["ep"])
+        rows = exchange_rows(x, sent, received, grid.groups["ep"])
         ys = [self.mlp(rows_of_rank, counts_of_rank)
               for rows_of_rank, counts_of_rank in zip(rows.split(received), arriving)]
-        return Exchange.apply(torch.cat(ys), received, sent, grid.groups["ep"])
+        return exchange_rows(torch.cat(ys), received, sent, grid.groups["ep"])
 
 
 EXACT_EXPERT_PLAN = {       # instead of EXPERT_PLAN's

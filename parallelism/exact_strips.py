@@ -14,7 +14,7 @@ from parallelism.exact_sums import ExactSums
 from parallelism.kernels import linear
 from parallelism.sequence import all_positions, by_ranks, sum_over_ranks
 from parallelism.shared_heads import JoinHeads
-from parallelism.tensor import TensorParallel, matmul
+from parallelism.tensor import matmul
 
 
 class CopyToStrips(torch.autograd.Function):
@@ -93,17 +93,6 @@ class StripLinear(nn.Module):
         return StripProduct.apply(x, self.weight, self.bias, self.exact)
 
 
-def cut_in_strips(layer: TensorParallel, count: int) -> list[tuple]:
-    """[(weight, bias)] of the strips of this rank's part of a layer. (All at once, because autograd
-    then joins their gradients. Of single slices it would pad each with zeros, and add.)"""
-    strips = {"bias": [None] * count}
-    for name, dim in layer.partition_dim.items():
-        if getattr(layer, name) is not None:
-            matrices = getattr(layer, name).unflatten(dim, (layer.stacked, count, -1))
-            strips[name] = matrices.unbind(dim + 1)
-    return list(zip(strips["weight"], strips["bias"]))
-
-
 class InStrips:
     """The forward of attention or an MLP, `part`, in strips. `narrow` is model.py's own module,
     which runs with the weights of one strip after another; `names`: its Linear modules, the one
@@ -126,7 +115,16 @@ class InStrips:
         return [narrow(x, *args) for narrow, x in zip(self.strips(len(xs), self.names), xs)]
 
     def cut(self, name: str, count: int) -> list[tuple]:
-        return cut_in_strips(getattr(self.part, name), count)
+        """[(weight, bias)] of the strips of this rank's part of a layer. (All at once, because
+        autograd then joins their gradients. Of single slices it would pad each with zeros, and
+        add.)"""
+        layer = getattr(self.part, name)
+        strips = {"bias": [None] * count}
+        for attribute, dim in layer.partition_dim.items():
+            if getattr(layer, attribute) is not None:
+                matrices = getattr(layer, attribute).unflatten(dim, (layer.stacked, count, -1))
+                strips[attribute] = matrices.unbind(dim + 1)
+        return list(zip(strips["weight"], strips["bias"]))
 
     def strips(self, count: int, names: tuple):
         """Yields `narrow` once for each strip, with this strip's weights of the layers `names`."""

@@ -47,7 +47,7 @@ import torch.nn as nn
 
 from models.moe import Experts, Router
 from parallelism.all_heads_norm import norm_of_heads
-from parallelism.collectives import all_reduce, all_to_all, sum_dtype
+from parallelism.collectives import WithGradient, all_reduce, all_to_all, sum_dtype
 from parallelism.kernels import expert_linear, expert_weight_grad
 from parallelism.sequence import gather_positions, sum_over_ranks
 from parallelism.tensor import TensorParallel, reduce
@@ -187,30 +187,16 @@ class ExpertRows(ParallelExpertLinear):
     partition_dim = {"weight": 2}
 
 
-class _CopyToRanks(torch.autograd.Function):
+def copy_to_ranks(x: torch.Tensor, grid) -> torch.Tensor:
     """f alone. That of tensor.py is fused with a product."""
-
-    @staticmethod
-    def forward(ctx, x, grid):
-        ctx.grid = grid
-        return gather_positions(x.view_as(x), grid).wait()
-
-    @staticmethod
-    def backward(ctx, dx):
-        return sum_over_ranks(dx.clone(), ctx.grid).wait(), None
+    return WithGradient.apply(x, lambda x: gather_positions(x.view_as(x), grid).wait(),
+                              lambda dx: sum_over_ranks(dx.clone(), grid).wait())
 
 
-class Exchange(torch.autograd.Function):
+def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group) -> torch.Tensor:
     """An all-to-all of rows. Backward sends the gradients of the rows back."""
-
-    @staticmethod
-    def forward(ctx, x, sent, received, group):
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return all_to_all(x, sent, received, group).wait()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return all_to_all(dy, ctx.received, ctx.sent, ctx.group).wait(), None, None, None
+    return WithGradient.apply(x, lambda x: all_to_all(x, sent, received, group).wait(),
+                              lambda dy: all_to_all(dy, received, sent, group).wait())
 
 
 class _Permute(torch.autograd.Function):
@@ -241,32 +227,6 @@ def sum_rows(x: torch.Tensor, lengths: list[int], own: int, group) -> torch.Tens
     return terms.unflatten(0, (len(lengths), own)).sum(0)
 
 
-class _GatherRows(torch.autograd.Function):
-    """EP4: what tensor.py's f does, for the rows of an all-to-all."""
-
-    @staticmethod
-    def forward(ctx, x, lengths, group):
-        ctx.lengths, ctx.own, ctx.group = lengths, len(x), group
-        return gather_rows(x, lengths, group)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return sum_rows(dy, ctx.lengths, ctx.own, ctx.group), None, None
-
-
-class _SumRows(torch.autograd.Function):
-    """EP4: what tensor.py's g does."""
-
-    @staticmethod
-    def forward(ctx, x, lengths, own, group):
-        ctx.lengths, ctx.group = lengths, group
-        return sum_rows(x, lengths, own, group)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return gather_rows(dy, ctx.lengths, ctx.group), None, None, None
-
-
 def counts_of_part(counts: torch.Tensor, part: int, parts: int) -> torch.Tensor:
     """counts (..., E) of rows that are sorted by expert -> how many of each expert are among rows
     part, part + parts, part + 2 parts ..."""
@@ -289,7 +249,7 @@ class ParallelExperts(Experts):
         grid = self.grid
         if grid.tp == 1:
             return super().forward(x, weights, chosen)
-        x, weights = _CopyToRanks.apply(x, grid), _CopyToRanks.apply(weights, grid)
+        x, weights = copy_to_ranks(x, grid), copy_to_ranks(weights, grid)
         y = super().forward(x, weights, gather_positions(chosen, grid).wait())
         return reduce(y, grid)
 
@@ -308,9 +268,11 @@ class ParallelExperts(Experts):
         from_ranks = arriving[grid.tp_rank].sum(1).tolist()
         lengths = arriving.sum((1, 2)).tolist()             # of what each tp rank receives
 
-        rows = Exchange.apply(mine, to_ranks, from_ranks, grid.groups["ep"])
+        rows = exchange_rows(mine, to_ranks, from_ranks, grid.groups["ep"])
+        gather = partial(gather_rows, lengths=lengths, group=grid.groups["tp"])
+        add = partial(sum_rows, lengths=lengths, own=len(rows), group=grid.groups["tp"])
         if grid.tp > 1:
-            rows = _GatherRows.apply(rows, lengths, grid.groups["tp"])
+            rows = WithGradient.apply(rows, gather, add)            # as f of tensor.py
         # The rows are sorted by tp rank, sender and expert. Sort them by expert alone.
         blocks = arriving.flatten(0, 1)                     # (tp rank and from, expert)
         expert = torch.arange(blocks.shape[1]).repeat(len(blocks))
@@ -320,8 +282,8 @@ class ParallelExperts(Experts):
         y = self.mlp(self.permute(rows, order, back), blocks.sum(0).to(x.device))
         y = self.permute(y, back, order)
         if grid.tp > 1:
-            y = _SumRows.apply(y, lengths, lengths[grid.tp_rank], grid.groups["tp"])
-        y = Exchange.apply(y, from_ranks, to_ranks, grid.groups["ep"])
+            y = WithGradient.apply(y, add, gather)                  # as g
+        y = exchange_rows(y, from_ranks, to_ranks, grid.groups["ep"])
         if grid.tp == 1:
             return y
         # The rows of other tp ranks are zero here: g adds them.
