@@ -1,6 +1,5 @@
 """--batch-ramp: the size of each batch, and how many steps a number of sequences makes. `config`
-has train.py's flags. data.Batches and rollback.py call `batch_size_at`; checks, console and
-rollback the rest."""
+has train.py's flags."""
 import math
 
 

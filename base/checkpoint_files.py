@@ -1,6 +1,6 @@
 """The files of checkpoints: which a directory has, which is the newest, which are removed, and how
-one is read from a disk that may fail. checkpoint.py says what a file holds, and calls this file. So
-does whoever looks for a checkpoint. A checkpoint may also be a folder (checkpoint_folder.py).
+one is read from a disk that may fail. checkpoint.py says what a file holds, checkpoint_folder.py
+what a folder does.
 
 Reading fails in three ways, which differ in what to do:
 

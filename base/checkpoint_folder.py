@@ -17,8 +17,6 @@ DCP's own functions open such a folder, and read it in one process or in many. T
 when this file reads. The table is a pickle, which may run any code: `read_table` knows only the
 classes of the table. And facts.pt has the CRC of each other file, which `verify_folder` compares: a
 file that is damaged, or is of another save or another rank, is found.
-
-runtime/folder_writer.py writes a folder, on every rank. checkpoint.py reads it.
 """
 import io
 import math
@@ -112,7 +110,7 @@ class FolderTensors(Mapping):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         full = torch.empty_like(self.like[name], device="cpu")
-        self.read([(name, (0,) * full.dim(), full)])
+        read_chunks(self.folder, self.find([(name, (0,) * full.dim(), full)]))
         return full
 
     def load_shards(self, flat, kind: str) -> None:
@@ -124,15 +122,12 @@ class FolderTensors(Mapping):
                 numbers = bucket.shard[kind][shard_slice].zero_()       # padding is in no folder
                 wanted += [(spec.name, offsets, box)
                            for offsets, box in chunks(spec, flat.grid, numbers, param_slice)]
-        all_ranks(lambda: self.read(wanted), status=1)
-
-    def read(self, wanted: list[tuple]) -> None:
-        """Fill boxes of full tensors: [(name, offsets, tensor to fill)]. It reads the chunks that
-        overlap with them. Raises ValueError if these have not all of their numbers."""
-        read_chunks(self.folder, self.find(wanted))
+        all_ranks(lambda: read_chunks(self.folder, self.find(wanted)), status=1)
 
     def find(self, wanted: list[tuple]) -> dict:
-        """{file: {(start, length) of a chunk: [(slices of the chunk, where they go)]}}"""
+        """The chunks that overlap with boxes of full tensors, [(name, offsets, tensor to fill)] ->
+        {file: {(start, length) of a chunk: [(slices of the chunk, where they go)]}}. Raises
+        ValueError if these have not all of their numbers."""
         from torch.distributed.checkpoint.metadata import MetadataIndex
         found = defaultdict(lambda: defaultdict(list))
         for name, offsets, box in wanted:
@@ -165,7 +160,7 @@ def overlap(offsets, sizes, other_offsets, other_sizes) -> tuple | None:
 
 @retry_transient
 def read_chunks(folder: Path, found: dict) -> None:
-    """Read each chunk of FolderTensors.find once, and copy its parts."""
+    """Read each chunk of FolderTensors.find once, and copy its parts to the boxes."""
     for name, of_file in found.items():
         with (folder / name).open("rb") as file:
             for start, length in sorted(of_file):

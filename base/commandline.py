@@ -6,7 +6,7 @@
 
     parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.")
     add_flags(parser, Flags)
-    flags = Flags(**parse_given(parser, sys.argv[1:]))
+    flags = Flags(**parser.parse(sys.argv[1:]))
 
 The fields of a dataclass are the flags of train.py, data.py, sample.py and tools.plan. Their types,
 ranges and choices are checked here, and --help is made of them. The other tools add their arguments
@@ -95,11 +95,6 @@ def reader_of(f: dataclasses.Field):
     return read
 
 
-def parse_given(parser: "Parser", arguments) -> dict:
-    """The flags that were given, of a parser that has those of `add_flags`. Raises ValueError."""
-    return vars(parser.parse(arguments))
-
-
 # ---- The parser ------------------------------------------------------------------------------
 
 INSTEAD = {     # what to do about an error of argparse, by words in its message
@@ -118,17 +113,17 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, usage, description, allow_abbrev=False, exit_on_error=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
-    def error(self, message, status: int = 2):
-        self.exit(status, f"{self.prog}: {message}\n")
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
 
-    def parse_args(self, arguments=None) -> argparse.Namespace:
+    def parse_args(self) -> argparse.Namespace:
         try:
-            return self.parse(sys.argv[1:] if arguments is None else arguments)
+            return argparse.Namespace(**self.parse(sys.argv[1:]))
         except ValueError as error:
             self.error(error)
 
-    def parse(self, arguments) -> argparse.Namespace:
-        """The values of the flags. Raises ValueError."""
+    def parse(self, arguments) -> dict:
+        """The values of the flags; those of `add_flags`, if they are given. Raises ValueError."""
         for stream in (sys.stdout, sys.stderr):     # a path may have letters that it cannot print
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
@@ -140,7 +135,7 @@ class Parser(argparse.ArgumentParser):
             raise ValueError(self.explain(error)) from None
         if unknown:
             raise ValueError(f"unknown argument {unknown[0]}: {self.advise(unknown[0])}")
-        return args
+        return vars(args)
 
     def _get_value(self, action, text: str):
         """One value. A shell leaves a ~ as it is behind = or a comma."""

@@ -1,5 +1,4 @@
-"""Which device a process computes on. train.py and sample.py choose theirs here.
-"""
+"""Which device a process computes on."""
 import os
 import shutil
 

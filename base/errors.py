@@ -26,12 +26,8 @@ class RunError(Exception):
         self.status = status
 
 
-class WriteFailed(OSError):
+class WriteFailed(RunError, OSError):
     """A file could not be written. The error of the system, if there is one, is in the message."""
-
-    def __init__(self, message: str, status: int = 1):
-        super().__init__(message)
-        self.status = status            # the program's exit status
 
 
 @contextmanager

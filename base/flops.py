@@ -2,8 +2,7 @@
 
     MFU = tokens per second x FLOPs per token / (devices x FLOP/s of a device)
 
-(Chowdhery et al. 2022, "PaLM", appendix B.) runtime/run_log.py prints it, and tools/plan/
-computes times with it.
+(Chowdhery et al. 2022, "PaLM", appendix B.)
 """
 import re
 from dataclasses import replace

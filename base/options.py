@@ -1,12 +1,10 @@
 """The flags of train.py: their defaults, how they are read, and what a checkpoint restores.
-
-train.py, runtime/checks.py and tools.plan use them. `Config` is the list; --help is made of it.
-"""
+`Config` is the list; --help is made of it."""
 import dataclasses
 import re
 
 from amp import PRECISIONS
-from base.commandline import Parser, add_flags, flag, flag_name, parse_given
+from base.commandline import Parser, add_flags, flag, flag_name
 from models import SIZES, make_config
 
 
@@ -119,8 +117,7 @@ SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation", *OF_LLAMA, *OF_
 # is stored as the resulting --steps.)
 LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "log_every", "plain", "tp", "pp",
          "cp", "ep", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch",
-         "zero", "recompute", "sequence_parallel", "offload", "dtype", "exact",
-         "epochs"}
+         "zero", "recompute", "sequence_parallel", "offload", "dtype", "exact", "epochs"}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 OF_TRAINING = [*RESTORED, "dtype", "exact"]     # a note of a resume names their changes
 # Losses under different values of these flags are not compared (`losses_stay_comparable`).
@@ -141,7 +138,7 @@ def parse_flags(arguments) -> dict:
     """The flags of train.py that were given. Raises ValueError."""
     parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.")
     add_flags(parser, Config)
-    given = parse_given(parser, arguments)
+    given = parser.parse(arguments)
     for name in ("batch_ramp", "skip_steps"):       # "none" unsets what a checkpoint has stored
         if given.get(name) == "none":
             given[name] = None

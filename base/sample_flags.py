@@ -1,8 +1,8 @@
-"""The flags and prompts of sample.py, and what is refused of them."""
+"""The flags of sample.py, and what is refused of them."""
 import sys
 from dataclasses import dataclass
 
-from base.commandline import Parser, add_flags, flag, parse_given
+from base.commandline import Parser, add_flags, flag
 
 LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
 
@@ -40,7 +40,7 @@ def make_parser() -> Parser:
 
 def parse_flags(arguments) -> SampleFlags:
     """The values of the flags. Raises ValueError, also for a stream that is closed."""
-    flags = SampleFlags(**parse_given(make_parser(), arguments))
+    flags = SampleFlags(**make_parser().parse(arguments))
     if 0 < flags.temperature < LOWEST:
         raise ValueError(f"argument --temperature: {flags.temperature:g} must be 0 (greedy) or at "
                          f"least {LOWEST:g}")
@@ -55,32 +55,3 @@ def parse_flags(arguments) -> SampleFlags:
         raise ValueError("standard output, where the text goes, is closed: give a file or a pipe")
     sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character
     return flags
-
-
-def read_lines():
-    """The lines of standard input for --chat, with a mark before each on a terminal."""
-    sys.stdin.reconfigure(errors="replace")         # A wrong byte does not end the conversation.
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)    # only text on standard output
-        line = sys.stdin.readline()
-        if line == "":
-            return
-        yield line.removesuffix("\n").removesuffix("\r")
-
-
-def read_prompts(args) -> list[str]:
-    """The prompts. Raises ValueError for text that is not UTF-8."""
-    text = args.prompt
-    try:
-        if args.prompt == "-":
-            if sys.stdin is None:
-                raise ValueError("--prompt - reads standard input, which is closed")
-            text = sys.stdin.read()
-        (args.stop + text).encode()
-    except UnicodeError as error:
-        raise ValueError(f"the text of --prompt or --stop is not UTF-8 ({error.reason}): convert "
-                         f"it, as by iconv -f WINDOWS-1252 -t UTF-8") from None
-    if args.prompt == "-" and args.num_samples is not None:
-        return text.removesuffix("\n").split("\n")
-    return [text]

@@ -3,7 +3,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from base.commandline import Parser, add_flags, flag, flag_name, parse_given
+from base.commandline import Parser, add_flags, flag, flag_name
 from corpus.file_formats import READ_KINDS
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS
 from corpus.tokenizers import MOST_TOKENS
@@ -47,7 +47,7 @@ def make_parser() -> Parser:
 
 def parse_flags(arguments) -> DataFlags:
     """The values of the flags, with an `out`. Raises ValueError."""
-    given = parse_given(make_parser(), arguments)
+    given = make_parser().parse(arguments)
     for one, other in [("dataset", "input"), ("tokenizer", "train_tokenizer")]:
         if one in given and other in given:
             raise ValueError(f"{flag_name(one)} cannot be combined with {flag_name(other)}: drop "

@@ -41,7 +41,7 @@ import numpy as np
 
 from base import options
 from base.checkpoint_files import step_file
-from base.commandline import Parser, add_flags, flag, flag_name, parse_given
+from base.commandline import Parser, add_flags, flag, flag_name
 from base.errors import errors_in_one_line, named
 from base.flops import active_parameters, looked_up
 from data import TokenDataset
@@ -207,7 +207,7 @@ def read_flags(arguments: list[str]) -> tuple[LadderConfig, dict]:
     parser = Parser("tools.ladder", "python -m tools.ladder [--rungs W,W,W] [--jobs N] [train.py's "
                     "flags of the target]", HELP)
     add_flags(parser, LadderConfig)
-    given = parse_given(parser, arguments)
+    given = parser.parse(arguments)
     refused = [flag_name(name) for name in REFUSED if name in given]
     if refused:
         raise ValueError(f"the rungs and the target cannot have {', '.join(refused)}: drop it")

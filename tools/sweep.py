@@ -66,11 +66,9 @@ def read_command(arguments: list[str]) -> tuple[SweepFlags, dict, list[Job]]:
     add_flags(parser, SweepFlags)
     add_flags(parser, Config, [f.name for f in dataclasses.fields(Config) if f.name != "out"])
     swept, others = split_arguments(arguments)
-    args = parser.parse(others)
-    own = {f.name: getattr(args, f.name) for f in dataclasses.fields(SweepFlags)
-           if hasattr(args, f.name)}
+    given = parser.parse(others)
+    own = {f.name: given.pop(f.name) for f in dataclasses.fields(SweepFlags) if f.name in given}
     flags = SweepFlags(**own)
-    given = {name: value for name, value in vars(args).items() if name not in own}
     if not swept:
         raise ValueError("nothing to sweep: give a number of train.py several values, such as "
                          "--lr 1e-3,2e-3")

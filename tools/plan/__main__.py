@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 from base import options
-from base.commandline import Parser, add_flags, parse_given
+from base.commandline import Parser, add_flags
 from base.errors import errors_in_one_line
 from base.processes import print_rank0
 from models import make_config
@@ -30,7 +30,7 @@ def read_flags(arguments: list[str]) -> tuple[PlanConfig, dict]:
     """The config, and what of it was given. Raises ValueError on a usage error."""
     parser = Parser("tools.plan", "python -m tools.plan --world N --gpu NAME [FLAG ...]", HELP)
     add_flags(parser, PlanConfig, OWN_FLAGS + RUN_FLAGS)
-    given = parse_given(parser, arguments)
+    given = parser.parse(arguments)
     if "world" not in given or "gpu" not in given:
         raise ValueError(f"--world, the number of GPUs, and --gpu, one of {', '.join(GPUS)} or "
                          f"TFLOP/s:GB:GB/s of another, are required")
