@@ -21,7 +21,6 @@ import torch.nn as nn
 
 import parallel
 from model import GPT, Dropout, GPTConfig
-from models.llama import Rotary
 from models.moe import Mixture
 from parallel import GROUPS, keep_stage
 from parallelism.collectives import all_reduce, comm_errors, on_hosts
@@ -60,19 +59,6 @@ class Grid(parallel.Grid):
         """The place of another rank in the same layout, without groups."""
         return Grid(self.dp, self.pp, self.tp, rank, cp=self.cp, ep=self.ep, chunks=self.chunks,
                     sequence_parallel=self.sequence_parallel)
-
-    def all_groups(self, kind: str) -> list[list[int]]:
-        """The ranks of each group of a kind (tp, replicas, same_experts, embedding), also of those
-        without this rank."""
-        pipelines = self.ranks.permute(1, 2, 3, 0).reshape(-1, self.pp)
-        replicas = self.ranks.permute(0, 3, 1, 2).reshape(-1, self.replicas)
-        # (stage and tp rank, number of the ep group, ep rank)
-        experts = replicas.reshape(len(replicas), -1, self.ep)
-        same_experts = experts.transpose(1, 2).reshape(-1, self.replicas // self.ep)
-        groups = dict(tp=self.ranks.reshape(-1, self.tp), replicas=replicas,
-                      same_experts=same_experts,
-                      embedding=pipelines[:, [0, -1]])
-        return groups[kind].tolist()
 
 
 def make_groups(grid: Grid, device=torch.device("cpu"), timeout: timedelta | None = None) -> None:
@@ -213,25 +199,15 @@ def compile_method(module: nn.Module, name: str) -> None:
     setattr(module, name, torch.compile(getattr(module, name), fullgraph=not eager))
 
 
-class KnownRotary(Rotary):
-    """Rotary positions of which cos and sin, (T, n / 2) each, are known. The compiler would compute
-    them again for every channel of q and k."""
-
-    def __init__(self, plain: Rotary, cos_and_sin: tuple):
-        super().__init__(plain.cfg)
-        self.known = cos_and_sin
-
-    def cos_and_sin(self, T, dtype, device):
-        return self.known
-
-
 def keep_angles(model: GPT, T: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compute cos and sin of this rank's T positions, which all blocks share."""
-    attentions = [block.attn for block in model.blocks.values() if hasattr(block.attn, "rotary")]
-    if attentions:
-        known = attentions[0].rotary.cos_and_sin(T, dtype, device)
-        for attention in attentions:
-            attention.rotary = KnownRotary(attention.rotary, known)
+    """Compute cos and sin of this rank's T positions, (T, n / 2) each, once for all blocks. The
+    compiler would compute them again for every channel of q and k."""
+    rotaries = [block.attn.rotary for block in model.blocks.values()
+                if hasattr(block.attn, "rotary")]
+    if rotaries:
+        known = rotaries[0].cos_and_sin(T, dtype, device)
+        for rotary in rotaries:
+            rotary.cos_and_sin = lambda *_: known
 
 
 def compile_model(model: GPT) -> None:

@@ -3,16 +3,16 @@
     where                               PyTorch's kernel                   here
     products in 16 bits, on a CPU       4 to 27 times the time of fp32     upcast_for_matmul
     without instructions for them
-    gradients in 16 bits of LayerNorm   added up in 16 bits:               layer_norm, lookup
+    gradients in 16 bits of LayerNorm   added up in 16 bits:               LayerNorm, lookup
     and of an embedding                 up to 42% off
-    RMSNorm, on a CPU                   several kernels, which keep x 3    rms_norm
+    RMSNorm, on a CPU                   several kernels, which keep x 3    RMSNorm
                                         to 5 times for backward
     products of experts, on a GPU       a kernel for each number of        expert_linear
                                         rows, which the host awaits
 
 Elsewhere these functions call PyTorch's own: the first two in fp32 and fp64, the first three on
 GPUs, the last one on CPUs. model.py calls PyTorch alone: `use_kernels` lets its modules compute by
-these functions. build.build_stage calls it for training, checkpoint.load_model for everything else.
+these functions.
 """
 from functools import partial
 from typing import Callable
@@ -105,11 +105,11 @@ def expert_weight_grad(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
 # with the number of terms: relative to fp64, with 192 channels in bf16,
 #
 #     rows of x, or places of one token           128        4,096      16,384
-#     layer_norm: gradient of weight, of bias     1.4, 1.1   6.8, 6.2   13, 42 %
+#     LayerNorm: gradient  of weight, of bias     1.4, 1.1   6.8, 6.2   13, 42 %
 #     embedding: gradient of the token's row      1.3        5.9        41 %
 #
 # Everything else adds up in fp32 there (biases, products, softmax, broadcasts), and is off by one
-# rounding, 0.17%, however many terms there are. The two functions below reach that too.
+# rounding, 0.17%, however many terms there are. LayerNorm and `lookup` reach that too.
 
 
 def sums_in_16_bits(weight: torch.Tensor) -> bool:
@@ -118,15 +118,9 @@ def sums_in_16_bits(weight: torch.Tensor) -> bool:
             and torch.is_grad_enabled() and not torch.compiler.is_compiling())
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float):
-    """F.layer_norm of x (..., C) over the channels, with gradients that add up in fp32."""
-    if sums_in_16_bits(weight):
-        return _LayerNormSumsInFp32.apply(x, weight, bias, eps)
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-
 class _LayerNormSumsInFp32(torch.autograd.Function):
-    """Keeps x in 16 bits, as PyTorch does; backward converts it."""
+    """F.layer_norm of x (..., C) over the channels, with gradients that add up in fp32. Keeps x in
+    16 bits, as PyTorch does; backward converts it."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
@@ -157,16 +151,9 @@ def lookup(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 # ---- RMSNorm --------------------------------------------------------------------------------
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """F.rms_norm of x (..., C) over the channels."""
-    if x.device.type == "cpu":
-        return _RMSNorm.apply(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
 class _RMSNorm(torch.autograd.Function):
-    """y = x / rms * weight, with 1 / rms = (mean(x^2) + eps)^(-1/2). Keeps x alone; sums are of
-    fp32 or wider."""
+    """F.rms_norm of x (..., C) over the channels: y = x / rms * weight, with
+    1 / rms = (mean(x^2) + eps)^(-1/2). Keeps x alone; sums are of fp32 or wider."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -194,14 +181,16 @@ class Linear(nn.Linear):
 
 class LayerNorm(nn.LayerNorm):
     def forward(self, x):
-        if self.weight is None:
-            return super().forward(x)
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        if self.weight is not None and sums_in_16_bits(self.weight):
+            return _LayerNormSumsInFp32.apply(x, self.weight, self.bias, self.eps)
+        return super().forward(x)
 
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):
-        return rms_norm(x, self.weight, self.eps)
+        if x.device.type == "cpu":
+            return _RMSNorm.apply(x, self.weight, self.eps)
+        return super().forward(x)
 
 
 class Embedding(nn.Embedding):

@@ -25,6 +25,7 @@ from base.checkpoint_files import list_checkpoints
 from base.errors import RunError
 from base.processes import all_gather_object
 from model import ceil_div
+from parallelism.build import Grid
 from parallelism.collectives import all_gather, to_host
 from parallelism.zero import FlatParameters
 from runtime import run_state
@@ -78,6 +79,18 @@ def shared_hashes(flat: FlatParameters) -> dict[str, dict]:
     return shared
 
 
+def all_groups(grid: Grid, kind: str) -> list[list[int]]:
+    """The ranks of each group of a kind, also of those without this rank."""
+    pipelines = grid.ranks.permute(1, 2, 3, 0).reshape(-1, grid.pp)
+    replicas = grid.ranks.permute(0, 3, 1, 2).reshape(-1, grid.replicas)
+    # (stage and tp rank, number of the ep group, ep rank)
+    experts = replicas.reshape(len(replicas), -1, grid.ep)
+    same_experts = experts.transpose(1, 2).reshape(-1, grid.replicas // grid.ep)
+    groups = dict(tp=grid.ranks.reshape(-1, grid.tp), replicas=replicas, same_experts=same_experts,
+                  embedding=pipelines[:, [0, -1]])
+    return groups[kind].tolist()
+
+
 def find_difference(run) -> dict | None:
     """The first tensor of a train.Run whose copies differ, the same on every rank; each must call
     it. `ranks` have another copy than the majority of their group; without one all of the group are
@@ -92,7 +105,7 @@ def find_difference(run) -> dict | None:
         if hashes:
             digests[grid.rank, i] = hash_bits(torch.stack(list(hashes.values())))
     digests = to_host(all_gather(digests, grid.groups["world"]).wait(), timeout)
-    unequal = [(kind, ranks) for i, kind in enumerate(KINDS) for ranks in grid.all_groups(kind)
+    unequal = [(kind, ranks) for i, kind in enumerate(KINDS) for ranks in all_groups(grid, kind)
                if len(digests[ranks, i].unique()) > 1]
     if not unequal:
         return None
