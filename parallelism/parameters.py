@@ -2,9 +2,6 @@
 
     full parameter      under its global name, as in a checkpoint
     this rank's part    ParamSpec.cut, by tensor parallelism (TP1) and, of experts, --ep
-
-zero.py moves the parts into flat buffers. checkpoint_writer.py and full_tensors.py join those of
-all ranks.
 """
 import math
 from collections.abc import Iterator

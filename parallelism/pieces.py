@@ -1,5 +1,4 @@
-"""Which rank gives a checkpoint which numbers. runtime/checkpoint_writer.py and
-runtime/folder_writer.py call it.
+"""Which rank gives a checkpoint which numbers.
 
 A parameter is cut twice:
 

@@ -1,6 +1,5 @@
-"""Checkpoints are written while training goes on. train.Run builds a `Writer`, run_state.save calls
-it. checkpoint.py says what a file holds, and parallelism/pieces.py which pieces of a tensor come
-from which rank.
+"""Checkpoints are written while training goes on. checkpoint.py says what a file holds, and
+parallelism/pieces.py which pieces of a tensor come from which rank.
 
 Training waits only while each rank copies its own pieces to host memory. Then a thread of each rank
 sends them to rank 0, and a thread there joins them and writes the file, while the next steps run.
@@ -80,8 +79,7 @@ class Writer:
 
     def wait(self, required: bool = False) -> str | None:
         """Wait for the last write, however slow the disk is. Returns why it failed, on rank 0 at
-        least.
-        Raises DistError if another rank is gone, and RunError if rank 0 could not write a
+        least. Raises DistError if another rank is gone, and RunError if rank 0 could not write a
         checkpoint that is `required`."""
         error = None if self.pending is None else self.pending.result()
         if required and error is not None:

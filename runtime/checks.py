@@ -1,7 +1,5 @@
-"""What is refused before a run starts, each in one line that names the numbers.
-
-runtime/startup.py calls `validate` on rank 0. layout_checks.py has the rules of the layout.
-"""
+"""What is refused before a run starts, each in one line that names the numbers. layout_checks.py
+has the rules of the layout."""
 import dataclasses
 import math
 import os

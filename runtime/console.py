@@ -1,5 +1,5 @@
 """What a run prints besides its steps: a summary at the start, how it resumes, stops and
-ends. train.py and runtime/startup.py call it. run_log.py prints the steps and evaluations.
+ends. run_log.py prints the steps and evaluations.
 """
 import dataclasses
 import platform

@@ -1,6 +1,4 @@
-"""The directory of a run: one writer, where a run begins, and metrics.jsonl. runtime/startup.py
-calls it; run_state.py loads checkpoints by it, rollback.py and flipped_bits.py choose older ones.
-"""
+"""The directory of a run: one writer, where a run begins, and metrics.jsonl."""
 import errno
 import json
 import math

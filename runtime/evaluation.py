@@ -1,5 +1,4 @@
-"""Evaluation: the loss on fixed validation windows, also in bits per byte. train.py and
-runtime/console.py call it; tools/compare.py reads in metrics.jsonl what `describe_data` has found.
+"""Evaluation: the loss on fixed validation windows, also in bits per byte.
 
 A loss in nats per token depends on the tokenizer: a token of GPT-2 stands for about four bytes.
 

@@ -1,5 +1,4 @@
 """Checkpoints as folders. Each rank writes its own part, which is little, so training waits for it.
-run_state.make_writer builds a `FolderWriter` in place of a checkpoint_writer.Writer.
 base/checkpoint_folder.py says what a folder holds.
 
     1. begin    rank 0 makes the folder out/step.tmp
@@ -15,7 +14,7 @@ import io
 import pickle
 import shutil
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +26,7 @@ from base.checkpoint_files import LATEST, remove_old, step_file
 from base.checkpoint_folder import FACTS, TABLE, chunks, part_file
 from base.disk import flush_folder, flushed_file, remove, rename_folder
 from base.errors import RunError
-from base.processes import all_ranks, warn
+from base.processes import all_ranks, on_rank0, warn
 from checkpoint import STATE
 from parallelism.collectives import comm_errors, on_hosts
 from parallelism.pieces import owned_slices
@@ -120,15 +119,12 @@ class FolderWriter(Writer):
 
     def _write(self, path: Path, facts: dict, named: Container[str]) -> None:
         """Raises RunError, on every rank."""
-        def on_rank0(action: Callable) -> None:
-            all_ranks(lambda: action() if is_first else None)
-        is_first = self.grid.rank == 0
         on_rank0(self._begin)
         part = all_ranks(self._write_part)
         parts = [part] * self.grid.world                # on rank 0 those of all ranks
         if self.grid.world > 1:
             with comm_errors("save, send to rank 0"):
-                dist.gather_object(part, parts if is_first else None)
+                dist.gather_object(part, parts if self.grid.rank == 0 else None)
         on_rank0(lambda: self._end(path, facts, named, parts))
 
     def _begin(self) -> None:

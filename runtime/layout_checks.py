@@ -1,7 +1,5 @@
 """Which layouts are refused before a run starts, each in one line that names the numbers.
-
-runtime/startup.py calls `check_grid`, and checks.py `check_layout`. tools.plan and tools.schedule
-use the same rules. What a model cannot be by itself, its config refuses.
+What a model cannot be by itself, its config refuses.
 """
 from collections.abc import Iterable, Iterator
 

@@ -1,5 +1,4 @@
-"""The rows of a batch that this rank reads, as microbatches. train.Run calls `next` and `prefetch`
-once a step. evaluation.py calls `microbatches`.
+"""The rows of a batch that this rank reads, as microbatches.
 
 The next batch is loaded while the GPU computes, and its windows are announced to the disk before.
 """
@@ -35,15 +34,6 @@ class Loader:
         if self.run.step < self.run.config.steps:
             self.prefetched = self.load(self.run.step + 1)
 
-    def reads_rows(self, dataset: TokenDataset) -> bool:
-        """The stages in the middle of a pipeline need no tokens, only conversations' positions."""
-        return self.run.grid.is_first or self.run.grid.is_last or dataset.has_conversations
-
-    def own_windows(self, window_ids: np.ndarray) -> np.ndarray:
-        """(B,) -> (m, b): the windows that this rank reads, by microbatches."""
-        grid = self.run.grid
-        return split_microbatches(window_ids, self.run.config.micro_batch, grid.dp_rank, grid.dp)
-
     def load(self, step: int) -> Batch:
         """Load the next batch of the data. `step` seeds its dropout."""
         window_ids = self.run.batches.next_window_ids()
@@ -56,10 +46,14 @@ class Loader:
         inputs and targets have this rank's T / cp positions. `positions` stays whole, because
         attention reads the keys of all."""
         grid = self.run.grid
+        # The stages in the middle of a pipeline need no tokens, only conversations' positions.
+        reads_rows = grid.is_first or grid.is_last or dataset.has_conversations
+        own_windows = split_microbatches(window_ids, self.run.config.micro_batch, grid.dp_rank,
+                                         grid.dp)                               # (m, b)
         microbatches = []
-        for m, ids in enumerate(self.own_windows(window_ids)):                  # ids (b,)
+        for m, ids in enumerate(own_windows):
             inputs, targets, positions = None, None, None
-            if self.reads_rows(dataset):
+            if reads_rows:
                 inputs, targets, positions = as_tensors(dataset.rows(ids))
                 inputs = own_positions(inputs, grid.cp_rank, grid.cp)
                 targets = own_positions(targets, grid.cp_rank, grid.cp)

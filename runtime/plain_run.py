@@ -1,11 +1,9 @@
 """What `train.py --plain` needs besides training: what it refuses, and its log, checkpoints and end
-as those of a train.Run. train.plain_launch makes a `PlainRun`, and runtime/startup.py calls
-`check_flags`.
+as those of a train.Run.
 
 The directory of a plain run is that of any other run: either continues what the other has saved.
 """
 import math
-import socket
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -114,7 +112,6 @@ class PlainRun:
         self.train_data, self.val_data = train_data, val_data
         self.learning_rate = learning_rate
         self.grid = Grid(1, 1, 1)
-        self.grid.hosts = [socket.gethostname()]
         self.identity = begin.run
         self.finished_step = 0 if loaded is None else loaded["step"]
         self.optimizer_steps = 0        # plain_save takes the number from Adam

@@ -1,9 +1,6 @@
 """Rollback: how a run acts on a divergence, which divergence.py judges. It returns to an older
 checkpoint and leaves out the batches that led there.
-
-`run` is train.Run: these functions read its batches, divergence monitor and writer, and `roll_back`
-restores it from an older checkpoint.
-"""
+`run` is a train.Run."""
 import math
 from itertools import pairwise
 from pathlib import Path

@@ -1,6 +1,5 @@
 """The state of a run: what its checkpoints hold beside tensors, and how it is saved and restored.
-`run` is a train.Run.
-"""
+`run` is a train.Run."""
 import dataclasses
 from pathlib import Path
 from typing import Callable

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import torch
 
 from base.errors import first_line, out_of_memory
-from base.sample_flags import read_lines, read_prompts
 from corpus.chat_records import ASSISTANT, Message
 from corpus.templates import get_template
 from corpus.tokenizers import decode
@@ -30,6 +29,35 @@ def show(text: str, shown: int) -> int:
     sys.stdout.write(text[shown:])
     sys.stdout.flush()
     return max(shown, len(text))
+
+
+def read_lines():
+    """The lines of standard input for --chat, with a mark before each on a terminal."""
+    sys.stdin.reconfigure(errors="replace")         # A wrong byte does not end the conversation.
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)    # only text on standard output
+        line = sys.stdin.readline()
+        if line == "":
+            return
+        yield line.removesuffix("\n").removesuffix("\r")
+
+
+def read_prompts(args) -> list[str]:
+    """The prompts. Raises ValueError for text that is not UTF-8."""
+    text = args.prompt
+    try:
+        if args.prompt == "-":
+            if sys.stdin is None:
+                raise ValueError("--prompt - reads standard input, which is closed")
+            text = sys.stdin.read()
+        (args.stop + text).encode()
+    except UnicodeError as error:
+        raise ValueError(f"the text of --prompt or --stop is not UTF-8 ({error.reason}): convert "
+                         f"it, as by iconv -f WINDOWS-1252 -t UTF-8") from None
+    if args.prompt == "-" and args.num_samples is not None:
+        return text.removesuffix("\n").split("\n")
+    return [text]
 
 
 def prompt_tokens(encoding, text: str, rows: int) -> list[int]:

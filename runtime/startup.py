@@ -1,6 +1,6 @@
-"""The start of a run. train.py calls, in this order, `parse`, before all communication, `prepare`,
-`open_data`, `join_ranks` and, when the ranks have built the run, `begin_training`.
-"""
+"""The start of a run, in this order: `parse`, before all communication, `prepare`, `open_data`,
+`join_ranks` and, when the ranks have built the run, `begin_training`. What one rank refuses from
+`prepare` on, every rank raises, as a RunError."""
 import os
 import sys
 from contextlib import ExitStack

@@ -1,5 +1,5 @@
-"""The numbers of a step, summed over all ranks. train.Run has `of_step` as its method step_stats.
-run_log.write_row calls `experts_in_words`. Of each step of a mixture of experts metrics.jsonl has
+"""The numbers of a step, summed over all ranks. Of each step of a mixture of experts
+metrics.jsonl has
 
     load/3          in block 3, how many tokens chose the expert that is used most, relative to
                     the mean over its experts: 1 if all are used alike, E / K at most

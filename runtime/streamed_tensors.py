@@ -1,5 +1,5 @@
-"""Tensors that exist only while torch.save writes them. runtime/checkpoint_writer.py puts them into
-the state of a checkpoint, so that rank 0 needs memory for one full tensor at a time.
+"""Tensors that exist only while torch.save writes them. With them in the
+state of a checkpoint, rank 0 needs memory for one full tensor at a time.
 
 torch.save pickles all objects first, then writes their storages one by one in the same order. The
 file is that of the tensors themselves, byte for byte.

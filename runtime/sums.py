@@ -1,6 +1,4 @@
-"""Sums over all ranks, which also tell every rank of a signal in the same step. train.py and
-evaluation.py call `sum_across_ranks` with their numbers.
-"""
+"""Sums over all ranks, which also tell every rank of a signal in the same step."""
 import math
 
 import torch
