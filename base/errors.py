@@ -1,14 +1,11 @@
-"""Errors of a user or of the machine, in one line: the end of data.py, sample.py and the tools. Who
-reads or writes a file gives an error of the system its path (`named`).
-"""
+"""Errors of a user or of the machine, in one line. `named` gives those of the system a path."""
 import errno
 import os
 import re
 import sys
 from contextlib import contextmanager
 
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-FAILURES = (*NO_SPACE, errno.EFBIG, errno.EIO)
+FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 SYSTEM_ADVICE = {
     errno.ENOSPC: "free some space there, or give another path",
     errno.EDQUOT: "free some of your quota there, or give another path",

@@ -1,6 +1,5 @@
-"""The processes of a run: start together, fail together. (runtime/signals.py: stop by a signal.)
-
-A run is a block of `running`; what must fail alike on all ranks goes through `all_ranks`.
+"""The processes of a run: start together, fail together. A run is a block of `running`; what must
+fail alike on all ranks goes through `all_ranks`.
 
 Exit status: 0 done; 1 the run failed; 2 usage error, reported in one line. A run that has saved
 after a signal exits with 0 under torchrun, and by that signal without.

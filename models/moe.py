@@ -226,11 +226,6 @@ class MoE(Llama):
             y = y + (losses - losses.detach())      # adds 0, and the gradient of the losses
         return y
 
-    def loads(self) -> torch.Tensor:
-        """(L, E): how many tokens of the last forward with gradients chose each expert of each
-        block."""
-        return torch.stack([block.mlp.router.load.sum(0) for block in self.blocks.values()])
-
 
 # ---------------------------------------------------------------------------------------------
 # Options, families and sizes

@@ -74,7 +74,7 @@ def gradient_of_plain(cfg):
         dataset = Memory(cfg)
         tokens = torch.from_numpy(dataset.tokens_of(dataset.window_ids(Config.seed, 0, 8)))
         plain(tokens[:, :-1])
-        loads = plain.loads()
+        loads = torch.stack([block.mlp.router.load.sum(0) for block in plain.blocks.values()])
         for layer, excess in enumerate(cfg.n_expert * loads - loads.sum(1, keepdim=True)):
             gradients[f"blocks.{layer}.mlp.router.bias"] = excess
     return gradients

@@ -1,6 +1,5 @@
 """The whole plan of one layout, as numbers: memory, traffic and time of its stages, what failures
-cost, and what scaling laws say.
-"""
+cost, and what scaling laws say."""
 import math
 
 from base.flops import active_parameters, flops_per_token, looked_up, parameter_count
@@ -117,8 +116,7 @@ def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
     best, _ = law.optimal(6 * of_law * tokens)
     return dict(
         parameters=N, active_parameters=active, tokens_per_step=tokens_per_step, tokens=tokens,
-        flops_per_token=flops,
-        flops_6nd=6 * active * tokens, flops_with_attention=flops * tokens,
+        flops_per_token=flops, flops_6nd=6 * active * tokens, flops_with_attention=flops * tokens,
         flops_with_recomputation=hardware_flops_per_token(cfg, config) * tokens,
         pf_days=flops * tokens / PF_DAY, compute_optimal_tokens=20 * active,
         # Of the model that as much compute trains best: with 20 tokens for each parameter (Hoffmann

@@ -84,9 +84,8 @@ def stage_specs(model_config: GPTConfig, tp: int, ep: int, is_first: bool,
                 is_last: bool) -> list[ParamSpec]:
     """The parameters of such a stage if it has one block."""
     pp = 1 + (not is_first) + (not is_last)         # a stage before it, and one behind it
-    grid = Grid(ep, pp, tp, ep=ep)
-    if not is_first:
-        grid = grid.at_rank(int(grid.ranks[1, 0, 0, 0]))
+    rank = 0 if is_first else ep * tp               # the first of stage 1
+    grid = Grid(ep, pp, tp, rank, ep=ep)
     model_config = replace(model_config, n_layer=pp)
     return param_specs(build_stage(model_config, grid), model_config, grid)
 
