@@ -14,7 +14,7 @@ It is meant for inspection, not for every step: every rank needs memory for the 
 twice.
 
 The functions communicate: all ranks must make the same calls in the same order, not rank 0 alone.
-They raise KeyError for an unknown name, and RuntimeError if there is nothing to read, on every rank.
+On every rank they raise KeyError for an unknown name, and RuntimeError if there is nothing to read.
 """
 from collections.abc import Iterator
 

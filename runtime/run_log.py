@@ -128,8 +128,8 @@ def format_eval(row: dict, run) -> str:
     dataset = run.val_data
     sources = dataset.mixture.sources.values()
     uniform = math.log(run.model_config.vocab_size)
-    lines = [("validation:", "", f" (on {evaluated_tokens(run)})")]     # (name, what ends the keys
-                                                                        # of its numbers, note)
+    # (name, what ends the keys of its numbers, note)
+    lines = [("validation:", "", f" (on {evaluated_tokens(run)})")]
     if len(sources) > 1:
         lines += [(f"  {source.name}:", f"/{source.name}", "") for source in sources]
     cells, notes = [], []
