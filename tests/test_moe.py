@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,15 +66,16 @@ THEIRS = {
 
 @pytest.fixture(scope="module")
 def theirs_and_ours(tmp_path_factory):
-    """theirs_and_ours(name) -> a folder of a transformers model with random weights, that model,
-    and the file that `import` makes of it."""
+    """theirs_and_ours(name, changes of its config) -> a folder of a transformers model with random
+    weights, that model, and the file that `import` makes of it."""
     transformers = pytest.importorskip("transformers")
     made = {}
 
-    def make(name):
-        if name not in made:
+    def make(name, **more):
+        key = name, *more.items()
+        if key not in made:
             model_type, changes = THEIRS[name]
-            config = transformers.AutoConfig.for_model(model_type, **SMALL | changes)
+            config = transformers.AutoConfig.for_model(model_type, **SMALL | changes | more)
             torch.manual_seed(0)
             theirs = transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation="eager", experts_implementation="eager").eval()
@@ -83,8 +85,8 @@ def theirs_and_ours(tmp_path_factory):
             theirs.save_pretrained(folder)
             file = folder.parent / "model.pt"
             huggingface.import_model(str(folder), file)
-            made[name] = folder, theirs, file
-        return made[name]
+            made[key] = folder, theirs, file
+        return made[key]
     return make
 
 
@@ -260,6 +262,113 @@ def test_the_balancing_loss_is_one_where_experts_are_used_alike():
     assert router.balance_loss(scores, even, 6).item() == pytest.approx(6)
     scores = torch.tensor([0.5, 0.5, 0, 0]).expand(1, 6, 4)
     assert router.balance_loss(scores, torch.tensor([[6, 6, 0, 0]]), 6).item() == pytest.approx(12)
+
+
+@pytest.mark.parametrize("padding", [0, 9])
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen3_moe"])
+def test_an_imported_block_has_the_loss_of_transformers_with_that_of_its_router(theirs_and_ours,
+                                                                               name, padding):
+    """Loss, gradient of the router and load of one sequence, whose end may be padding, in a model
+    of one layer. An export has the factor that the import has read."""
+    _, theirs, file = theirs_and_ours(name, num_hidden_layers=1, router_aux_loss_coef=0.03)
+    trained, _ = checkpoint.load_model(file)
+    ours = replace(trained.cfg, z_loss=0.0).build()
+    ours.load_state_dict(trained.state_dict())
+    theirs, ours, T = theirs.double(), ours.double(), 32
+    tokens = tokens_of(replace(ours.cfg, seq_len=T), 1)
+    text = (torch.arange(T) < T - padding).expand(1, T)
+    labels = tokens.masked_fill(~text, -100)
+    with in_their_widest(torch.float64):
+        expected = theirs(tokens, attention_mask=text.long(), labels=labels,
+                          output_router_logits=True).loss
+    expected.backward()
+
+    targets = labels[:, 1:].masked_fill(labels[:, 1:] < 0, IGNORE_INDEX)
+    targets = F.pad(targets, (0, 1), value=IGNORE_INDEX)
+    positions = torch.arange(T).expand(1, T) * text if padding > 0 else None
+    value = ours(tokens, targets, positions=positions) / (T - padding - 1)
+    value.backward()
+    router = ours.blocks["0"].mlp.router
+    assert value.item() + router.losses.item() / T == pytest.approx(expected.item(), abs=1e-6)
+    assert value.item() < expected.item() - 0.02
+    gradient = theirs.get_submodule("model.layers.0.mlp.gate").weight.grad
+    assert difference(router.weight.grad, gradient) < 1e-6
+    theirs.zero_grad(), theirs.float()
+    assert router.load.sum() == (T - padding) * ours.cfg.n_active
+    config = huggingface_families.their_config(replace(trained.cfg, n_layer=1))
+    assert config.router_aux_loss_coef == 0.03
+
+
+class Padded(Memory):
+    """Rows of two texts and, at their end, padding of the token `filler`."""
+    filler = 0
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.has_conversations = True
+
+    def read(self, window_ids):
+        tokens, places, has_loss = super().read(window_ids)
+        number = np.asarray(window_ids)[:, None]
+        begin, end = 5 + number % 4, 11 + number % 3            # of the second text
+        is_text = places < end
+        positions = np.where(places < begin, places, places - begin) * is_text
+        return np.where(is_text, tokens, self.filler), positions, has_loss & is_text
+
+    def count_targets(self, window_ids):
+        return int((self.rows(window_ids)[1] != IGNORE_INDEX).sum())
+
+
+def read_padded(run, filler):
+    run.train_data = Padded(run.model_config)
+    run.train_data.filler = filler
+    run.batches.data = run.train_data
+    without_saves(run)
+
+
+def gradient_loads_and_bias(run):
+    """Of all blocks, on rank 0; the bias is that after the update."""
+    whole = whole_gradient(run)
+    if whole is None:
+        return None
+    routers = {name: block.mlp.router for name, block in run.model.blocks.items()}
+    whole |= {f"load {name}": router.load.double() for name, router in routers.items()}
+    return whole | {f"bias {name}": router.bias.detach().clone()
+                    for name, router in routers.items()}
+
+
+@pytest.mark.parametrize("layout, flags", [
+    ((1, 1, 1), dict(recompute=True)),
+    ((1, 1, 1), dict(micro_batch=8)),
+    ((1, 1, 1), dict(exact=True)),
+    ((1, 2, 1), dict(ep=1, sequence_parallel=True)),
+    pytest.param((1, 2, 1), dict(exact=True, sequence_parallel=True), marks=pytest.mark.slow),
+    pytest.param((2, 1, 2), dict(ep=2, pp_schedule="zb-h1", recompute=True),
+                 marks=pytest.mark.slow),
+    pytest.param((1, 1, 1), dict(cp=2), marks=pytest.mark.slow)])
+def test_padding_is_outside_of_losses_of_routers_their_loads_and_their_bias(pool, tmp_path, layout,
+                                                                            flags):
+    """Other tokens in the padding change nothing in the first step, and layouts agree: gradients,
+    loss of the routers, loads of a block, and what its bias moves by. (Exact sums round to 1e-8.)
+    """
+    cfg, bound = CFGS["shared, bias"], 1e-7 if "exact" in flags else 1e-10
+
+    def first_step(filler, layout=(1, 1, 1), **flags):
+        one = trained(pool, layout, tmp_path, cfg, gradient_loads_and_bias, dtype="fp64", steps=1,
+                      prepare=partial(read_padded, filler=filler), **flags)
+        return one.rows[0], one.seen[0]
+    row, seen = first_step(0)
+    text = sum((11 + number % 3) for number in Memory(cfg).window_ids(Config.seed, 0, 8))
+    assert seen["load 0"].sum() == cfg.n_active * text
+    excess = cfg.n_expert * seen["load 0"] - seen["load 0"].sum()
+    torch.testing.assert_close(seen["bias 0"], -cfg.balance_bias * excess.sign())
+    for filler in (0, 9):
+        other, gradients = first_step(filler, layout, **flags)
+        for name in ("loss", "router_loss", "grad_norm", "load/0", "dead_experts"):
+            assert other[name] == pytest.approx(row[name], rel=bound), name
+        for name, value in gradients.items():
+            if not name.startswith("load"):                 # those of rank 0 alone
+                assert relative(value, seen[name]) <= bound, name
 
 
 def test_the_value_is_the_cross_entropy_and_the_gradient_has_the_losses_of_all_routers():
