@@ -573,7 +573,8 @@ def test_a_run_that_was_all_warm_up_is_prolonged_without_a_word_of_it(run_train,
     ([], "--batch-ramp 4:4:9", ["4:4:9 begins at --batch-size 4: give a larger"]),
     ([], "--batch-size 6 --batch-ramp 3:3:9", []),        # 3 divides both sizes
     ([], "--batch-size 6", [BATCH_OF_6]), ([], "--batch-size 3", []),
-    ([], "--batch-size 6 --micro-batch 3", []), ([], "--batch-size 6 --exact", []),
+    ([], "--batch-size 6 --micro-batch 3", []),
+    ([], "--batch-size 6 --exact", ["with --exact a step takes 1.3 to 2.5 times as long, with mi"]),
     ([], "--init-from whole.pt", ["0.004 is a default for training from scratch: fine"]),
     ([], "--init-from whole.pt --lr 4e-4", []),
     ([], "--lr 0", ["a learning rate of 0 trains nothing: all weights stay as they are"])])
