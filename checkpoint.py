@@ -27,10 +27,9 @@ Reading it runs no code from it.
 A file of weights alone has no moments and is for `train.py --init-from`.
 
 First come `plain_save` and `plain_load` for a model in one process, then `restore` in any layout,
-then `save` and `load` of a run. base/checkpoint_folder.py has a format for larger models: a folder,
-of which every rank writes a part. Other files help: base/pieces.py knows which rank has which
-numbers, runtime/checkpoint_writer.py moves them to rank 0 and writes in a thread, and
-base/atomic_writes.py and base/checkpoint_files.py know disks.
+then `save` and `load` of a run. runtime/checkpoint_writer.py moves the pieces to rank 0, and
+base/checkpoint_folder.py has a format for larger models: a folder, of which every rank writes a
+part.
 """
 import os
 from collections.abc import Container, Iterator, Mapping
@@ -38,10 +37,9 @@ from pathlib import Path
 
 import torch
 
-from base.atomic_writes import flush_folder, link_file, write_file
 from base.checkpoint_files import read_state, reading, remove_old, step_file, verify
 from base.checkpoint_folder import FolderTensors, add_tensors, shapes_of
-from base.retries import retry_transient
+from base.disk import flush_folder, link_file, retry_transient, write_file
 from model import GPT, OF_VOCABULARY, GPTConfig
 from models import make_config
 from parallelism.kernels import use_kernels
@@ -54,10 +52,7 @@ KEYS = {"format", "step", "consumed_samples", "tokens", "optimizer_steps", "conf
 OPTIONAL = ("tokenizer_file", "template", "template_file", "ends")
 
 
-# ---------------------------------------------------------------------------------------------
-# In one process
-# ---------------------------------------------------------------------------------------------
-
+# ---- In one process -------------------------------------------------------------------------
 
 def named_tensors(model: GPT, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
     """Yields (key of the file, global name, tensor). A tensor is a view of the parameter or moment
@@ -103,10 +98,7 @@ def plain_load(model: GPT, optimizer: torch.optim.AdamW, path: Path) -> dict:
     return {key: value for key, value in state.items() if key not in STATE}
 
 
-# ---------------------------------------------------------------------------------------------
-# In any layout: each rank reads its slices of the full tensors
-# ---------------------------------------------------------------------------------------------
-
+# ---- In any layout: each rank reads its slices of the full tensors --------------------------
 
 def restore(state: dict, flat: FlatParameters) -> None:
     """Load this rank's slices of a checkpoint's full tensors into the flat buffers. Takes the
@@ -126,10 +118,7 @@ def load_shards(tensors: Mapping, flat: FlatParameters, kind: str) -> None:
         flat.load(kind, lambda name, shape: tensors[name][:shape[0]])
 
 
-# ---------------------------------------------------------------------------------------------
-# The files of a run
-# ---------------------------------------------------------------------------------------------
-
+# ---- The files of a run ---------------------------------------------------------------------
 
 def save(state: dict, out: Path, keep: int, named: Container[str] = ()) -> Path:
     """Write out/step_0000000k.pt and latest.pt. Then remove old checkpoints, except the newest

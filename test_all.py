@@ -59,13 +59,13 @@ import data
 import parallel
 import sample
 import train
-from base import checkpoint_files
+from base import checkpoint_files, processes
 from corpus.prepare import prepare
 from corpus.shards import SPLITS
 from corpus.tokenizers import get_tokenizer
 from model import GPT, IGNORE_INDEX, GPTConfig
 from models.llama import LlamaConfig
-from parallelism import collectives, context
+from parallelism import context
 from parallelism.parameters import TIED
 from tests.harness import (BOUNDS, CFG, CUTS, INTERLEAVED, LAYOUTS, NASTY, TWO_STEPS, UPSTREAM,
                            Command, Memory, Pool, after_backward, assert_close, assert_same_state,
@@ -351,7 +351,7 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
     expected = comparable(expected)
     assert_close({form: (comparable(ours), expected) for form, ours in forms.items()}, 1e-12)
     for form, ours in forms.items():
-        ranks = collectives.all_gather_object({name: x.tolist() for name, x in ours.items()})
+        ranks = processes.all_gather_object({name: x.tolist() for name, x in ours.items()})
         assert ranks[0] == ranks[1], form
 
 

@@ -17,6 +17,7 @@ if __name__ == "__main__":      # Ctrl-C during the slow import of torch exits a
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import math
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Iterator
@@ -25,25 +26,23 @@ import base      # first: without numpy or torch it exits with a one-line messag
 
 import numpy as np
 import torch
+from torch.distributed import DistError
 
 import checkpoint
 from amp import NOT_FINITE, PRECISIONS, clip_factor, make_scaler
-from base import processes
 from base.options import Config
-from base.processes import Job
+from base.processes import Job, running
 from checkpoint import plain_load, plain_save
 from data import Batch, Batches, TokenDataset, open_shards, plain_batch, plain_windows
 from model import GPT, GPTConfig
 from parallelism.build import Grid, build_rank, set_factors
-from parallelism.collectives import PeerError
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import console, directory, evaluation, run_state, startup, step_stats
+from runtime import (console, directory, evaluation, flipped_bits, rollback, run_log, run_state,
+                     startup, step_stats)
 from runtime.divergence import DivergenceMonitor
 from runtime.loader import Loader
-from runtime.monitors import Monitors
 from runtime.plain_run import PlainRun
-from runtime.run_log import announce_evaluation
 from runtime.signals import StopSignal, exit_like_signal
 from runtime.step_stats import StepStats
 from runtime.sums import scalar
@@ -203,24 +202,21 @@ class Run:
         self.grid, self.device = grid, device
         self.train_data, self.val_data = train_data, val_data
         self.identity = identity or directory.new_run("seed")
-        self.monitors = Monitors(self)      # act on divergence and flipped bits
         self.log = None                     # run_log.RunLog: metrics.jsonl and the console
-        self.stop = None                    # signals.StopSignal while the run trains
-        dtype, master_dtype = PRECISIONS[config.dtype]
+        self.stop = StopSignal()            # which `launch` enters
+        dtypes = PRECISIONS[config.dtype]       # of the parameters, and of the masters
         # build_rank keeps the blocks of this stage (pp), and replaces their layers by those that
         # hold a slice (tp) or exchange keys and values (cp). It moves the parameters into `flat`,
         # a zero.FlatParameters, whose hooks sum the gradients (dp, ZeRO).
-        self.model, self.flat = build_rank(model_config, grid, config, (dtype, master_dtype),
-                                           device)
+        self.model, self.flat = build_rank(model_config, grid, config, dtypes, device)
         self.writer = run_state.make_writer(self)
         # An empty tensor, of the shape and dtype that one stage sends to the next.
-        self.activation_like = like_activations(config, model_config, grid, dtype, device)
+        self.activation_like = like_activations(config, model_config, grid, dtypes[0], device)
         self.restore(state)
 
     def restore(self, state: dict | None) -> None:
-        """Load the state of a checkpoint. Without one, begin before step 1. A rollback calls this,
-        too. On the CPU, with the same layout and number of threads, a resumed run ends
-        with the same bits as an uninterrupted run."""
+        """Load the state of a checkpoint. Without one, begin before step 1. On the CPU, with the
+        same layout and number of threads, a resumed run ends with an uninterrupted run's bits."""
         config = self.config
         step, consumed, tokens = 0, 0, 0
         self.optimizer_steps = 0            # updates so far, without skipped steps
@@ -247,16 +243,17 @@ class Run:
         """Train until step --steps, or until a signal has come."""
         self.model.train()
         while self.step <= self.config.steps and not self.stop.agreed:
-            self.monitors.begin_step()          # passes over data that --skip-steps excludes
+            start = time.perf_counter()
+            rollback.skip_excluded(self)        # passes over data that --skip-steps excludes
             batch = self.loader.next()          # this rank's rows. It moves self.batches on
             lr = self.learning_rate(self.config, self.step) * self.divergence.lr_factor
             stats = self.compute_gradients(batch)
             self.update(stats, lr)
-            row = self.monitors.judge_step(batch, stats, lr)
-            # The row is the step's line of metrics.jsonl. It is None if the run has diverged. Then
-            # judge_step has restored an older checkpoint, whose step is now finished_step.
-            if row is not None:
+            row = self.log.new_row(self, batch, stats, lr, time.perf_counter() - start)
+            if not rollback.go_back_if_diverged(self, batch, stats, row):
                 self.evaluate_and_save(row)
+            # After a divergence or a flipped bit an older checkpoint is restored, whose step is now
+            # finished_step.
             self.step = self.finished_step + 1
         self.flat.wait_params()             # other ranks may still be receiving this rank's shard
         run_state.wait_for_last_save(self)
@@ -268,17 +265,19 @@ class Run:
     def evaluate_and_save(self, row: dict) -> None:
         """Evaluate every --eval-every steps and save every --save-every steps, and both after the
         last one. Save also if a signal has come. `row` is the step's row of metrics.jsonl."""
-        if self.config.is_due(self.step, self.config.eval_every):
-            announce_evaluation(self)
+        config = self.config
+        if config.is_due(self.step, config.eval_every):
+            run_log.announce_evaluation(self)
             row.update(evaluation.evaluate(self))
-        saving = self.config.is_due(self.step, self.config.save_every) or self.stop.agreed
+        saving = config.is_due(self.step, config.save_every) or self.stop.agreed
         # Ranks hold copies of some state. If two copies differ, a bit has flipped.
-        intact = self.monitors.copies_are_equal(saving)
+        is_compared = saving or config.is_due(self.step, config.check_every)
+        difference = flipped_bits.find_difference(self) if is_compared else None
         self.log.write_row(self, row)
-        if not intact:
-            self.monitors.go_back()             # to the last checkpoint
+        if difference is not None:
+            flipped_bits.go_back(self, difference)      # to the last checkpoint
         elif saving:
-            self.monitors.fail_if_diverged(row)
+            rollback.fail_if_diverged(self, row)
             run_state.save(self)
 
     # ---- One step ---------------------------------------------------------------------------
@@ -345,7 +344,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     """Build this rank's run, and train or evaluate. `stack` collects what must be closed when the
     process ends."""
     config, model_config, begin = startup.prepare(given, job, device, stack)
-    state = startup.load_start(begin)               # a checkpoint, None for a new run
+    state = begin.state                             # of a checkpoint, None for a new run
     train_data, val_data = startup.open_data(config, model_config, state, job)
     grid = startup.join_ranks(config, job, device, stack)
     run = Run(config, model_config, grid, device, train_data, val_data, state, begin.run)
@@ -356,19 +355,19 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
         elif startup.has_ended(run):
             console.print_finished(run, state, begin)
         else:
-            startup.begin_training(run, state, begin, stack)
-            with StopSignal() as run.stop:
+            startup.begin_training(run, begin, stack)
+            with run.stop:
                 run.train()
             if run.step <= config.steps and job.world == 1:         # stopped by a signal
                 stack.close()
                 exit_like_signal(run.stop.number)
-    except PeerError as error:
-        raise PeerError(f"stage {grid.stage}, step {run.step}: {error}") from error
+    except DistError as error:
+        raise DistError(f"stage {grid.stage}, step {run.step}: {error}") from error
 
 
 def main() -> None:
     job, given, device, timeout = startup.parse()       # a mistake in the flags ends here
-    with processes.running(job, device, timeout) as stack:
+    with running(job, device, timeout) as stack:
         if given.get("plain"):
             plain_launch(given, device, job, stack)
         else:

@@ -1,15 +1,13 @@
 """What every program needs first, before it knows of any run, one concern a file.
-Every room above calls it. It calls model.py, the models' tables, amp.py and parallelism/:
+Every room above calls it. It calls model.py, the models' tables and amp.py:
 
     commandline, options, sample_flags  flags, and the mistakes in them
     errors                              which of them end a program in one line
     batch_ramp                          the sizes of batches that grow
     processes, devices                  ranks, and what they compute on
     checkpoint_files                    the files of checkpoints: find, read, remove
-    atomic_writes                       a name belongs to a whole file or folder at each moment
-    pieces, chunks                      which rank gives a checkpoint which numbers
     checkpoint_folder                   a checkpoint as a folder, of which each rank writes a part
-    retries                             reading again where a file system fails for a while
+    disk                                whole files and folders on a disk that may fail
     flops                               what a model computes
 
 Programs import something from here before numpy and torch, so that a Python without the packages

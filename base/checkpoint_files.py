@@ -21,13 +21,12 @@ from pathlib import Path
 
 import torch
 
-from base.atomic_writes import remove
-from base.checkpoint_folder import FACTS, TABLE, verify_folder
+from base.checkpoint_folder import FACTS, verify_folder
+from base.disk import first_cause, remove, retry_transient
+from base.errors import first_line
 from base.processes import warn
-from base.retries import first_cause, retry_transient
-from parallelism.collectives import first_line
 
-# A folder has no suffix. One with ".old" is about to be replaced (atomic_writes.rename_folder).
+# A folder has no suffix. One with ".old" is about to be replaced (disk.rename_folder).
 STEP_FILE = re.compile(r"step_(\d{8})(\.pt|\.old)?")
 LATEST = {"file": "latest.pt", "folder": "latest"}      # names of the newest, by format
 # What is not yet whole, or no longer. It is there after a kill.
@@ -48,10 +47,7 @@ def facts_file(path: Path) -> Path:
     return path / FACTS if path.is_dir() else path
 
 
-# ---------------------------------------------------------------------------------------------
-# Reading a file
-# ---------------------------------------------------------------------------------------------
-
+# ---- Reading a file --------------------------------------------------------------------------
 
 @contextmanager
 def reading(path: Path, problem: str):
@@ -89,15 +85,11 @@ def disk_error(error: Exception) -> OSError | None:
 
 def advice(path: Path) -> str:
     """What to give instead of `path`, which is no file."""
-    if (path / TABLE).exists():
-        return (f"it is a folder of torch.distributed.checkpoint of another program: `python -m "
-                f"tools.checkpoint {path} FILE.pt --data DIR --model NAME` takes its weights")
     inside = sorted([*path.glob("*.pt"), *(facts.parent for facts in path.glob(f"*/{FACTS}"))])
     if inside:                                          # latest or latest.pt is the first
         return f"it is a directory: give a file in it: {', '.join(map(str, inside))}"
     if path.suffix == ".pt":
         others = [file.name for file in list_checkpoints(path.parent)]
-        others += [name for name in LATEST.values() if (path.parent / name).exists()]
         if others:                                      # --keep has removed it
             return f"{path.parent} has {', '.join(others)}"
         return (f"run train.py first, or `python -m tools.huggingface import NAME {path}`, or give "
@@ -146,10 +138,7 @@ def verify_zip(path: Path) -> None:
                 raise ValueError(f"the attributes of {entry.filename} are not 0")
 
 
-# ---------------------------------------------------------------------------------------------
-# The files of a directory
-# ---------------------------------------------------------------------------------------------
-
+# ---- The files of a directory ----------------------------------------------------------------
 
 @retry_transient
 def list_checkpoints(out: Path) -> list[Path]:
@@ -175,17 +164,6 @@ def list_checkpoints(out: Path) -> list[Path]:
         name = STEP_FILE.fullmatch(path.name)       # damaged: see what its name says
         return most_rollbacks, math.inf if name is None else int(name[1])
     return sorted(files.values(), key=order_of, reverse=True)
-
-
-def what_is_left(out: Path) -> str:
-    """What `out` holds after a save that failed, as the end of a sentence. It never raises."""
-    try:
-        has_some = list_checkpoints(out) != []
-    except OSError as error:
-        return f"earlier checkpoints, if any, are untouched ({error})"
-    if has_some:
-        return "earlier checkpoints are untouched"
-    return f"{out} has no checkpoint yet"
 
 
 def read_order(path: Path) -> tuple[int, int] | None:

@@ -5,9 +5,9 @@ import shutil
 
 import torch
 
+from base.errors import RunError
 from base.options import Config
-from base.processes import Job, RunError
-from parallelism.collectives import all_gather_object
+from base.processes import Job, all_gather_object
 
 
 def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.device:
@@ -57,12 +57,3 @@ def choose_device(config: Config, job: Job) -> torch.device:
         raise ValueError("--compile on a CPU needs a C++ compiler: install g++, name another in "
                          "CXX, or leave the flag out")
     return device
-
-
-def to_device(x: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """Copy a CPU tensor to the device; a GPU's copy runs beside its other work."""
-    if x is None:
-        return None
-    if device.type == "cuda":
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)

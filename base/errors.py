@@ -3,6 +3,7 @@ reads or writes a file gives an error of the system its path (`named`).
 """
 import errno
 import os
+import re
 import sys
 from contextlib import contextmanager
 
@@ -14,6 +15,15 @@ SYSTEM_ADVICE = {
     errno.EFBIG: "raise the limit of a file's size (ulimit -f), or give another path",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.EIO: "the disk fails: copy the file elsewhere and read it there"}
+
+
+class RunError(Exception):
+    """Ends the run: every rank raises it with the same message, rank 0 prints it, and all exit with
+    `status` (1: the run failed, 2: usage error)."""
+
+    def __init__(self, message: str, status: int = 1):
+        super().__init__(message)
+        self.status = status
 
 
 class WriteFailed(OSError):
@@ -60,6 +70,17 @@ def describe(error: BaseException) -> str:
 def one_line(text: str) -> str:
     r"""A name may have line ends: each is shown as \n."""
     return text.replace("\r", r"\r").replace("\n", r"\n")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type's name if it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a CPU or a GPU has too little memory."""
+    words = "allocate memory|out of memory|ALLOC_FAILED"        # of the CPU, NCCL, cuBLAS
+    return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
 
 
 def is_failure(error: BaseException) -> bool:

@@ -8,7 +8,6 @@ import re
 from amp import PRECISIONS
 from base.commandline import Parser, add_flags, flag, flag_name, parse_given
 from models import SIZES, make_config
-from parallelism.schedules import SCHEDULES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Config:
     cp: int = flag(1, "context-parallel ranks: each has a part of every sequence", low=1)
     ep: int = flag(1, "replicas that divide a mixture's experts among them", low=1)
     pp_schedule: str = flag("gpipe", "order of the microbatches in the pipeline",
-                            choices=list(SCHEDULES))
+                            choices=["gpipe", "1f1b", "interleaved", "zb-h1"])
     pp_chunks: int = flag(1, "interleaved: parts of the model on each stage", low=1)
     device: str = flag("auto", "auto: cuda, or mps for one process, where available",
                        choices=["auto", "cpu", "cuda", "mps"])
@@ -98,8 +97,6 @@ class Config:
     eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
     eval_tokens: int = flag(None, "validation tokens per evaluation and source (default: 128 "
                             "sequences; with --eval-only all, whatever the run's value)", low=1)
-    eval_answers: int = flag(0, "at each evaluation, in about so many validation conversations, "
-                             "the share of answers that greedy decoding gives; 0: none", low=0)
     eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
     log_every: int = flag(None, "steps between lines on the console (default: about 50 lines in "
                           "the run, at most one a second)", low=1)
@@ -130,7 +127,6 @@ OF_TRAINING = [*RESTORED, "dtype", "exact"]     # a note of a resume names their
 FLAGS_THAT_CHANGE_THE_LOSS = (
     "dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio", "warmup_steps",
     "lr_schedule", "decay_ratio", "weight_decay", "beta1", "beta2", "clip", "dtype")
-NO_FILES = {"resume", "scratch", "latest", "true", "false", "yes", "no", "none"}    # habits
 
 
 def step_range(text: str) -> tuple[int, int]:
@@ -156,11 +152,6 @@ def parse_flags(arguments) -> dict:
         raise ValueError(f"argument --batch-ramp: {ramp} is not START:INCREMENT:SEQUENCES, all > 0")
     if {"steps", "epochs"} <= set(given):
         raise ValueError("--steps cannot be combined with --epochs: both say when the run ends")
-    for name in ("resume", "init_from"):
-        if name in given and given[name].lower() in NO_FILES:
-            raise ValueError(f"argument {flag_name(name)}: {given[name]} is no "
-                             f"checkpoint's FILE: leave the flag out, and train.py goes on with "
-                             f"the run in --out or, if there is none, begins one")
     if "init_from" in given and given.get("resume", "auto") not in ("auto", "never"):
         raise ValueError("--init-from cannot be combined with --resume FILE: drop --resume to "
                          "begin a new run from the weights, or --init-from to branch")
@@ -242,8 +233,12 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
     shape = stored | shape
     if not weights_only:
         config = Config(**(restored_flags(state) | given))
-        if config.exact and config.micro_batch is None:     # other microbatches give other bits
-            config = dataclasses.replace(config, micro_batch=state["config"]["micro_batch"])
+        if config.exact:                        # other microbatches give other bits
+            micro_batch = state["config"]["micro_batch"]
+            if state["config"].get("exact") and config.micro_batch not in (None, micro_batch):
+                raise ValueError(f"--exact: the microbatches of {file} have {micro_batch} "
+                                 f"sequences: drop --micro-batch {config.micro_batch}")
+            config = dataclasses.replace(config, micro_batch=config.micro_batch or micro_batch)
     return config, shape
 
 

@@ -1,13 +1,13 @@
 """The processes of a run: start together, fail together. (runtime/signals.py: stop by a signal.)
 
-train.py runs in a block of `running`; whatever must fail alike on all ranks goes through
-`all_ranks`.
+A run is a block of `running`; what must fail alike on all ranks goes through `all_ranks`.
 
 Exit status: 0 done; 1 the run failed; 2 usage error, reported in one line. A run that has saved
 after a signal exits with 0 under torchrun, and by that signal without.
 """
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -23,27 +23,31 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 
-from parallelism.collectives import (PeerError, all_gather_object, comm_errors, first_line,
-                                     on_hosts, out_of_memory)
-
-
-class RunError(Exception):
-    """Ends the run: every rank raises it with the same message, rank 0 prints it, and all exit with
-    `status` (1: the run failed, 2: usage error)."""
-
-    def __init__(self, message: str, status: int = 1):
-        super().__init__(message)
-        self.status = status
+from base.errors import RunError, first_line, out_of_memory
 
 
 def fatal_message(error: Exception) -> str | None:
-    """One line for a lost peer or too little memory; None for errors that need a traceback."""
+    """One line for a lost peer, without gloo's source file and advice, or for too little memory;
+    None for errors that need a traceback."""
     if out_of_memory(error):
         return "; ".join([first_line(error), *getattr(error, "__notes__", [])])
-    if isinstance(error, PeerError):
-        return (f"{error}; another rank has failed, was killed, or does not answer: see its own "
+    if isinstance(error, dist.DistError):
+        reason = re.sub(r"(?<=: )\[\S+\] |\. This is typically.*", "", first_line(error))
+        return (f"{reason}; another rank has failed, was killed, or does not answer: see its own "
                 f"message, then give the same command again")
     return None
+
+
+def all_gather_object(value) -> list:
+    """The value of every rank, in the order of the ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(values, value)
+    except RuntimeError as error:
+        raise dist.DistError(f"exchange with all ranks: {error}") from error
+    return values
 
 
 def is_rank0() -> bool:
@@ -60,23 +64,22 @@ def print_rank0(line: str, end="\n") -> None:
 
 
 def print_error(message) -> None:
-    print(f"train.py: {message}", file=sys.stderr, flush=True)
+    with suppress(OSError):                 # a closed pipe does not stop the run
+        print(f"train.py: {message}", file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
-    with suppress(OSError):                 # a closed pipe does not stop the run
-        print(f"train.py: warning: {text}", file=sys.stderr, flush=True)
+    print_error(f"warning: {text}")
 
 
-def all_ranks(action: Callable, status: int = 2, group=None):
+def all_ranks(action: Callable, status: int = 2):
     """Run action() on every rank and return its result here. If it raises a ValueError, OSError or
     RunError on any rank, every rank raises the same RunError, with the message of the first such
     rank and its status (`status` for a ValueError or OSError).
 
     The action may take longer than --timeout, on a slow disk: it runs in a thread, and meanwhile
-    the ranks exchange messages, which show that each is alive. It must not communicate. `group`:
-    another one that has all ranks. An error of another type is raised at once, on its rank alone:
-    the actions of the others may wait for it. They end when this rank does."""
+    the ranks exchange messages, which show that each is alive. It must not communicate. Another
+    error is raised at once, on its rank alone: the actions of the others may wait for it."""
     def attempt() -> tuple:
         try:
             return action(), None
@@ -88,13 +91,14 @@ def all_ranks(action: Callable, status: int = 2, group=None):
     while None in ended:
         wait([future], timeout=1)
         own = (socket.gethostname(), future.result()[1]) if future.done() else None
-        ended = all_gather_object(own, group)
+        ended = all_gather_object(own)
     hosts, failures = zip(*ended)
     for rank, failure in enumerate(failures):
         if failure is not None:
             message, status = failure
             if rank > 0:
-                message = f"rank {rank}{on_hosts([rank], hosts)}: {message}"
+                host = f" on {hosts[rank]}" if len(set(hosts)) > 1 else ""
+                message = f"rank {rank}{host}: {message}"
             raise RunError(message, status)
     return future.result()[0]
 
@@ -146,9 +150,11 @@ def process_group(rank: int, world: int, device: torch.device, timeout: timedelt
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with comm_errors("start of the process group"):
+    try:
         dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
                                 world_size=world, timeout=timeout)
+    except RuntimeError as error:
+        raise dist.DistError(f"start of the process group: {error}") from error
     yield
     dist.destroy_process_group()
 
@@ -207,8 +213,7 @@ def refuse_tasks_without_ranks() -> None:
         sys.exit(2)
     raise ValueError(f"SLURM_STEP_NUM_TASKS is {tasks} but RANK is not set, so each task would "
                      f"train alone: start through torchrun, one task on each machine, as in "
-                     f"the Slurm script of docs/clusters.md (or with RANK=0 and its own --out "
-                     f"each)")
+                     f"the Slurm script of docs/clusters.md")
 
 
 @contextmanager

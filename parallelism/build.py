@@ -26,7 +26,7 @@ from models.llama import Rotary
 from models.moe import Mixture
 from parallel import GROUPS, keep_stage
 from parallelism.buckets import Bucket, make_buckets
-from parallelism.collectives import all_gather_object, all_reduce, on_hosts
+from parallelism.collectives import all_reduce, comm_errors, on_hosts
 from parallelism.context import CP_PLAN, ContextParallelAttention, recompute_attention
 from parallelism.exact import EXACT_PLAN, ExactParameters, make_exact, new_sums
 from parallelism.exact_experts import EXACT_EXPERT_PLAN
@@ -55,7 +55,7 @@ class Grid(parallel.Grid):
                  chunks: int = 1, sequence_parallel: bool = False):
         super().__init__(dp, pp, tp, rank, cp=cp, ep=ep, sequence_parallel=sequence_parallel)
         self.chunks = chunks
-        self.hosts = ["this machine"] * self.world
+        self.hosts = [socket.gethostname()] * self.world
         self.exact = None
 
     def at_rank(self, rank: int) -> "Grid":
@@ -81,7 +81,9 @@ def make_groups(grid: Grid, device=torch.device("cpu"), timeout: timedelta | Non
     """Create the groups of a grid, on gloo or NCCL: those of parallel.make_groups, with a timeout
     and a name for errors. An operation waits `timeout` for another rank (None: 30 minutes). On GPUs
     all connections are made before the first step."""
-    grid.hosts = all_gather_object(socket.gethostname())
+    if grid.world > 1:
+        with comm_errors("exchange with all ranks"):
+            dist.all_gather_object(grid.hosts, socket.gethostname())
     backend = "gloo"
     group_timeout = timeout
     if device.type != "cpu":
@@ -188,7 +190,7 @@ def set_factors(model: GPT, loss_factor: float, token_factor: float) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# A rank's parameters, counted before anything is built (runtime/memory_limits.py, tools/plan/)
+# A rank's parameters, counted before anything is built (tools/plan/)
 # ---------------------------------------------------------------------------------------------
 
 

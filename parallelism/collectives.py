@@ -12,9 +12,8 @@ torch.distributed's own:
 
     two CPU ranks swap small tensors             half the time of gloo's all-reduce    all_reduce
     on the CPU slices travel as messages         gloo's own work on a copy of all      _exchange
-    an error names the operation and its ranks   not gloo's source file                comm_errors
+    an error names the operation and its ranks                                         comm_errors
 """
-import re
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,36 +23,19 @@ import torch
 import torch.distributed as dist
 
 
-class PeerError(RuntimeError):
-    """Another rank is gone or did not answer in time. The message names the operation and ranks."""
-
-
 @contextmanager
 def comm_errors(operation: str, group=None):
-    """Turn a RuntimeError of torch.distributed into a PeerError that names `operation` and, if a
-    group of `make_groups` is given, its ranks. Not an error of this process: a failed kernel, too
-    little memory."""
+    """Turn a RuntimeError of torch.distributed into its DistError: another rank is gone or did not
+    answer in time. It names `operation` and, if a group of `make_groups` is given, its ranks. Not
+    the error of a kernel that failed in this process."""
     try:
         yield
+    except torch.AcceleratorError:
+        raise
     except RuntimeError as error:
-        if isinstance(error, (PeerError, torch.AcceleratorError)) or out_of_memory(error):
-            raise
         if group is not None:
             operation += f" with {group.group_desc}"
-        # without gloo's source file and advice
-        reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", first_line(error))
-        raise PeerError(f"{operation}: {reason}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type's name if it has none."""
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether a CPU or a GPU has too little memory."""
-    words = "allocate memory|out of memory|ALLOC_FAILED"        # of the CPU, NCCL, cuBLAS
-    return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
+        raise dist.DistError(f"{operation}: {error}") from error
 
 
 def on_hosts(ranks: list[int], hosts: list[str]) -> str:
@@ -71,15 +53,12 @@ class Work:
     operation: str = ""                                 # for errors, with the ranks of the group
     group: object = None
     finish: Callable = lambda result: result
-    seconds_waited = 0.0        # of the class: total over all waits of this process
 
     def wait(self) -> torch.Tensor:
         if self.handles:
-            started = time.perf_counter()
             with comm_errors(self.operation, self.group):
                 for handle in self.handles:
                     handle.wait()
-            Work.seconds_waited += time.perf_counter() - started
         return self.finish(self.result)
 
 
@@ -161,16 +140,6 @@ def all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group) -> 
     return Work(result, handles, "all-to-all", group)
 
 
-def all_gather_object(value, group=None) -> list:
-    """The value of every rank, in the order of the ranks. `group`: one that has all of them."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    with comm_errors("exchange with all ranks"):
-        dist.all_gather_object(values, value, group)
-    return values
-
-
 def sum_dtype(device: torch.device) -> torch.dtype:
     """The type for sums of many numbers: float64, but on MPS, which has none, float32."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -185,7 +154,7 @@ def copy_to_host_async(x: torch.Tensor, host: torch.Tensor | None = None) -> tup
 
 
 def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
-    """x on the host; PeerError if the device takes more than `timeout` seconds to compute it. (If
+    """x on the host; DistError if the device takes more than `timeout` seconds to compute it. (If
     a rank hangs, a plain copy blocks until NCCL's own watchdog, for minutes.)"""
     if x.device.type == "cpu":
         return x
@@ -193,7 +162,7 @@ def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
     deadline = time.monotonic() + timeout
     while not event.query():
         if time.monotonic() > deadline:
-            raise PeerError(f"the device has not ended its work in {timeout} s: a rank that it "
-                            f"waits for is gone or hangs")
+            raise dist.DistError(f"the device has not ended its work in {timeout} s: a rank that "
+                                 f"it waits for is gone or hangs")
         time.sleep(1e-4)
     return host

@@ -17,27 +17,22 @@ It is meant for inspection, not for every step: every rank needs memory for the 
 twice.
 
 The functions communicate: all ranks must make the same calls in the same order, not rank 0 alone.
-They raise ValueError for an unknown name, or if the ranks make different calls, and RuntimeError if
-there is nothing to read, on every rank.
+They raise KeyError for an unknown name, and RuntimeError if there is nothing to read, on every rank.
 """
-import difflib
-import math
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
 from parallelism.buckets import Bucket, is_owner
-from parallelism.collectives import all_gather_object, all_reduce
+from parallelism.collectives import all_reduce, comm_errors
 from parallelism.parameters import TIED, ParamSpec
 from parallelism.zero import FlatParameters
-
-MOST_AT_ONCE = 2 ** 22      # numbers that one all-reduce of `full_gradients` adds up
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 def parameter_names(flat: FlatParameters) -> list[str]:
     """The global names of the whole model's parameters; the tied matrix is there once."""
-    return list(full_shapes(flat, "parameter_names(flat)"))
+    return list(full_shapes(flat))
 
 
 def full_gradient(flat: FlatParameters, name: str) -> torch.Tensor:
@@ -46,89 +41,57 @@ def full_gradient(flat: FlatParameters, name: str) -> torch.Tensor:
 
     It is there from `finish_grad_sync` to the next `zero_grad`. `adamw_step` multiplies it in
     place by the clip factor, which is divided out again: one more rounding."""
-    call = f"full_gradient(flat, {name!r})"
-    check_gradients(flat, call)
-    [gradient] = gather(flat, "grad", one_shape(flat, name, call))
-    return gradient.div_(flat.grad_factor)
+    check_gradients(flat)
+    return full_tensor(flat, "grad", name, full_shapes(flat)).div_(flat.grad_factor)
 
 
 def full_gradients(flat: FlatParameters) -> Iterator[tuple[str, torch.Tensor]]:
-    """(global name, `full_gradient`) of every parameter, small ones in one message."""
-    call = "full_gradients(flat)"
-    check_gradients(flat, call)
-    left = full_shapes(flat, call)
-    while left:
-        together = {}
-        numbers = 0
-        for name, shape in left.items():
-            numbers += math.prod(shape)
-            if together and numbers > MOST_AT_ONCE:
-                break
-            together[name] = shape
-        for name, gradient in zip(together, gather(flat, "grad", together)):
-            del left[name]
-            yield name, gradient.div_(flat.grad_factor)
+    """(global name, `full_gradient`) of every parameter."""
+    check_gradients(flat)
+    shapes = full_shapes(flat)
+    for name in shapes:
+        yield name, full_tensor(flat, "grad", name, shapes).div_(flat.grad_factor)
 
 
 def full_state(flat: FlatParameters, kind: str, name: str) -> torch.Tensor:
     """A parameter as AdamW updates it, "master", or one of its moments, "exp_avg" and
     "exp_avg_sq"."""
-    if kind not in KINDS:
-        raise ValueError(f"full_state: {kind!r} is none of {', '.join(KINDS)}")
     if kind not in flat.buckets[0].shard:
         raise RuntimeError(f"full_state: there is no {kind} without training")
-    [tensor] = gather(flat, kind, one_shape(flat, name, f"full_state(flat, {kind!r}, {name!r})"))
-    return tensor
+    return full_tensor(flat, kind, name, full_shapes(flat))
 
 
-def check_gradients(flat: FlatParameters, call: str) -> None:
+def check_gradients(flat: FlatParameters) -> None:
     """Raise RuntimeError unless the gradients of this step are summed over the ranks."""
-    if not flat.training:
-        raise RuntimeError(f"{call}: there are no gradients without training")
     if not flat.grads_are_summed:
-        raise RuntimeError(f"{call}: this step's gradients are not summed over the ranks yet: "
-                           f"call it after finish_grad_sync, before the next zero_grad")
+        raise RuntimeError("this step's gradients are not summed over the ranks: call it after "
+                           "finish_grad_sync, before the next zero_grad")
 
 
-def full_shapes(flat: FlatParameters, call: str) -> dict[str, tuple]:
-    """{global name: full shape} of all stages. Raises ValueError unless every rank makes this
-    call: otherwise different tensors would be added up."""
+def full_shapes(flat: FlatParameters) -> dict[str, tuple]:
+    """{global name: full shape} of all stages."""
     own = {spec.name: spec.shape for bucket in flat.buckets for spec in bucket.specs
            if not spec.is_tied_copy}
-    calls, shapes = zip(*all_gather_object((call, own)))
-    for other in calls:
-        if other != calls[0]:
-            raise ValueError(f"the ranks call {calls[0]} and {other} at once: each must make the "
-                             f"same calls, in the order of parameter_names(flat)")
+    shapes = [own] * flat.grid.world
+    if flat.grid.world > 1:
+        with comm_errors("exchange with all ranks"):
+            dist.all_gather_object(shapes, own)
     return {name: shape for of_rank in shapes for name, shape in of_rank.items()}
 
 
-def one_shape(flat: FlatParameters, name: str, call: str) -> dict[str, tuple]:
-    """{global name: full shape} of the parameter with this name, or with the name that a tied one
-    has at the other end of the model."""
-    name = TIED.get(name, name)
-    shapes = full_shapes(flat, call)
-    if name not in shapes:
-        near = difflib.get_close_matches(name, shapes, 1, 0.0)[0]
-        raise ValueError(f"{call}: the model has no such parameter; did you mean {near!r}? "
-                         f"(parameter_names(flat) lists all)")
-    return {name: shapes[name]}
-
-
 @torch.no_grad()
-def gather(flat: FlatParameters, kind: str, shapes: dict[str, tuple]) -> list[torch.Tensor]:
-    """The full tensors of shard[kind], without padding, on this rank's device."""
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    numbers = torch.zeros(sum(sizes), dtype=flat.buckets[0].shard[kind].dtype,
-                          device=flat.buckets[0].data.device)
-    full = {name: part.view(shape)
-            for (name, shape), part in zip(shapes.items(), numbers.split(sizes))}
+def full_tensor(flat: FlatParameters, kind: str, name: str, shapes: dict) -> torch.Tensor:
+    """The full tensor of shard[kind], without padding, on this rank's device. `name` may be the one
+    that a tied parameter has at the other end of the model."""
+    if name not in shapes:
+        name = TIED[name]
+    full = torch.zeros(shapes[name], dtype=flat.buckets[0].shard[kind].dtype,
+                       device=flat.buckets[0].data.device)
     for bucket in flat.buckets:
         for spec in bucket.specs:
-            if spec.name in full and is_owner(spec, flat.grid, flat.num_shards):
-                full[spec.name].copy_(own_part(flat, bucket, spec, kind))
-    all_reduce(numbers, flat.grid.groups["world"]).wait()
-    return list(full.values())
+            if spec.name == name and is_owner(spec, flat.grid, flat.num_shards):
+                full.copy_(own_part(flat, bucket, spec, kind))
+    return all_reduce(full, flat.grid.groups["world"]).wait()
 
 
 def own_part(flat: FlatParameters, bucket: Bucket, spec: ParamSpec, kind: str) -> torch.Tensor:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model import GPT
 from parallel import stage_layers
-from parallelism.collectives import PeerError, Work, all_gather, comm_errors, on_hosts, sum_dtype
+from parallelism.collectives import Work, all_gather, comm_errors, on_hosts, sum_dtype
 from parallelism.schedules import split_in_turns
 
 
@@ -72,7 +72,7 @@ def like_activations(config, model_config, grid, dtype, device) -> torch.Tensor:
 def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch.Tensor,
                  flat=None) -> torch.Tensor:
     """Run this stage's list of ops, which schedules.py makes (PP1). Returns the sum of the losses,
-    not scaled, in `sum_dtype`; 0 on all stages but the last. Raises PeerError if another rank is
+    not scaled, in `sum_dtype`; 0 on all stages but the last. Raises DistError if another rank is
     gone or hangs.
 
     batch            microbatch -> (inputs (B, T), targets (B, T), dropout seed, positions of packed
@@ -174,8 +174,8 @@ def run_op(functions: dict, op: tuple, x: torch.Tensor | None) -> torch.Tensor |
     kind, m, chunk = op
     try:
         return functions[kind](m, chunk, x)
-    except PeerError as error:
-        raise PeerError(f"{OP_NAMES[kind]} of microbatch {m}: {error}") from error
+    except dist.DistError as error:
+        raise dist.DistError(f"{OP_NAMES[kind]} of microbatch {m}: {error}") from error
 
 
 def route(grid, message: Message) -> tuple[int, int] | None:

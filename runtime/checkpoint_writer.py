@@ -1,6 +1,6 @@
 """Checkpoints are written while training goes on. train.Run builds a `Writer`, run_state.save calls
-it. checkpoint.py says what a file holds, and base/pieces.py which pieces of a tensor come from
-which rank.
+it. checkpoint.py says what a file holds, and parallelism/pieces.py which pieces of a tensor come
+from which rank.
 
 Training waits only while each rank copies its own pieces to host memory. Then a thread of each rank
 sends them to rank 0, and a thread there joins them and writes the file, while the next steps run.
@@ -12,7 +12,6 @@ sends them to rank 0, and a thread there joins them and writes the file, while t
 So a rank needs memory for its shards once more. Rank 0 also needs memory for two full tensors, the
 parts of one and their union, whatever the size of the model.
 """
-import time
 from collections import deque
 from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
@@ -25,13 +24,13 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from base.checkpoint_files import what_is_left
-from base.pieces import Scattered, file_order, owned_slices
-from base.processes import RunError, warn
+from base.errors import RunError
+from base.processes import warn
 from checkpoint import STATE
 from model import GPTConfig
 from parallelism.build import Grid
-from parallelism.collectives import PeerError, comm_errors, on_hosts, to_host
+from parallelism.collectives import comm_errors, on_hosts, to_host
+from parallelism.pieces import Scattered, file_order, owned_slices
 from parallelism.zero import FlatParameters
 from runtime.streamed_tensors import Streamed
 
@@ -50,9 +49,6 @@ class Writer:
         self.timeout = timeout
         self.thread = ThreadPoolExecutor(1)
         self.pending = None         # the Future of the last write
-        self.submitted = None       # when it began
-        self.paused = 0.0           # seconds that training waited for it before it went on
-        self.slow_disk_is_noted = False
 
     @cached_property
     def order(self) -> list[Scattered]:
@@ -61,7 +57,6 @@ class Writer:
     def submit(self, facts: dict, named: Container[str]) -> None:
         """Copy this rank's pieces, then start to write the state: `facts` and the tensors. Files
         whose names are in `named` stay. Every rank must call it. Call `wait` before."""
-        self.submitted = time.monotonic()
         copies = copy_pieces(self.flat, STATE.values(), self.timeout)
         task = self._write if self.grid.rank == 0 else self._send
         self.pending = self.thread.submit(task, facts, named, copies)
@@ -79,14 +74,14 @@ class Writer:
             return None
         except OSError as error:        # training continues: earlier files are whole
             reason = str(error)         # the exception itself would keep a tensor in memory
-        warn(f"{reason}; {what_is_left(self.out)}")
+        warn(f"{reason}; earlier checkpoints, if any, are untouched")
         inbox.discard_rest()
         return reason
 
     def wait(self, required: bool = False) -> str | None:
         """Wait for the last write, however slow the disk is. Returns why it failed, on rank 0 at
         least.
-        Raises PeerError if another rank is gone, and RunError if rank 0 could not write a
+        Raises DistError if another rank is gone, and RunError if rank 0 could not write a
         checkpoint that is `required`."""
         error = None if self.pending is None else self.pending.result()
         if required and error is not None:
@@ -99,14 +94,14 @@ class Writer:
         rank 0, nobody receives. So the others wait for `timeout` seconds."""
         if self.pending is not None:
             timeout = None if self.grid.rank == 0 else self.timeout
-            with suppress(PeerError, TimeoutError):
+            with suppress(dist.DistError, TimeoutError):
                 self.pending.result(timeout)
 
 
 @torch.no_grad()
 def copy_pieces(flat: FlatParameters, names, timeout: float) -> deque[torch.Tensor]:
     """Copy to host memory the pieces that the file takes from this rank, for each of the flat
-    tensors `names`, in the order of the file. PeerError if a GPU hangs for `timeout` seconds."""
+    tensors `names`, in the order of the file. DistError if a GPU hangs for `timeout` seconds."""
     copies = deque()
     for name in names:
         for bucket, _, shard_slice, _ in owned_slices(flat.buckets, flat.grid, flat.num_shards):

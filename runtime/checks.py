@@ -1,7 +1,6 @@
 """What is refused before a run starts, each in one line that names the numbers.
 
 runtime/startup.py calls `validate` on rank 0. layout_checks.py has the rules of the layout.
-memory_limits.py asks whether there is memory.
 """
 import dataclasses
 import math
@@ -14,20 +13,14 @@ from corpus.templates import is_own
 from data import TokenDataset
 from model import GPTConfig
 from models import PEAK_LR, SIZES, make_config
-from runtime.layout_checks import check_heads, check_layout
-
-
-def largest_microbatch(pp: int, device_type: str) -> int:
-    """The most sequences of a microbatch by default. GPUs gain from large products, but a pipeline
-    loses more: with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40%
-    slower)."""
-    return 16 if device_type == "cuda" and pp == 1 else 4
+from runtime.layout_checks import check_layout
 
 
 def default_micro_batch(sizes: range, dp: float, pp: int, device_type: str) -> int:
     """The largest microbatch, up to a limit, that splits every batch size into a multiple of pp
-    microbatches, which fill the pipeline."""
-    most = largest_microbatch(pp, device_type)
+    microbatches, which fill the pipeline. GPUs gain from large products, but a pipeline loses more:
+    with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40% slower)."""
+    most = 16 if device_type == "cuda" and pp == 1 else 4
     rows = math.gcd(*sizes) / dp        # sequences of each rank; a fraction is no multiple
     return max([m for m in range(1, most + 1) if rows % (m * pp) == 0], default=1)
 
@@ -48,7 +41,6 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
                  device_type: str) -> tuple[Config, GPTConfig]:
     """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
     cannot run."""
-    check_heads(shape, config.tp)
     model_config = make_config(vocab_size=vocab_size, dropout=config.dropout, **shape)
     dp = world / (config.tp * config.pp * config.cp)
     sizes, _ = batch_sizes(config)
@@ -85,7 +77,7 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
     if "data" not in given:
         found += " (the default: --data was left out)"
     # A model may have more rows than its tokenizer has tokens, as Qwen's, or fewer:
-    # Mixture.check finds tokens without a row.
+    # TokenDataset.read refuses tokens without a row.
     if state["tokenizer"] != meta["tokenizer"]:
         advice = "make --data with that tokenizer, or use another checkpoint"
         if stored is not None and not fine_tunes:
@@ -124,26 +116,16 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     cannot run."""
     config, shape = merge_config(given, state, weights_only, file)
     data = TokenDataset(config.data, "train", shape["seq_len"])
-    val_data = TokenDataset(config.data, "val", shape["seq_len"])
+    TokenDataset(config.data, "val", shape["seq_len"])       # refuses data without it
     if "decay_ratio" in given and config.lr_schedule != "wsd":
         raise ValueError(f"--decay-ratio is for --lr-schedule wsd, not {config.lr_schedule}, which "
                          f"decays until the last step: give --lr-schedule wsd, or drop the flag")
     vocab_size = data.meta["vocab_size"] if state is None else state["model"]["vocab_size"]
     config, model_config = check_config(config, shape, vocab_size, world, device_type)
-    resumed = None if weights_only else state
     if state is not None:
         check_data(given, state, file, data, config, weights_only)
-    if config.eval_answers > 0 and not val_data.has_conversations:
-        raise ValueError(f"--eval-answers is for conversations, and {config.data} has none: give "
-                         f"--eval-answers 0, or make --data from lines with messages or prompt and "
-                         f"completion")
-    if resumed is not None and config.exact and not config.eval_only:
-        stored = resumed["config"]
-        if stored.get("exact") and stored["micro_batch"] != config.micro_batch:
-            raise ValueError(f"--exact: this run's microbatches have {stored['micro_batch']} "
-                             f"sequences, others would give other bits: drop --micro-batch "
-                             f"{config.micro_batch}")
     if config.epochs is not None and not config.eval_only:
+        resumed = None if weights_only else state
         config = dataclasses.replace(config, steps=steps_of_epochs(config, data, resumed))
     if resumed is not None and not config.eval_only and config.steps > resumed["step"]:
         seed = resumed["config"]["seed"]

@@ -1,36 +1,28 @@
-"""What a run prints besides its steps: a summary at the start, hints, how it resumes, stops and
+"""What a run prints besides its steps: a summary at the start, how it resumes, stops and
 ends. train.py and runtime/startup.py call it. run_log.py prints the steps and evaluations.
 """
 import dataclasses
-import math
 import platform
 import shlex
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import torch
 
 from amp import PRECISIONS
-from base.batch_ramp import batch_sizes, sequences_after
+from base.batch_ramp import sequences_after
 from base.checkpoint_files import LATEST
 from base.flops import flops_per_token, parameter_count
-from base.options import OF_TRAINING, Config, flags_of_writer, restored_flags, step_range
+from base.options import OF_TRAINING, Config, flags_of_writer, restored_flags
 from base.processes import print_rank0
 from corpus.tokenizers import is_named
-from model import PEAK_LR
 from parallelism.buckets import state_bytes
 from parallelism.collectives import on_hosts
 from parallelism.kernels import multiplies_in_fp32
-from runtime import checks
 from runtime.directory import Start
 from runtime.evaluation import describe_data, evaluate
 from runtime.run_log import format_eval
-
-# From how much waiting for a disk on a note says so: seconds, and a fraction of the time between
-# two saves.
-LEAST_WAIT, LEAST_WAITING = 5.0, 0.05
 
 
 def print_summary(run) -> None:
@@ -77,6 +69,10 @@ def print_summary(run) -> None:
         f"batch    {batch}; {config.batch_size * model_config.seq_len:,} tokens a step\n"
         f"data     {data.n_tokens:,} tokens ({data.meta['tokenizer']}) in {config.data}; "
         f"{config.steps} steps read {', '.join(epochs)}")
+    if config.exact:
+        print_rank0(f"note     with --exact a step takes 1.3 to 2.5 times as long, with microbatches "
+                    f"of 1 sequence up to 18 times: here they have {config.micro_batch} "
+                    f"(--micro-batch)")
     for source in data.mixture.sources.values():
         if source.meta["template"] is not None:
             print_rank0(source.windows.describe())
@@ -102,66 +98,12 @@ def print_finished(run, state: dict, begin: Start) -> None:
                 f"{unused}; {advice}")
 
 
-def print_notes(run, begin: Start) -> None:
-    """Hints on settings that are probably not what the user wants."""
-    config, grid = run.config, run.grid
-    default_lr = begin.kind in ("seed", "init-from") and "lr" not in begin.given
-    if default_lr and config.init_from is not None:
-        print_rank0(f"note     the learning rate {config.lr:g} is a default for training from "
-                    f"scratch: fine-tuning takes less, such as a tenth: give --lr")
-    elif default_lr and config.lr == PEAK_LR["nano"] and parameter_count(run.model_config) > 2e7:
-        print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 used 6e-4 for "
-                    f"125M parameters, 2e-4 for 1.3B: give --lr")
-    for ranks in grid.ranks.reshape(-1, grid.tp).tolist():
-        if len({grid.hosts[rank] for rank in ranks}) > 1:
-            print_rank0(f"note     tensor-parallel ranks {ranks} communicate most, but are"
-                        f"{on_hosts(ranks, grid.hosts)}: --tp should divide a machine's ranks")
-            break
-    if config.lr == 0:
-        print_rank0("note     a learning rate of 0 trains nothing: all weights stay as they are")
-    if config.warmup_steps > config.steps / 2 and run.step <= config.warmup_steps:
-        print_rank0(f"note     the warm-up takes {config.warmup_steps} of {config.steps} steps: "
-                    f"give a smaller --warmup-steps")
-    sizes, _ = batch_sizes(config)
-    if config.batch_ramp is not None and len(sizes) == 1:
-        print_rank0(f"note     --batch-ramp {config.batch_ramp} begins at --batch-size "
-                    f"{config.batch_size}: give a larger --batch-size")
-    largest = checks.largest_microbatch(grid.pp, run.device.type)
-    most = min(largest, math.gcd(*sizes) // (grid.dp * grid.pp))
-    if "micro_batch" not in begin.given and not config.exact and config.micro_batch < most:
-        print_rank0(f"note     --micro-batch is {config.micro_batch}: no larger one, up to {most}, "
-                    f"divides every batch size / (dp {grid.dp} x pp {grid.pp}): multiples of "
-                    f"{grid.dp * grid.pp * largest} allow {largest}")
-    if config.exact:
-        print_rank0(f"note     with --exact a step takes 1.3 to 2.5 times as long, with microbatches "
-                    f"of 1 sequence up to 18 times: here they have {config.micro_batch}, and the "
-                    f"default grows with --batch-size")
-    if config.compile:
-        print_rank0("note     the first step and the first evaluation compile, for a minute or so")
-    if config.skip_steps is not None and step_range(config.skip_steps)[1] < run.step:
-        print_rank0(f"skip     the steps {config.skip_steps} are done: there is nothing to skip")
-
-
-def note_slow_disk(run, waited: float) -> None:
-    """Before a save: training has waited so many seconds, because the last checkpoint was still
-    being written. If that is a large part of the time between the two saves, say what helps,
-    once."""
-    writer = run.writer
-    if writer.submitted is None or writer.slow_disk_is_noted:
+def report_begin(run, state: dict | None, begin: Start) -> None:
+    """The event of a new run; and a line, if it begins from weights. With a `state`: of a resume.
+    """
+    if state is not None:
+        report_resume(run, state, begin)
         return
-    interval = time.monotonic() - writer.submitted
-    if waited > max(LEAST_WAIT, LEAST_WAITING * interval):
-        writer.slow_disk_is_noted = True
-        advice = "give a larger --save-every"
-        if run.config.checkpoint_format == "file" and run.grid.world > 1:
-            advice += (", or --checkpoint-format folder, with which each rank writes its own part "
-                       "to a disk that all share")
-        print_rank0(f"note     training waited {waited:.1f} of the last {interval:.1f} s for a "
-                    f"checkpoint to be written: {advice}")
-
-
-def report_start(run, begin: Start) -> None:
-    """The event of a new run; and a line, if it begins from weights."""
     line = None
     if begin.kind == "init-from":
         line = f"weights  from {run.config.init_from}"
@@ -178,20 +120,14 @@ def circumstances(run) -> dict:
                 environment=environment(run.grid.hosts))
 
 
-def changed_flags(config: Config, state: dict) -> dict:
-    """{name: [what the checkpoint has, what the run has]} of the flags that differ."""
+def changed_settings(run, state: dict) -> dict:
+    """{name: [what the checkpoint has, what the run has]} of the flags and the data that differ."""
     changed = {}
     stored = flags_of_writer(state)
     for name in OF_TRAINING:
-        now = getattr(config, name)
+        now = getattr(run.config, name)
         if stored[name] != now:
             changed[name] = [stored[name], now]
-    return changed
-
-
-def changed_settings(run, state: dict) -> dict:
-    """As `changed_flags`, and the data if they differ."""
-    changed = changed_flags(run.config, state)
     if state["data"] != run.train_data.mixture.phases:
         changed["data"] = [state["config"]["data"], run.config.data]
     return changed

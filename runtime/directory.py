@@ -10,15 +10,14 @@ import socket
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch.distributed as dist
 
-from base.checkpoint_files import CorruptCheckpoint, list_checkpoints, verify
-from base.processes import RunError, all_ranks, is_rank0, on_rank0, warn
+from base.checkpoint_files import CorruptCheckpoint, facts_file, list_checkpoints, verify
+from base.errors import RunError, first_line
+from base.processes import all_gather_object, all_ranks, is_rank0, on_rank0, warn
 from checkpoint import load
-from parallelism.collectives import all_gather_object, on_hosts
-from runtime import dashboards
 
 
 @contextmanager
@@ -51,17 +50,17 @@ def lock_output_dir(out: Path):
         yield
 
 
-def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
-    """The first whole checkpoint of a list, and an event for each damaged or missing one before it.
-    None in the list is step 0 of a run from the seed. Raises RunError if none is whole. Every rank
-    calls it."""
+def latest_valid(files: list) -> tuple[Path | None, dict | None, list[dict]]:
+    """The first whole checkpoint of a list, its state, and an event for each damaged or missing one
+    before it. None in the list is step 0 of a run from the seed, which has no state. Raises
+    RunError if none is whole. Every rank calls it, and verifies its share of each."""
     events = []
     for path in files:
         if path is None:
-            return None, events
-        reason = damage(path)
+            return None, None, events
+        state, reason = read_or_reason(path)
         if reason is None:
-            return path, events
+            return path, state, events
         events.append(dict(event="damaged", path=str(path), reason=reason))
         if is_rank0():
             warn(f"{reason}; passed over")
@@ -69,32 +68,31 @@ def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
                    f"{', '.join(map(str, files))}; give another --out to start over")
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. Every rank calls it, and reads its share. Raises
-    RunError if rank 0 has the checkpoint and another rank does not see it."""
-    def look() -> tuple[str | None, bool]:
+def read_or_reason(path: Path) -> tuple[dict | None, str | None]:
+    """The state in a checkpoint, or why a rank cannot read it. Every rank calls it. Raises RunError
+    if rank 0 has the checkpoint and another rank does not see it."""
+    is_there = on_rank0(facts_file(path).is_file)
+
+    def look() -> tuple[dict | None, str | None]:
         try:
-            verify_share(path)
-            if is_rank0():
-                load(path)
+            return read(path), None
         except (CorruptCheckpoint, FileNotFoundError) as error:
-            return str(error), isinstance(error, FileNotFoundError)
-        return None, False
-    found = all_gather_object((socket.gethostname(), *all_ranks(look)))
-    hosts, reasons, missing = zip(*found)
-    for rank, is_missing in enumerate(missing):
-        if is_missing and not missing[0]:
-            raise RunError(f"rank {rank}{on_hosts([rank], hosts)} does not see {path}: --out must "
-                           f"be on a disk that all machines share")
-    return next((reason for reason in reasons if reason is not None), None)
+            if is_there and isinstance(error, FileNotFoundError):
+                raise RunError(f"there is no {path} here: --out must be on a disk that all "
+                               f"machines share") from error
+            return None, str(error)
+    state, reason = all_ranks(look)
+    reasons = [other for other in all_gather_object(reason) if other is not None]
+    return state, reasons[0] if reasons else None
 
 
-def verify_share(path: Path) -> None:
-    """Verify this rank's share of a checkpoint."""
+def read(path: Path) -> dict:
+    """Verify this rank's share of a checkpoint, and load its state."""
     if dist.is_initialized():
         verify(path, dist.get_rank(), dist.get_world_size())
     else:
         verify(path)
+    return load(path)
 
 
 class Start(NamedTuple):
@@ -102,9 +100,10 @@ class Start(NamedTuple):
     kind: str               # "continue": the run in --out; or a new run: "resume" (a branch, with
                             # the whole state of a file), "init-from" (with its weights) or "seed"
     path: Path | None       # the checkpoint to load; None for "seed"
+    state: dict | None      # what it holds
     run: dict               # the run's id and origin, stored in its checkpoints
     found: list             # the checkpoints in --out at this time
-    events: list = []       # of damaged checkpoints that were passed over
+    events: list            # of damaged checkpoints that were passed over
     given: dict = {}        # the flags of the command, before a checkpoint's and defaults
 
 
@@ -119,62 +118,51 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     `restarted` the group: FILE may be gone. With --eval-only, FILE is evaluated without a look at
     `out`. The kind is then "init-from": the weights are enough.
 
-    Every rank calls it, and verifies its share of the checkpoint. Raises RunError, with status 2
-    for a usage error, also for a damaged FILE.
+    Every rank calls it, and decides alike. Raises RunError, with status 2 for a usage error, also
+    for a damaged FILE.
     """
     file = init_from if resume in ("auto", "never") else resume         # one of them at most
-    kind = "seed"
+    kind, path = "seed", None
     if file is not None:
-        file = Path(file)
         kind = "resume" if init_from is None else "init-from"
-
-    def look() -> list[Path]:
-        found = [] if eval_only and file is not None else list_checkpoints(out)
-        if resume == "never" and found and not restarted:
-            raise ValueError(f"--resume never, but {out} holds {found[0].name}: give another --out")
-        return found
-    found = on_rank0(look)
-    newest, events = latest_valid(found) if found else (None, [])
-    if not found and file is not None:
-        all_ranks(lambda: verify_share(file))
-    return on_rank0(lambda: decide(out, kind, file, found, newest, events, eval_only, restarted))
-
-
-def decide(out: Path, kind: str, file: Path | None, found: list[Path], newest: Path | None,
-           events: list[dict], eval_only: bool, restarted: bool) -> Start:
-    """The last part of `find_start`, on rank 0. `newest`: of the checkpoints `found` in `out`, the
-    first that is whole. Raises ValueError or OSError."""
-    if newest is not None:
-        state = load(newest)
-        if file is not None and not restarted:
-            try:
-                origin = new_run(kind, load(file))["origin"]        # it has no paths
-            except FileNotFoundError as error:
-                raise ValueError(f"{error}; {out} holds a run: give another --out, or drop "
-                                 f"--{kind} to go on with it") from None
-            if file.resolve().parent == out.resolve():
-                raise ValueError(f"{file} is of the run in {out}: drop --{kind} to go on with that "
-                                 f"run, or give another --out to begin from this file")
-            if state["run"].get("origin") != origin:
-                raise ValueError(f"{out} holds a run that did not begin from {file}: drop --{kind} "
-                                 f"to go on with that run, or give another --out")
-        start = Start("continue", newest, state["run"], found, events)
-    elif file is not None:
-        state = load(file)
-        start = Start(kind, file, new_run(kind, state), found)
+        path = Path(file)
+    state, events = None, []
+    found = on_rank0(lambda: [] if eval_only and path is not None else list_checkpoints(out))
+    if found:
+        if resume == "never" and not restarted:
+            raise RunError(f"--resume never, but {out} holds {found[0].name}: give another --out",
+                           2)
+        newest, state, events = latest_valid(found)
+        if path is not None and not restarted:
+            on_rank0(lambda: check_origin(state, out, kind, path))
+        kind, path = "continue", newest
+    elif path is not None:
+        state = all_ranks(lambda: read(path))
     elif eval_only:
-        raise ValueError(f"--eval-only, but {out} holds no checkpoint: give the --out of a run, "
-                         f"or --resume FILE")
-    else:
-        return Start(kind, None, new_run(kind), found)
-
+        raise RunError(f"--eval-only, but {out} holds no checkpoint: give the --out of a run, or "
+                       f"--resume FILE", 2)
     if eval_only:
-        return Start("init-from", start.path, new_run("init-from", state), found)
-    if not state["exp_avg"] and start.kind != "init-from":
-        how = {"resume": "instead of --resume", "continue": "and another --out"}[start.kind]
-        raise ValueError(f"{start.path} holds weights alone: begin a run with --init-from "
-                         f"{start.path} {how}")
-    return start
+        kind = "init-from"
+    if kind in ("continue", "resume") and not state["exp_avg"]:
+        raise RunError(f"{path} holds weights alone: begin a run with --init-from {path} in "
+                       f"another --out", 2)
+    run = on_rank0(lambda: state["run"] if kind == "continue" else new_run(kind, state))
+    return Start(kind, path, state, run, found, events)
+
+
+def check_origin(state: dict, out: Path, kind: str, file: Path) -> None:
+    """Raise ValueError unless the run in `out`, whose state this is, began from `file`."""
+    try:
+        origin = new_run(kind, load(file))["origin"]            # it has no paths
+    except FileNotFoundError as error:
+        raise ValueError(f"{error}; {out} holds a run: give another --out, or drop --{kind} to go "
+                         f"on with it") from None
+    if file.resolve().parent == out.resolve():
+        raise ValueError(f"{file} is of the run in {out}: drop --{kind} to go on with that run, or "
+                         f"give another --out to begin from this file")
+    if state["run"].get("origin") != origin:
+        raise ValueError(f"{out} holds a run that did not begin from {file}: drop --{kind} to go "
+                         f"on with that run, or give another --out")
 
 
 def new_run(kind: str, state: dict | None = None) -> dict:
@@ -195,29 +183,24 @@ def start_branch(state: dict, new_lr: bool) -> None:
         state["monitor"]["lr_factor"] = 1.0
 
 
-def load_state(path) -> dict | None:
-    """The state in a checkpoint, or None without a path."""
-    return None if path is None else load(Path(path))
-
-
-def last_lines(out: Path) -> list[dict]:
-    """The last lines of metrics.jsonl that are whole; [] without the file."""
-    lines = []
+def last_line(out: Path) -> dict:
+    """The last line of metrics.jsonl that is whole; {} without one."""
+    line = {}
     with suppress(FileNotFoundError), open(out / "metrics.jsonl", "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 2 ** 20))
         for text in file:
             with suppress(ValueError):
-                lines.append(json.loads(text))
-    return lines
+                line = json.loads(text)
+    return line
 
 
 class Metrics:
     """OUT/metrics.jsonl, append-only: one object per step, and one with `event` for anything else.
-    Only rank 0 writes. `dashboards`: those of --log, which get each line too."""
+    Only rank 0 writes. `dashboards`: of --log, by name. They get each line too."""
 
     def __init__(self, out: Path, rank: int):
         self.path = None
-        self.dashboards = []
+        self.dashboards = {}
         if rank == 0:
             self.path = out / "metrics.jsonl"
             with open(self.path, "a+b") as file:
@@ -240,10 +223,13 @@ class Metrics:
                     raise OSError("the disk is full")
         except OSError as error:                        # costs this line, not the run
             warn(f"{self.path} lacks a line: {error.strerror or error}")
-        for dashboard in self.dashboards:
-            dashboard.write(row)
+        self.send(lambda dashboard: dashboard.write(row))
 
-    def close(self) -> None:
-        """End the dashboards, which get no more lines."""
-        dashboards.close(self.dashboards)
-        self.dashboards = []
+    def send(self, action: Callable) -> None:
+        """action(dashboard) of each. An error costs one warning and the dashboard, not the run."""
+        for name, dashboard in list(self.dashboards.items()):
+            try:
+                action(dashboard)
+            except Exception as error:
+                del self.dashboards[name]
+                warn(f"--log: {name} is off from here on: {first_line(error)}")

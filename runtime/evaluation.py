@@ -17,7 +17,6 @@ from data import TokenDataset, pad_window_ids
 from model import GPTConfig
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import make_schedule
-from runtime.eval_answers import greedy_accuracy
 from runtime.sums import scalar, sum_across_ranks
 
 DEFAULT_SEQUENCES = 128         # of each source
@@ -28,8 +27,7 @@ SAMPLED_BLOCKS, BLOCK_TOKENS = 64, 256          # of each shard, for its fingerp
 def evaluate(run) -> dict:
     """Evaluate a train.Run -> the fields of its row of metrics.jsonl: `val_loss`, the weighted mean
     over the sources, and the same as `bits_per_byte`, None where the text's bytes are unknown; with
-    several sources also both, and the epochs, of each; `val_answers_right`, the share of
-    `val_answers`, with --eval-answers."""
+    several sources also both, and the epochs, of each."""
     data = run.val_data
     sources = list(data.mixture.sources.values())
     losses = [evaluate_source(run, source) for source in sources]
@@ -42,8 +40,6 @@ def evaluate(run) -> dict:
                                                                 source.meta["bytes_per_token"])
         epochs = run.train_data.mixture.epochs(run.batches.consumed)
         row.update({f"epochs/{name}": count for name, count in epochs.items()})
-    if run.config.eval_answers > 0:
-        row["val_answers_right"], row["val_answers"] = greedy_accuracy(run, forward)
     return row
 
 

@@ -1,6 +1,5 @@
-"""Flipped bits: ranks that must hold the same bits compare them. runtime/monitors.py calls
-`find_difference` before each save and every --check-every steps, runtime/rollback.py before it acts
-on a divergence.
+"""Flipped bits: ranks that must hold the same bits compare them before each save, every
+--check-every steps, and before they act on a divergence.
 
 A bit that flips in memory, or a processor that errs, changes one copy in silence. The copies that
 must be equal, by the group of ranks that hold them:
@@ -23,9 +22,10 @@ from pathlib import Path
 import torch
 
 from base.checkpoint_files import list_checkpoints
-from base.processes import RunError
+from base.errors import RunError
+from base.processes import all_gather_object
 from model import ceil_div
-from parallelism.collectives import all_gather, all_gather_object, to_host
+from parallelism.collectives import all_gather, to_host
 from parallelism.zero import FlatParameters
 from runtime import run_state
 
@@ -109,20 +109,14 @@ def find_difference(run) -> dict | None:
     return dict(ranks=sorted({rank for *_, rank in found}), parameter=parameter, tensor=tensor)
 
 
-def report(run, difference: dict) -> tuple[str, list[str]]:
-    """The event of a difference. Returns (what is wrong, on which machines)."""
-    hosts = run.grid.hosts
-    named = sorted({hosts[rank] for rank in difference["ranks"]})
-    ranks = " or ".join(f"rank {rank} on {hosts[rank]}" for rank in difference["ranks"])
-    run.log.event("replicas", step=run.finished_step, hosts=named, **difference)
-    return f"{ranks} has a wrong {difference['parameter']} ({difference['tensor']})", named
-
-
 def go_back(run, difference: dict) -> None:
     """Take a train.Run whose copies differ back to its last checkpoint. RunError if one of these
     machines was named before."""
-    step = run.step
-    reason, hosts = report(run, difference)
+    step, all_hosts = run.step, run.grid.hosts
+    hosts = sorted({all_hosts[rank] for rank in difference["ranks"]})
+    ranks = " or ".join(f"rank {rank} on {all_hosts[rank]}" for rank in difference["ranks"])
+    reason = f"{ranks} has a wrong {difference['parameter']} ({difference['tensor']})"
+    run.log.event("replicas", step=run.finished_step, hosts=hosts, **difference)
     if again := [host for host in hosts if host in run.divergence.accused]:
         run.log.event("stop", step=step, reason=reason)
         raise RunError(f"step {step}: {reason}, as before on {', '.join(again)}: leave this "

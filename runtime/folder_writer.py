@@ -14,7 +14,6 @@ both cases the folder never gets its name. The next save removes what is left of
 import io
 import pickle
 import shutil
-import time
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future
@@ -24,14 +23,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from base.atomic_writes import flush_folder, flushed_file, remove, rename_folder
-from base.checkpoint_files import LATEST, remove_old, step_file, what_is_left
-from base.checkpoint_folder import FACTS, TABLE, part_file
-from base.chunks import chunks
-from base.pieces import owned_slices
-from base.processes import RunError, all_ranks, warn
+from base.checkpoint_files import LATEST, remove_old, step_file
+from base.checkpoint_folder import FACTS, TABLE, chunks, part_file
+from base.disk import flush_folder, flushed_file, remove, rename_folder
+from base.errors import RunError
+from base.processes import all_ranks, warn
 from checkpoint import STATE
 from parallelism.collectives import comm_errors, on_hosts
+from parallelism.pieces import owned_slices
 from parallelism.zero import FlatParameters
 from runtime.checkpoint_writer import Writer
 
@@ -107,7 +106,6 @@ class FolderWriter(Writer):
         self.aside = self.out / "step.tmp"
 
     def submit(self, facts: dict, named: Container[str]) -> None:
-        self.submitted = time.monotonic()
         path = step_file(self.out, facts["step"], "folder")
         reason = None
         try:
@@ -116,8 +114,7 @@ class FolderWriter(Writer):
             reason = f"{path} could not be written: {error}"
             if self.grid.rank == 0:
                 shutil.rmtree(self.aside, ignore_errors=True)       # give its space back
-                warn(f"{reason}; {what_is_left(self.out)}")
-        self.paused = time.monotonic() - self.submitted
+                warn(f"{reason}; earlier checkpoints, if any, are untouched")
         self.pending = Future()                 # for `wait`
         self.pending.set_result(reason)
 

@@ -1,12 +1,11 @@
 """The rows of a batch that this rank reads, as microbatches. train.Run calls `next` and `prefetch`
-once a step. evaluation.py and eval_answers.py call `microbatches`.
+once a step. evaluation.py calls `microbatches`.
 
 The next batch is loaded while the GPU computes, and its windows are announced to the disk before.
 """
 import numpy as np
 import torch
 
-from base import devices
 from data import Batch, TokenDataset, split_microbatches
 from model import derive_seed
 from parallelism.context import own_positions
@@ -64,7 +63,7 @@ class Loader:
                 inputs, targets, positions = as_tensors(dataset.rows(ids))
                 inputs = own_positions(inputs, grid.cp_rank, grid.cp)
                 targets = own_positions(targets, grid.cp_rank, grid.cp)
-                inputs, targets, positions = (devices.to_device(x, self.run.device)
+                inputs, targets, positions = (to_device(x, self.run.device)
                                               for x in (inputs, targets, positions))
             microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))
         return microbatches
@@ -90,3 +89,12 @@ class Loader:
 def as_tensors(rows: tuple) -> list:
     """Arrays to tensors. None stays None."""
     return [None if x is None else torch.from_numpy(x) for x in rows]
+
+
+def to_device(x: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """Copy a CPU tensor to the device; a GPU's copy runs beside its other work."""
+    if x is None:
+        return None
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)

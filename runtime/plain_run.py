@@ -9,19 +9,20 @@ import socket
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from types import SimpleNamespace
+from typing import Callable, Iterator
 
 import torch
 
 from amp import make_scaler
-from base.checkpoint_files import remove_old, step_file, what_is_left
+from base.checkpoint_files import remove_old, step_file
+from base.disk import first_cause
+from base.errors import RunError, out_of_memory
 from base.options import SHAPE, Config
-from base.processes import RunError, all_ranks
-from base.retries import first_cause
+from base.processes import all_ranks
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
-from parallelism.collectives import out_of_memory
 from runtime import console, run_state
 from runtime.directory import Metrics, Start
 from runtime.divergence import STATISTICS, DivergenceMonitor
@@ -92,12 +93,6 @@ def check_continues(loaded: dict, config: Config) -> None:
                        "--plain cannot continue: drop --plain", 2)
 
 
-class Position(NamedTuple):
-    """In the data, as that of data.Batches: sequences trained on or left out, and trained on."""
-    consumed: int
-    sequences_trained: int
-
-
 class PlainRun:
     """A plain run beside its training. Log, console and checkpoints take it for a train.Run, whose
     names it has.
@@ -134,8 +129,10 @@ class PlainRun:
         return self.finished_step + 1
 
     @property
-    def batches(self) -> Position:
-        return Position(*2 * [self.finished_step * self.config.batch_size])
+    def batches(self) -> SimpleNamespace:
+        """The position in the data, as that of a data.Batches."""
+        sequences = self.finished_step * self.config.batch_size
+        return SimpleNamespace(consumed=sequences, sequences_trained=sequences)
 
     def steps(self, training: Iterator, stack: ExitStack) -> Iterator[tuple[int, float, float]]:
         """The number, the loss and the gradient norm of each step, which `training` makes. After a
@@ -145,10 +142,7 @@ class PlainRun:
             console.print_finished(self, self.loaded, self.begin)
             return
         self.log = RunLog(all_ranks(lambda: Metrics(Path(self.config.out), rank=0)))
-        if self.loaded is None:
-            console.report_start(self, self.begin)
-        else:
-            console.report_resume(self, self.loaded, self.begin)
+        console.report_begin(self, self.loaded, self.begin)
         self.stop = stack.enter_context(StopSignal())
         start = time.perf_counter()
         for loss, norm in training:
@@ -194,6 +188,6 @@ class PlainRun:
             if out_of_memory(error):
                 raise
             raise RunError(f"a checkpoint could not be written: {first_cause(error)}; "
-                           f"{what_is_left(out)}") from error
+                           f"earlier checkpoints, if any, are untouched") from error
         named = {file for _, file, _ in self.divergence.checkpoints}
         remove_old(step_file(out, self.finished_step), self.config.keep, named)

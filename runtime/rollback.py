@@ -1,9 +1,8 @@
 """Rollback: how a run acts on a divergence, which divergence.py judges. It returns to an older
 checkpoint and leaves out the batches that led there.
 
-runtime/monitors.py calls `skip_excluded` before a step, `go_back_if_diverged` after it, and `fail`
-at a diverged end. `run` is train.Run: these functions read its batches, divergence monitor and
-writer, and `roll_back` restores it from an older checkpoint.
+`run` is train.Run: these functions read its batches, divergence monitor and writer, and `roll_back`
+restores it from an older checkpoint.
 """
 import math
 from itertools import pairwise
@@ -11,31 +10,28 @@ from pathlib import Path
 
 from amp import NOT_FINITE
 from base.batch_ramp import batch_size_at, sequences_after
+from base.errors import RunError
 from base.options import step_range
-from base.processes import RunError, all_ranks
+from base.processes import all_gather_object
 from data import Batch
-from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
 from runtime import flipped_bits, run_state
 from runtime.divergence import BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, scale_may_help
 
 
-def go_back_if_diverged(run, began_at: int, batch: Batch, stats, row: dict) -> bool:
-    """Judge a step by its StepStats; complete its row of metrics.jsonl. The step found the
-    run at the sequence `began_at` of its data. Returns True if the run has gone back to an older
-    checkpoint: the row is then written."""
+def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
+    """Judge a step by its StepStats; complete its row of metrics.jsonl, and print it. Returns True
+    if the run has gone back to an older checkpoint: the row is then written."""
     monitor, config = run.divergence, run.config
-    has_other_mixture = run.train_data.mixture.phase_begins(began_at, run.batches.consumed)
-    if has_other_mixture and not monitor.rate_is_suspect:
-        monitor.forget_losses()
+    forget_other_mixture(run, batch.start)
     divergence = monitor.observe(batch.start, stats)
     row["skipped"] = monitor.skipped
     report(run, batch, stats, row, divergence)
+    run.log.print_step(run, row)
     off = config.rollback == "off"
     hopeless = off and monitor.skipped >= MAX_SKIPPED and not scale_may_help(stats)
     if not hopeless and (off or divergence is None):
         return False
-    run.log.print_step(run, row)
     run.log.write_row(run, row)
     # Was a flipped bit the cause, not the data or the learning rate?
     difference = flipped_bits.find_difference(run)
@@ -46,6 +42,15 @@ def go_back_if_diverged(run, began_at: int, batch: Batch, stats, row: dict) -> b
         fail(run, run.step, f"{MAX_SKIPPED} steps in a row were not finite")
     roll_back(run, divergence)
     return True
+
+
+def forget_other_mixture(run, first: int) -> None:
+    """Forget the losses if the weights of a mixture change at one of the sequences from `first` to
+    where the run is in its data."""
+    monitor = run.divergence
+    changes = run.train_data.mixture.phase_begins(first, run.batches.consumed)
+    if changes and not monitor.rate_is_suspect:
+        monitor.forget_losses()
 
 
 def report(run, batch: Batch, stats, row: dict, divergence: Divergence | None) -> None:
@@ -94,7 +99,7 @@ def roll_back(run, divergence: Divergence) -> None:
         reason=divergence.reason, to=run.step - 1, sequences=excluded, lr_factor=monitor.lr_factor,
         rollbacks=monitor.rollbacks, step=diverged_at)
     run_state.submit(run)
-    all_ranks(lambda: run.writer.wait(required=True))
+    run_state.wait_for_last_save(run)
 
 
 def skip_excluded(run) -> None:
@@ -119,6 +124,14 @@ def skip_excluded(run) -> None:
             "skip", f"skip     sequences {consumed:,} to {start - 1:,} are left out",
             step=run.step, reason="left out", sequences=[consumed, start])
         batches.skip_to(start)
+        forget_other_mixture(run, consumed)
+
+
+def fail_if_diverged(run, row: dict) -> None:
+    """Raise RunError if the last step's `row` has a validation loss that is not finite: the last
+    steps may have diverged without BAD_STEPS in a row."""
+    if row["step"] == run.config.steps and not math.isfinite(row["val_loss"]):
+        fail(run, row["step"], "the validation loss is not finite")
 
 
 def fail(run, step: int, reason: str) -> None:

@@ -1,5 +1,5 @@
-"""The log of a run: each step is a row of metrics.jsonl, and some are a line on the console. The
-monitors make a row, and train.py calls `write_row`. console.py prints the rest.
+"""The log of a run: each step is a row of metrics.jsonl, and some are a line on the console.
+console.py prints the rest.
 """
 import math
 import statistics
@@ -16,13 +16,10 @@ from base.processes import print_rank0
 from base.batch_ramp import sequences_after
 from data import Batch
 from model import ceil_div
-from parallelism.build import Grid
-from parallelism.collectives import Work, all_gather_object, on_hosts
 from runtime.directory import Metrics
 from runtime.evaluation import eval_sequences, perplexity
 from runtime.step_stats import experts_in_words
 
-COMPARE_RANKS_EVERY = 100       # steps
 LINES = 50                      # of steps on the console in a run, about
 
 
@@ -35,7 +32,6 @@ class RunLog:
         self.recent_seconds = deque(maxlen=20)      # of a sequence, in the last steps
         self.step_ended_at = None       # in seconds, as the others
         self.evaluation_seconds = None  # of the last evaluation
-        self.compute_clock = None       # this rank's, when ranks were last compared, in seconds
         self.printed_at = None          # when a step's line was last printed, in seconds
         self.shown_at = -math.inf       # when that or the line of a terminal was
         self.on_terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -109,26 +105,6 @@ class RunLog:
             print_rank0(format_eval(row, run))
             if "dead_experts" in row:
                 print_rank0(experts_in_words(row, run.model_config))
-        # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
-        on_cpus = run.grid.world > 1 and run.device.type == "cpu"
-        if row["step"] % COMPARE_RANKS_EVERY == 0 and on_cpus:
-            now = time.perf_counter() - Work.seconds_waited     # it stands still in a wait
-            if self.compute_clock is not None:
-                note_slow_ranks(run.grid, now - self.compute_clock)
-            self.compute_clock = now
-
-
-def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
-    """Name the ranks that computed for more than 1.5 times the median of their pipeline stage:
-    their machines may be slow or busy. Every rank calls it with its own seconds."""
-    seconds = all_gather_object(own_seconds)
-    for ranks in grid.ranks.flatten(1).tolist():        # of each stage
-        median = statistics.median_low(seconds[rank] for rank in ranks)
-        for rank in ranks:
-            if seconds[rank] > 1.5 * median:
-                print_rank0(f"note     rank {rank}{on_hosts([rank], grid.hosts)} is slow: it "
-                            f"computed for {seconds[rank]:.1f} s in the last {COMPARE_RANKS_EVERY} "
-                            f"steps, the median of its stage for {median:.1f} s")
 
 
 def evaluated_sequences(run) -> int:
@@ -194,11 +170,7 @@ def format_eval(row: dict, run) -> str:
         if loss > uniform:
             note = f" (a uniform guess: {uniform:.4f} nats){note}"
         notes.append(note)
-    text = "\n".join((line + note).rstrip() for line, note in zip(align(cells), notes))
-    if "val_answers_right" in row:
-        text += (f"\nanswers: greedy decoding gives {row['val_answers_right']:.1%} of "
-                 f"{row['val_answers']:,}")
-    return text
+    return "\n".join((line + note).rstrip() for line, note in zip(align(cells), notes))
 
 
 def align(lines: list[list[str]]) -> list[str]:

@@ -1,10 +1,7 @@
 """The state of a run: what its checkpoints hold beside tensors, and how it is saved and restored.
-train.Run restores it, calls `make_writer` and `initial_weights` to build a run, and `save` in its
-loop. startup.py calls `save` at the start of a branch. rollback.py and flipped_bits.py call
-`go_back`. rollback.py calls `submit`. `run` is a train.Run.
+`run` is a train.Run.
 """
 import dataclasses
-import time
 from pathlib import Path
 from typing import Callable
 
@@ -13,8 +10,7 @@ from base.checkpoint_files import step_file
 from base.options import Config
 from base.processes import all_ranks, on_rank0
 from runtime.checkpoint_writer import Writer
-from runtime.console import note_slow_disk
-from runtime.directory import latest_valid, load_state
+from runtime.directory import latest_valid
 from runtime.folder_writer import FolderWriter
 
 
@@ -30,7 +26,7 @@ def initial_weights(config: Config) -> Callable | None:
     rank calls it."""
     if config.init_from is None:
         return None
-    weights = all_ranks(lambda: load_state(config.init_from))["parameters"]
+    weights = all_ranks(lambda: checkpoint.load(Path(config.init_from)))["parameters"]
     return lambda flat: checkpoint.load_shards(weights, flat, "master")
 
 
@@ -40,9 +36,8 @@ def go_back(run, find: Callable) -> None:
     step = run.step
     run.flat.wait_params()                      # restoring them starts the next all-gather
     all_ranks(run.writer.wait)                  # we may load the file being written
-    path, events = latest_valid(on_rank0(find))
-    run.restore(all_ranks(lambda: load_state(path), status=1))
-    run.log.compute_clock = None                # the rollback was no computing
+    _, state, events = latest_valid(on_rank0(find))
+    run.restore(state)
     for event in events:
         run.log.metrics.write(**event, step=step)
 
@@ -51,9 +46,7 @@ def save(run, is_start: bool = False) -> None:
     """Write a checkpoint after the last finished step. `is_start`: save the state before the first
     step. Of a file the state is copied, and threads write it while training goes on."""
     judge_checkpoint(run, is_start)
-    start = time.monotonic()
     all_ranks(run.writer.wait)          # a rank holds at most one copy of its shards
-    note_slow_disk(run, time.monotonic() - start)
     submit(run)
 
 

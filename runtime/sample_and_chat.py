@@ -14,11 +14,11 @@ from contextlib import contextmanager
 
 import torch
 
+from base.errors import first_line, out_of_memory
 from base.sample_flags import read_lines, read_prompts
 from corpus.chat_records import ASSISTANT, Message
 from corpus.templates import get_template
 from corpus.tokenizers import shown_token
-from parallelism.collectives import first_line, out_of_memory
 
 AT_ONCE = 16                    # The samples in a batch. It bounds the memory of the cache.
 DASHES = "-" * 40 + "\n"        # the line between samples

@@ -1,5 +1,5 @@
-"""SIGTERM, Ctrl-C and a closed terminal end a run after the step in progress, with a save. train.py
-enters `StopSignal` around the loop of a run, and a plain run does.
+"""Ctrl-C (SIGINT), SIGTERM, SIGHUP and SIGUSR1 end a run after the step in progress, with a save.
+train.Run and a plain run have a `StopSignal`, and enter it while they train.
 
     a rank gets a signal     it notes it
     the next sum over all    tells every rank of it: that of a step, or one of an evaluation
@@ -9,14 +9,20 @@ enters `StopSignal` around the loop of a run, and a plain run does.
 So all ranks end after the same step. What stops a rank before it has ended the step, as a dead peer
 does, also stops the save: earlier checkpoints stay.
 """
-import ctypes
 import os
 import signal
 import sys
 import time
 from contextlib import suppress
 
-from base.processes import is_rank0
+import torch.distributed as dist
+
+from base.errors import RunError, first_line
+from base.processes import is_rank0, print_error
+
+# A terminal sends the first and, when it is closed, the third; a launcher the second; Slurm, before
+# the time limit, what its --signal says, such as USR1.
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
 class StopSignal:
@@ -34,15 +40,23 @@ class StopSignal:
         self.before = {}                # {number of a signal: its handler before the block}
 
     def __enter__(self) -> "StopSignal":
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)                # Windows has no SIGHUP
+        for name in NAMES:
+            number = getattr(signal, name, None)                # Windows lacks two
             if number is not None and signal.getsignal(number) != signal.SIG_IGN:       # nohup
                 self.before[number] = signal.signal(number, self.receive)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, error, trace) -> None:
+        """After a signal, an error ends the process in one line: the programs that it has started,
+        such as the compiler of --compile, get Ctrl-C too."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        is_news = isinstance(error, Exception) and not isinstance(error, (RunError, dist.DistError))
+        if self.number is not None and is_news:
+            print_error(f"ended without saving: {type(error).__name__}: {first_line(error)}")
+            if dist.is_initialized():
+                os._exit(1)             # the other ranks notice
+            exit_like_signal(self.number)
 
     def receive(self, number: int, frame) -> None:
         now = time.monotonic()
@@ -66,7 +80,7 @@ def exit_like_signal(number: int) -> None:
     with suppress(AttributeError, OSError):             # standard output is closed
         sys.stdout.flush()
     if os.name == "posix":
-        ctypes.CDLL(None).signal(number, None)
+        signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         time.sleep(0.5)             # (process 1, as of a container, has no default action)
     os._exit(128 + number)

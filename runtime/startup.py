@@ -1,27 +1,27 @@
 """The start of a run. train.py calls, in this order, `parse`, before all communication, `prepare`,
-`load_start`, `open_data`, `join_ranks` and, when the ranks have built the run, `begin_training`.
+`open_data`, `join_ranks` and, when the ranks have built the run, `begin_training`.
 """
 import os
 import sys
 from contextlib import ExitStack
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from amp import PRECISIONS
 from base import devices
 from base.checkpoint_files import list_checkpoints
+from base.errors import out_of_memory
 from base.options import Config, parse_flags
 from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_mistake, on_rank0,
                             refuse_tasks_without_ranks)
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid, make_groups
-from runtime import (checks, console, dashboards, layout_checks, memory_limits, plain_run,
-                     run_state)
-from runtime.directory import (Metrics, Start, find_start, last_lines, load_state, lock_output_dir,
+from runtime import checks, console, dashboards, layout_checks, plain_run, run_state
+from runtime.directory import (Metrics, Start, find_start, last_line, lock_output_dir,
                                start_branch)
 from runtime.run_log import RunLog
 
@@ -59,11 +59,14 @@ def prepare(given: dict, job: Job, device: torch.device,
     store = launch_store() if job.rank == 0 else None
     restarted = on_rank0(lambda: store.check(["begun"]))    # a refused start leaves no key
     config = Config(**given)
-    if config.log is not None:
-        on_rank0(lambda: dashboards.check("--log", config.log))
     begin = find_start(Path(config.out), config.resume, config.init_from, config.eval_only,
-                       restarted)
-    return on_rank0(lambda: resolve(given, begin, job, device, store, stack))
+                       restarted)._replace(given=given)
+    config, model_config = on_rank0(lambda: resolve(begin, job, device, store, stack))
+    if begin.kind == "resume":
+        start_branch(begin.state, "lr" in given)
+    if config.plain or begin.kind == "init-from":       # they read the file by themselves
+        begin = begin._replace(state=None)
+    return config, model_config, begin
 
 
 def launch_store() -> dist.Store:
@@ -74,52 +77,54 @@ def launch_store() -> dist.Store:
     return dist.HashStore()
 
 
-def resolve(given: dict, begin: Start, job: Job, device: torch.device, store: dist.Store,
-            stack: ExitStack) -> tuple[Config, GPTConfig, Start]:
-    """Resolve flags and checkpoint on rank 0: the complete config, the model, and where the run
-    begins. Finally lock --out; `stack` releases the lock. Raises ValueError, OSError or RunError.
-    """
+def resolve(begin: Start, job: Job, device: torch.device, store: dist.Store,
+            stack: ExitStack) -> tuple[Config, GPTConfig]:
+    """Resolve flags and checkpoint on rank 0: the complete config, and the model. Finally lock
+    --out; `stack` releases the lock. Raises ValueError, OSError or RunError."""
+    given = begin.given
     if begin.kind == "init-from":
         given = {**given, "init_from": str(begin.path)}
-    config, model_config = checks.validate(given, load_state(begin.path), job.world, device.type,
+    config, model_config = checks.validate(given, begin.state, job.world, device.type,
                                            begin.kind == "init-from", begin.path)
-    memory_limits.check_memory(model_config, make_grid(config, job), config,
-                               PRECISIONS[config.dtype], device, job.local_world)
     if config.plain:
         plain_run.check_file(begin)
+    if config.log is not None:
+        import_dashboards(config.log)
     if not config.eval_only:
         stack.enter_context(lock_output_dir(Path(config.out)))
         if list_checkpoints(Path(config.out)) != begin.found:
             raise ValueError(f"another run has just written to {config.out}: start again")
         store.set("begun", "")
-    return config, model_config, begin._replace(given=given)
+    return config, model_config
 
 
-def make_grid(config: Config, job: Job) -> Grid:
-    """The place of this process in the layout, without process groups."""
-    dp = job.world // (config.pp * config.cp * config.tp)
-    return Grid(dp, config.pp, config.tp, job.rank, cp=config.cp, ep=config.ep,
-                chunks=config.pp_chunks, sequence_parallel=config.sequence_parallel)
+def import_dashboards(names: str) -> None:
+    """Raises ValueError if a package of --log is missing."""
+    for name in names.split(","):
+        try:
+            import_module(name)
+        except ImportError:
+            raise ValueError(f"--log {name} needs a package that is missing: pip install "
+                             f"{name}") from None
 
 
 def join_ranks(config: Config, job: Job, device: torch.device, stack: ExitStack) -> Grid:
     """Create this rank's process groups -> its grid, which has them. Every rank calls it. `stack`
     adds advice to an error of too little memory, and ends the groups."""
-    grid = make_grid(config, job)
-    stack.enter_context(memory_limits.advice_on_memory(config, grid))
+    stack.push(advise_on_memory)
+    dp = job.world // (config.pp * config.cp * config.tp)
+    grid = Grid(dp, config.pp, config.tp, job.rank, cp=config.cp, ep=config.ep,
+                chunks=config.pp_chunks, sequence_parallel=config.sequence_parallel)
     make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
     return grid
 
 
-def load_start(begin: Start) -> dict | None:
-    """The checkpoint with whose whole state the run begins, or None. Every rank calls it."""
-    if begin.kind not in ("continue", "resume"):
-        return None
-    state = all_ranks(lambda: load_state(begin.path))
-    if begin.kind == "resume":
-        start_branch(state, "lr" in begin.given)
-    return state
+def advise_on_memory(kind, error: BaseException | None, trace) -> None:
+    """To an error of too little memory that ends the run, add what takes less."""
+    if error is not None and out_of_memory(error):
+        error.add_note("give --recompute, a smaller --micro-batch, a higher --zero, or --tp, --pp "
+                       "or --cp on more processes")
 
 
 def open_data(config: Config, model_config: GPTConfig, state: dict | None,
@@ -137,25 +142,20 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
     return train_data, val_data
 
 
-def begin_training(run, state: dict | None, begin: Start, stack: ExitStack) -> None:
+def begin_training(run, begin: Start, stack: ExitStack) -> None:
     """Open the log of a train.Run, report how it begins and, if it begins from a file, save its
-    starting state. `state` is that of `load_start`, without the tensors. `stack` closes the
-    dashboards."""
+    starting state. `stack` closes the dashboards."""
     config = run.config
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
     run.log = RunLog(metrics)
     if config.log is not None and run.grid.rank == 0:
-        metrics.dashboards = dashboards.start(config.log, Path(config.out), begin.run["id"],
-                                              run.step)
-        stack.callback(metrics.close)
+        metrics.dashboards = {name: dashboards.KINDS[name]() for name in config.log.split(",")}
+        metrics.send(lambda dashboard: dashboard.open(Path(config.out), begin.run["id"], run.step))
+        stack.callback(metrics.send, lambda dashboard: dashboard.close())
     console.print_summary(run)
-    if state is None:
-        console.report_start(run, begin)
-    else:
-        console.report_resume(run, state, begin)
+    console.report_begin(run, begin.state, begin)
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
-    console.print_notes(run, begin)
 
 
 def has_ended(run) -> bool:
@@ -164,5 +164,5 @@ def has_ended(run) -> bool:
     done = run.step - 1
     if done != run.config.steps:
         return done > run.config.steps
-    lines = on_rank0(lambda: last_lines(Path(run.config.out)))
-    return not lines or lines[-1].get("event") == "end"
+    line = on_rank0(lambda: last_line(Path(run.config.out)))
+    return not line or line.get("event") == "end"

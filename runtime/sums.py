@@ -12,15 +12,14 @@ def sum_across_ranks(run, local: dict) -> dict:
     """Sum each tensor of `local` over all ranks of a train.Run -> {name: a number, or a list of the
     rows of a matrix}. Waits for the other ranks, at most --timeout. One more number is summed on
     the way: how many ranks have received a signal."""
-    has_signal = run.stop is not None and run.stop.number is not None
-    tensors = [*local.values(), scalar(float(has_signal), run.device)]
+    has_signal = float(run.stop.number is not None)
+    tensors = [*local.values(), scalar(has_signal, run.device)]
     numbers = torch.cat([x.flatten() for x in tensors])
     sums = all_reduce(numbers, run.grid.groups["world"]).wait()
     timeout = run.config.timeout if run.grid.world > 1 else math.inf
     parts = to_host(sums, timeout).split([x.numel() for x in tensors])
     *totals, signals = [part.view_as(x).tolist() for part, x in zip(parts, tensors)]
-    if signals > 0:
-        run.stop.agreed = True
+    run.stop.agreed = signals > 0
     return dict(zip(local, totals))
 
 

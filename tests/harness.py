@@ -72,13 +72,14 @@ import data
 import parallel
 import sample
 import train
-from base import pieces, processes
+from base import processes
 from base.options import Config
 from corpus import documents, downloads, encode, inputs, program
 from corpus.mixtures import Mixture, Source
 from corpus.prepare import prepare
 from corpus.windows import TextWindows
 from model import GPT, OF_VOCABULARY, GPTConfig
+from parallelism import pieces
 from parallelism.build import Grid, build_stage, make_groups
 from parallelism.context import recompute_attention
 from parallelism.full_tensors import full_gradients
@@ -423,11 +424,6 @@ def nothing(run):
     return None
 
 
-def no_signal():
-    """Stands for a signals.StopSignal that gets no signal by itself."""
-    return SimpleNamespace(number=None, agreed=False)
-
-
 def without_saves(run):
     """For a test that reads no file: without this the run saves after its last step."""
     run.writer.submit = lambda *_: None
@@ -455,7 +451,6 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None,
         prepare(run)
         rows = Rows(run, look)
         run.log = run_log.RunLog(rows)
-        run.stop = no_signal()
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
     return Trained(rows.steps, rows.seen, whole)

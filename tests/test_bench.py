@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.harness import readme_commands
 from tools.bench import __main__ as bench
@@ -25,28 +26,36 @@ def test_a_program_that_fails_is_an_error_and_one_that_ends_returns_what_it_prin
 
 
 def test_the_parts_write_a_page(monkeypatch, tmp_path, capsys):
-    """Of two processes on a CPU; a side that has too little memory says so."""
+    """Of eleven GPUs, which are imitated, and of a CPU; a side that has too little memory says so,
+    and a batch is no smaller than eight microbatches."""
     def train_py(processes, folder, vocab, *flags, **options):
-        if "--zero" in flags and processes == 2 and "--n-layer=4" not in flags:
+        of_race = "--n-layer=4" not in flags
+        assert processes < 8 or not of_race or flags[-2:] == ("--micro-batch", 8)
+        if "--zero" in flags and processes > 1 and of_race:
             raise RuntimeError("train.py: no memory")
-        return [dict(tokens_per_second=300.0, loss=2.0)] * 5, dict(peak=None, profile="a table")
+        return [dict(tokens_per_second=300.0, loss=2.0)] * 25, dict(peak=2.0, profile="a table")
     monkeypatch.setattr(launch, "train_py", train_py)
     monkeypatch.setattr(launch, "peer", lambda *_, **__: dict(tokens_per_second=200.0,
                                                               peak_memory=None))
-    monkeypatch.setattr(sys, "argv", ["tools.bench", "--device", "cpu", "--out", str(tmp_path)])
-    bench.main()
-    page = (tmp_path / "bench.txt").read_text()
-    assert page == capsys.readouterr().out
-    assert "race alone; processes 1; tokens/s 300; PyTorch's 200; ratio 1.5\n" in page
-    assert "race FSDP2; error train.py: no memory\n" in page
-    assert "error only a GPU's allocator counts\n" in page and "kernels \na table\n" in page
-    assert page.count("loss is off by 0\n") == len(bench.LAYOUTS)
+    for name, value in dict(is_available=True, get_device_name="H100", device_count=11).items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    pages = []
+    for device in bench.PARTS:
+        monkeypatch.setattr(sys, "argv", ["tools.bench", device, "--out", str(tmp_path)])
+        bench.main()
+        pages.append((tmp_path / "bench.txt").read_text())
+        assert pages[-1] == capsys.readouterr().out
+        assert "race alone; processes 1; tokens/s 300; PyTorch's 200; ratio 1.5" in pages[-1]
+        assert "race FSDP2; error train.py: no memory\n" in pages[-1]
+    assert "H100, torch " in pages[0] and "kernels \na table\n" in pages[0]
+    assert pages[0].count("loss is off by 0\n") == len(bench.LAYOUTS)
+    assert "--compile" not in pages[1] and "memory" not in pages[1].replace("no memory", "")
 
 
 def test_memory_is_compared_with_the_plan(monkeypatch, tmp_path):
     """What an offloaded state takes on the host is left out of the plan."""
     monkeypatch.setattr(launch, "train_py", lambda *_, **__: ([], dict(peak=3.0)))
-    work = replace(bench.WORKS["cuda"], microbatches=(16,))
+    work = replace(bench.WORKS["gpu"], microbatches=(16,))
     plan = {row["flags"]: row["plan, GB"] for row in bench.memory(work, tmp_path)}
     state = 124.4e6 / 1e9                       # parameters of GPT-2, in units of 10^9 bytes
     assert plan[""] - plan["--offload"] == pytest.approx(12 * state, rel=0.01)
@@ -54,8 +63,8 @@ def test_memory_is_compared_with_the_plan(monkeypatch, tmp_path):
 
 
 def test_the_command_names_what_it_lacks(monkeypatch, capsys):
-    for flags, words in [([], "finds no CUDA device here: --device cpu"),
-                         (["speed"], "there is no part 'speed': there are race, memory")]:
+    for flags, words in [(["gpu"], "finds no CUDA device here: cpu"), ([], "device"),
+                         (["cpu", "memory"], "cpu has no part 'memory': it has race")]:
         monkeypatch.setattr(sys, "argv", ["tools.bench", *flags])
         with pytest.raises(SystemExit):
             bench.main()
@@ -65,4 +74,4 @@ def test_the_command_names_what_it_lacks(monkeypatch, capsys):
 
 def test_the_pages_commands_exist():
     for _, names in readme_commands("tools.bench"):
-        assert set(names) <= {*bench.PARTS, "--device", *bench.WORKS}
+        assert names and names[0] in bench.PARTS

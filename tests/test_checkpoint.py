@@ -17,8 +17,8 @@ import torch
 
 import checkpoint
 from base import checkpoint_files
+from base.errors import RunError
 from base.options import Config
-from base.processes import RunError
 from model import GPT, GPTConfig
 from runtime import checkpoint_writer, directory
 from runtime.checkpoint_writer import Writer
@@ -59,7 +59,7 @@ def test_the_newest_whole_file_is_taken(tmp_path, capsys):
     files = checkpoint_files.list_checkpoints(tmp_path)
     assert steps_listed(tmp_path) == [3, 2, 1]
     os.truncate(files[0], 1000)
-    path, (event,) = directory.latest_valid(files)
+    path, _, (event,) = directory.latest_valid(files)
     assert path == files[1] and event["reason"] in capsys.readouterr().err
     with mock.patch.object(checkpoint_files.zipfile, "ZipFile", side_effect=PermissionError), \
             pytest.raises(RunError):

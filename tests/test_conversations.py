@@ -9,8 +9,7 @@ import math
 import random
 import re
 import shutil
-from dataclasses import asdict, replace
-from datetime import date
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,13 +31,10 @@ from corpus.tokenizers import get_tokenizer
 from model import mask_of_packed
 from models.llama import LlamaConfig
 from runtime import loader
-from runtime import eval_answers
 from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
-from runtime.evaluation import evaluate
 from tests.harness import (BOUNDS, CFG, INTERLEAVED, TINY, assert_same_state, differences,
-                           expect_mistake, gridded, meta_of, relative, run_main, same_bits, saved,
-                           settings, small_state, trained, whole_gradient, without_saves,
-                           write_lines)
+                           expect_mistake, meta_of, relative, run_main, same_bits, saved, trained,
+                           whole_gradient, without_saves, write_lines)
 from tools import huggingface
 
 THREE_TURNS = [("system", " be brief "), ("user", "2 + 2?"), ("assistant", "4"), ("user", "more"),
@@ -476,29 +472,15 @@ def test_a_mixture_of_text_and_conversations(pool, tmp_path, reversals, shards):
     assert max(differences(four, one)) < BOUNDS["fp64"]
 
 
-@pytest.mark.parametrize("data_of, flags, words", [
-    ("reversals", "--seq-len 16", "no conversation has an answer in its first 16 + 1 tokens"),
-    ("shards", "--eval-answers 5", "--eval-answers is for conversations")])
-def test_what_has_no_answers_is_refused(tmp_path, request, run_train, data_of, flags, words):
-    folder = request.getfixturevalue(data_of)
-    expect_mistake(run_train("--data", folder, "--out", tmp_path / "o", *TINY, *flags.split()),
-                   words)
+def test_windows_without_answers_are_refused(tmp_path, run_train, reversals):
+    expect_mistake(run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 16),
+                   "no conversation has an answer in its first 16 + 1 tokens")
 
 
-def test_a_resume_on_other_data_says_so_whatever_flags_it_remembers(tmp_path, reversals, shards,
-                                                                    run_train):
+def test_a_resume_on_other_data_says_so(tmp_path, reversals, shards, run_train):
     flags = [*TINY, "--steps", 1, "--seq-len", 32, "--out", tmp_path / "o"]
-    assert run_train("--data", reversals, "--eval-answers", 2, *flags)[0] == 0
-    status, _, error = run_train("--data", shards, *flags)
-    assert status == 2 and "was trained on the text" in error and "--eval-answers" not in error
-
-
-def test_as_many_answers_are_evaluated_as_there_are(tmp_path, reversals, run_train):
-    """--eval-answers 1000 reads all windows, and tells the number of their answers."""
-    status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--steps", 1,
-                               "--seq-len", 96, "--eval-answers", 1000)
-    count = written(open_shard(reversals / "val_000000.bin")).count("assistant:")
-    assert status == 0 and f"answers: greedy decoding gives 0.0% of {count}" in out
+    assert run_train("--data", reversals, *flags)[0] == 0
+    expect_mistake(run_train("--data", shards, *flags), "was trained on the text")
 
 
 def test_conversations_longer_than_a_window_are_told(tmp_path, reversals, run_train):
@@ -528,7 +510,7 @@ def first_letters(pool, tmp_path_factory):
     prepare([write_lines(folder / "c.jsonl", records)], folder / "data", "bytes", field=None)
     rows, _, _ = trained(pool, (1, 1, 1), folder / "out", LETTERS, data=str(folder / "data"),
                          batch_size=16, micro_batch=16, steps=200, lr=3e-3, warmup_steps=20,
-                         eval_answers=40, eval_every=25, save_every=25, keep=10)
+                         eval_every=25, save_every=25, keep=10)
     return folder, rows
 
 
@@ -537,7 +519,7 @@ def test_the_loss_of_answers_falls_to_nothing_where_that_of_all_tokens_cannot(fi
     surprise for a divergence."""
     folder, rows = first_letters
     assert [row["step"] for row in rows] == list(range(1, 201))         # no rollback
-    assert rows[-1]["val_loss"] < 0.05 and rows[-1]["val_answers_right"] == 1
+    assert rows[-1]["val_loss"] < 0.05
     trained_model, _ = checkpoint.load_model(folder / "out/latest.pt")
     tokens = torch.from_numpy(data.TokenDataset(folder / "data", "val", 64).tokens_of([0]))
     assert trained_model(tokens[:, :-1], tokens[:, 1:]) / 64 > 4 * math.log(8) / 24 / 2
@@ -557,55 +539,6 @@ def test_a_surprise_among_losses_near_0_is_no_divergence():
         return found[-1] is not None
     assert not judge(0.06, ANSWERS_DEVIATION) and judge(1.0, ANSWERS_DEVIATION)
     assert judge(0.06, 0.0)
-
-
-def half_learnt(rows):
-    """The step of an evaluation at which some answers are right and some are wrong."""
-    return next(row["step"] for row in rows if 0.2 < row.get("val_answers_right", 0) < 0.9)
-
-
-def test_the_answers_right_are_those_that_sample_py_writes(first_letters):
-    """Of the windows that --eval-answers 40 reads, by greedy decoding token by token, each
-    conversation alone."""
-    folder, rows = first_letters
-    step = half_learnt(rows)
-    ours, _ = checkpoint.load_model(folder / f"out/step_{step:08d}.pt")
-    dataset = data.TokenDataset(folder / "data", "val", 64)
-    text = written(dataset.tokens_of(eval_answers.choose_windows(dataset, 40)).flatten())
-    right = []
-    for prompt, answer in re.findall("(Euser:\n[a-h]+\n\nassistant:\n)(.E)", text):
-        tokens = [256, *prompt[1:].encode()]
-        drawn = [one[0] for one in sample.generate(ours, tokens, 2, {256}, temperature=0)]
-        right.append(written(drawn) == answer[0])
-    assert len(right) == rows[step - 1]["val_answers"] >= 40
-    assert np.mean(right) == pytest.approx(rows[step - 1]["val_answers_right"], abs=1e-6)
-
-
-def evaluated(rank, world, layout, config, cfg, state):
-    dp, tp, pp = layout
-    with gridded(rank, world, tp, pp, config.sequence_parallel, config.pp_chunks,
-                 config.cp) as grid:
-        datasets = [data.TokenDataset(config.data, split, cfg.seq_len)
-                    for split in ("train", "val")]
-        run = train.Run(config, cfg, grid, torch.device("cpu"), *datasets, checkpoint.load(state))
-        return evaluate(run)
-
-
-@pytest.mark.parametrize("layout, flags", [
-    ((2, 2, 1), dict(sequence_parallel=True)),
-    pytest.param((1, 1, 2), dict(cp=2), marks=pytest.mark.slow),
-    pytest.param((2, 2, 2), dict(zero=3), marks=pytest.mark.slow),
-    pytest.param((1, 2, 1), dict(exact=True), marks=pytest.mark.slow)])
-def test_the_answers_right_are_the_same_in_every_layout(pool, first_letters, tmp_path, layout,
-                                                        flags):
-    folder, rows = first_letters
-    step = half_learnt(rows)
-    dp, tp, pp = layout
-    config = settings(tmp_path, tp=tp, pp=pp, data=str(folder / "data"), eval_answers=40,
-                      micro_batch=3, batch_size=24, **flags)
-    row = pool.run(dp * tp * pp * config.cp, evaluated, layout, config, LETTERS,
-                   folder / f"out/step_{step:08d}.pt")[0]
-    assert row["val_answers_right"] == pytest.approx(rows[step - 1]["val_answers_right"], abs=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------

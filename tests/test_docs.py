@@ -33,10 +33,6 @@ def pages():
     return {file.relative_to(ROOT).as_posix(): file.read_text() for file in files}
 
 
-# ---------------------------------------------------------------------------------------------
-# The checkers
-# ---------------------------------------------------------------------------------------------
-
 def elements(page):
     """Yields (line number, kind, text) of each "heading", "row" of a table, line of "code", and
     "paragraph". An item of a list is a paragraph."""
@@ -144,10 +140,6 @@ def without_blocks(page):
     return docs.BLOCK.sub("", page)
 
 
-# ---------------------------------------------------------------------------------------------
-# The form of the pages
-# ---------------------------------------------------------------------------------------------
-
 def problems(check):
     """"path, problem" of each page, by check(path, page)."""
     return [f"{path}, {problem}" for path, page in pages().items() for problem in check(path, page)]
@@ -185,11 +177,6 @@ def test_the_readme_links_every_page():
     linked = {target.partition("#")[0] for _, target in links(all_pages["README.md"])}
     missing = all_pages.keys() - linked - {"README.md"}
     assert len(all_pages) > 2 and not missing, f"README.md links to none of {sorted(missing)}"
-
-
-# ---------------------------------------------------------------------------------------------
-# What is generated
-# ---------------------------------------------------------------------------------------------
 
 
 def test_the_committed_flags_are_what_the_tool_writes(tmp_path, monkeypatch, capsys):
@@ -230,10 +217,6 @@ def test_every_claim_and_fault_of_a_mark_stands_in_its_page():
         row = f"| {words} | {named['tried']:,} | {named['survived']:,} | {named['note']} |"
         assert row in pages()["docs/faults.md"], row
 
-
-# ---------------------------------------------------------------------------------------------
-# Pictures and the transcript
-# ---------------------------------------------------------------------------------------------
 
 def test_every_picture_is_well_formed_and_follows_the_color_scheme():
     pictures = sorted(ROOT.glob("docs/images/*.svg"))

@@ -23,9 +23,9 @@ import torch
 
 import checkpoint
 import train
-from base import atomic_writes, checkpoint_files, processes, retries
+from base import checkpoint_files, disk, processes
 from base.checkpoint_files import list_checkpoints, step_file
-from base.processes import RunError
+from base.errors import RunError
 from runtime import directory, folder_writer, run_state
 from tests.harness import (CFG, TINY, Memory, assert_same_state, failing, gridded, is_killed, kinds,
                            launch, lose_either_rank, names_in, no_file_above, on_ranks, poison,
@@ -50,7 +50,8 @@ def saver(out, **flags):
             for name in checkpoint.STATE.values():
                 for bucket in run.flat.buckets:
                     bucket.shard[name].fill_(step)
-            run_state.submit(run, run_state.Progress.of(run)._replace(step=step))
+            run.finished_step = step
+            run_state.submit(run)
             return run.writer.wait()
         yield save
 
@@ -148,9 +149,10 @@ def test_a_folder_with_a_wrong_file_is_passed_over(folders, tmp_path, file, act)
     """The message names the folder and a file."""
     shutil.copytree(folders, tmp_path, dirs_exist_ok=True)
     newest, before = tmp_path / "newest", tmp_path / "before"
-    assert directory.latest_valid([newest, before]) == (newest, [])
+    path, _, events = directory.latest_valid([newest, before])
+    assert (path, events) == (newest, [])
     act(newest / file)
-    path, [event] = directory.latest_valid([newest, before])
+    path, _, [event] = directory.latest_valid([newest, before])
     assert path == before and event["path"] == str(newest)
     if file == "facts.pt":          # with those of another step the first part does not match
         assert re.search(f"{newest} |__0_0.distcp", event["reason"])
@@ -163,7 +165,7 @@ def test_an_error_of_the_file_system_is_no_damage_of_a_folder(run_train, shards,
                                                               monkeypatch, file):
     """Two errors are waited out. If they go on, the run ends with exit status 1 and one line, and
     no older folder is taken."""
-    monkeypatch.setattr(retries, "RETRY_SECONDS", (0, 0, 0, 0))
+    monkeypatch.setattr(disk, "RETRY_SECONDS", (0, 0, 0, 0))
     flags = ["--data", shards, *TINY, "--checkpoint-format", "folder", "--out", tmp_path]
     assert run_train(*flags)[0] == 0
     for errors in (99, 2):
@@ -183,7 +185,7 @@ def test_an_error_of_the_file_system_is_no_damage_of_a_folder(run_train, shards,
 def full_on_rank_1(run):
     """In the saves after steps 2 and 6 the disk of rank 1 has room for no more than 5000 bytes."""
     def write(path, chunks, write_part=folder_writer.write_part):
-        full = run.grid.rank == 1 and run.saved_step in (2, 6)
+        full = run.grid.rank == 1 and run.finished_step in (2, 6)
         with no_file_above(5000) if full else nullcontext():
             return write_part(path, chunks)
 
@@ -211,8 +213,8 @@ def test_a_full_disk_of_one_rank_costs_the_save_of_all(rank, world=2, *, tmp_pat
         assert stop.value.status == 1
         processes.all_gather_object(None)
         assert names_in(tmp_path) == ["latest", "step_00000004", "warnings"]
-        assert re.fullmatch(f"{lost % 2}; {tmp_path} has no checkpoint yet\n"
-                            f"{lost % 6}; earlier checkpoints are untouched\n",
+        assert re.fullmatch(f"{lost % 2}; earlier checkpoints, if any, are untouched\n"
+                            f"{lost % 6}; earlier checkpoints, if any, are untouched\n",
                             (tmp_path / "warnings").read_text())
     finally:
         mock.patch.stopall()
@@ -231,7 +233,8 @@ def test_a_disk_that_the_ranks_do_not_share_is_told(rank, world=2, *, tmp_path):
         run_steps(rank, world, (2, 1, 1), config, SMALL, prepare=on_own_disk)
     run_steps(rank, world, (2, 1, 1), config, SMALL)
     path = step_file(tmp_path if rank == 0 else tmp_path / "other", 2, "folder")
-    with pytest.raises(RunError, match=f"^rank 1 does not see {path}: {shared}"):
+    with pytest.raises(RunError, match=f"^rank 1: there is no {tmp_path}/other/{path.name} "
+                                       f"here: {shared}"):
         directory.latest_valid([path])
 
 
@@ -245,7 +248,7 @@ def test_a_file_system_without_links_has_folders_but_no_latest(tmp_path, capsys)
         assert names_in(tmp_path) == ["step_00000001", "step_00000002"]
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "step_00000002 is whole, but no link" in said
-        with mock.patch.object(atomic_writes.shutil, "rmtree", side_effect=OSError("stale")):
+        with mock.patch.object(disk.shutil, "rmtree", side_effect=OSError("stale")):
             assert save(2) is None
         assert "could not be removed: stale" in capsys.readouterr().err
         assert step_of(tmp_path / "latest") == 2

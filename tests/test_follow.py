@@ -1,21 +1,126 @@
-"""tools/follow.py: what TensorBoard and Weights & Biases get of a run that has ended.
+"""--log and tools/follow.py: what TensorBoard and Weights & Biases get of a run.
 
     python -m pytest tests/test_follow.py
 """
+import json
+import math
+import signal
+import subprocess
 import sys
 from unittest import mock
 
-from tests.harness import run_main
-from tests.test_dashboards import (NAMES, VALID, ReadByTensorBoard, assert_events_arrived,
-                                   log_run_that_resumes, wandb)         # wandb: a fixture
-from tools import follow
+import pytest
+
+from runtime import dashboards, directory
+from tests.harness import TINY, launch, no_file_above, read_metrics, run_main, wait_for_step
+from tools import follow, metrics
+
+
+class FakeWandB:
+    """Weights & Biases as far as we use it. `lines`: what a server keeps over several sessions."""
+
+    def __init__(self):
+        self.lines, self.ids, self.configs, self.finished = [], [], [], 0
+        self.log = self.lines.append
+        self.config = mock.Mock(update=lambda values, **_: self.configs.append(values))
+        self.define_metric = mock.Mock()
+
+    def init(self, id, resume, **_):
+        assert resume == "allow"
+        self.ids.append(id)
+        return self
+
+    def finish(self):
+        self.finished += 1
+
+    def losses(self):
+        self.define_metric.assert_called_with("*", step_metric="step")      # the x axis
+        return [(line["step"], line["loss"]) for line in self.lines if "loss" in line]
+
+    def texts(self):
+        return [text for line in self.lines for name, text in line.items()
+                if name.startswith("events/")]
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+class ReadByTensorBoard:
+    """The losses and events in OUT/tensorboard, as TensorBoard reads them."""
+
+    def __init__(self, out):
+        reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        self.read = reader.EventAccumulator(str(out / "tensorboard")).Reload()
+
+    def losses(self):
+        return [(x.step, x.value) for x in self.read.Scalars("loss")]
+
+    def texts(self):
+        return [x.tensor_proto.string_val[0] for tag in self.read.Tags()["tensors"]
+                for x in self.read.Tensors(tag)]
+
+
+def log_words(out, words, number=0, names=("tensorboard", "wandb"), first_step=1):
+    """A run with --log that writes these lines. A word is a step, whose loss is the word's number,
+    or an event and its step."""
+    pytest.importorskip("tensorboard")
+    log = directory.Metrics(out, 0)
+    log.dashboards = {name: dashboards.KINDS[name]() for name in names}
+    log.send(lambda dashboard: dashboard.open(out, "the run's id", first_step))
+    for number, word in enumerate(words.split(), number):
+        event, _, step = word.rpartition(":")
+        if event:
+            log.write(step=int(step), event=event, to=3, config=dict(lr=number))
+        else:
+            log.write(step=int(step), loss=number, grad_norm=math.nan)
+    log.send(lambda dashboard: dashboard.close())
+
+
+def log_run_that_resumes(out, *names):
+    """A rollback to step 3, and a resume from step 3. Valid are the losses VALID."""
+    log_words(out, "start:0 1 2 3 4 skip:5 spike:5 5 rollback:5 skip:4 4 5", names=names)
+    log_words(out, "damaged:3 resume:3 4 5 6 7 end:7", 20, names, first_step=4)
+
+
+VALID = [(1, 1), (2, 2), (3, 3), (4, 22), (5, 23), (6, 24), (7, 25)]
+
+
+def assert_events_arrived(out, texts):
+    wanted = [(event["event"], event["step"]) for event in metrics.read_metrics(out).events]
+    assert sorted((x["event"], x["step"]) for x in map(json.loads, texts)) == sorted(wanted)
+
+
+def test_tensorboard_hides_void_steps_and_weights_and_biases_keeps_them_in_one_run(tmp_path, wandb):
+    """Both have every event. A resume goes on with the same run of Weights & Biases."""
+    log_run_that_resumes(tmp_path, "tensorboard", "wandb")
+    seen = ReadByTensorBoard(tmp_path)
+    assert seen.losses() == VALID and seen.read.Tags()["scalars"] == ["loss"]
+    assert_events_arrived(tmp_path, seen.texts())
+    rows, _ = read_metrics(tmp_path)
+    assert wandb.losses() == [(row["step"], row["loss"]) for row in rows]
+    assert_events_arrived(tmp_path, wandb.texts())
+    assert wandb.ids == ["the run's id"] * 2 and wandb.finished == 2
+    assert dict(lr=21) in wandb.configs
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_package_that_is_missing_is_named_before_the_run_begins(run_train, shards, tmp_path,
+                                                                  monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    status, _, error = run_train("--data", shards, "--out", tmp_path / "o", *TINY, "--log", name)
+    assert status == 2 and error.endswith(f"missing: pip install {name}\n"), error
+    assert error.count("\n") == 1 and not (tmp_path / "o").exists()
 
 
 def test_follow_sends_the_valid_rows_and_all_events_of_a_run_again(tmp_path, wandb, capsys):
     """To Weights & Biases as a new run each time, to TensorBoard in a new folder."""
     log_run_that_resumes(tmp_path, "wandb")
     wandb.lines.clear()
-    for name in NAMES:
+    for name in dashboards.KINDS:
         text = f"{tmp_path} is sent to {name}\n"
         assert run_main(capsys, follow, tmp_path, "--to", name) == (0, text, "")
     for seen in (wandb, ReadByTensorBoard(tmp_path)):
@@ -26,20 +131,92 @@ def test_follow_sends_the_valid_rows_and_all_events_of_a_run_again(tmp_path, wan
     assert status == 2 and f"{tmp_path}/tensorboard exists: remove it" in error
     with mock.patch.object(wandb, "log", side_effect=OSError("lost\nfor now")):
         status, _, _ = run_main(capsys, follow, tmp_path, "--to", "wandb")
-    assert status == "tools.follow: wandb failed: OSError: lost for now"    # printed; 1
+    assert status == "tools.follow: wandb failed: lost"             # printed; 1
 
 
-def test_follow_refuses_mistakes_in_one_line(tmp_path, wandb, monkeypatch, capsys):
+SERVED = """
+import json, sys
+from tensorboard import context, program
+board = program.TensorBoard()
+board.configure(["", "--logdir", sys.argv[1], "--load_fast", "true", "--reload_interval", "0"])
+ingester = board._make_data_ingester()
+served = ingester.data_provider
+many = dict(ctx=context.RequestContext(), experiment_id="", downsample=1000)
+losses, texts = {}, {}
+while len(losses) < 2 or len(texts) < 2:        # the data server reads in a thread
+    losses = served.read_scalars(plugin_name="scalars", **many)
+    texts = served.read_tensors(plugin_name="text", **many)
+losses = {run: [(x.step, x.value) for x in tags["loss"]] for run, tags in losses.items()}
+texts = {run: [x.numpy.item().decode() for tag in tags.values() for x in tag]
+         for run, tags in texts.items()}
+print(json.dumps([losses, texts]))
+"""
+
+
+@pytest.mark.slow
+def test_tensorboards_data_server_lists_one_run_for_each_out_and_keeps_every_event(tmp_path):
+    """Of two --outs below one folder. It forgets void steps in a way of its own."""
+    pytest.importorskip("tensorboard_data_server")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        log_run_that_resumes(tmp_path / name, "tensorboard")
+    ran = subprocess.run([sys.executable, "-c", SERVED, tmp_path], text=True, capture_output=True,
+                         timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    losses, texts = json.loads(ran.stdout)
+    assert set(losses) == set(texts) == {"a/tensorboard", "b/tensorboard"}
+    for name in ("a", "b"):
+        assert losses[f"{name}/tensorboard"] == list(map(list, VALID))
+        assert_events_arrived(tmp_path / name, texts[f"{name}/tensorboard"])
+
+
+def test_a_dashboard_that_raises_costs_one_warning_and_never_the_run(run_train, shards, tmp_path,
+                                                                     wandb, monkeypatch):
+    """The other one gets every row."""
+    pytest.importorskip("tensorboard")
+    command = ["--data", shards, *TINY, "--steps", 3, "--log", "wandb,tensorboard"]
+    monkeypatch.setattr(wandb, "log", mock.Mock(side_effect=[None, OSError("lost\nfor now")]))
+    status, text, error = run_train(*command, "--out", tmp_path / "o")
+    assert status == 0 and "step 3/3" in text and error.count("\n") == 1, error
+    assert "train.py: warning: --log: wandb is off from here on: lost" in error
+    assert [step for step, _ in ReadByTensorBoard(tmp_path / "o").losses()] == [1, 2, 3]
+
+
+def test_a_full_disk_costs_one_warning(tmp_path, capsys):
+    with no_file_above(300):
+        log_words(tmp_path, "1 2 3 4 5 6 7 8 9 10 11 12", names=["tensorboard"])
+    error = capsys.readouterr().err
+    assert error.count("tensorboard is off from here on: [Errno 27] File too large") == 1, error
+    assert "Traceback" not in error
+
+
+def test_a_run_ended_by_a_signal_and_resumed_is_whole_in_tensorboard(shards, tmp_path):
+    """Rank 0 of two writes each row and event, the last ones too."""
+    pytest.importorskip("tensorboard")
+    flags = ["--data", shards, "--out", "o", *TINY, "--log", "tensorboard"]
+    ranks = launch(2, *flags, "--steps", 10 ** 6, cwd=tmp_path)
+    wait_for_step(tmp_path / "o", 3, ranks[0])
+    for rank in ranks:
+        rank.send_signal(signal.SIGTERM)
+    for rank in ranks:
+        assert rank.finish(200)[::2] == (0, "")
+    done = read_metrics(tmp_path / "o")[1][-1]["step"]
+    for rank in launch(2, *flags, "--steps", done + 2, cwd=tmp_path):
+        assert rank.finish(200)[::2] == (0, "")
+    run = metrics.read_metrics(tmp_path / "o")
+    assert [event["event"] for event in run.events] == ["start", "stop", "resume", "end"]
+    seen = ReadByTensorBoard(tmp_path / "o")
+    assert seen.losses() == [(row["step"], pytest.approx(row["loss"])) for row in run.rows]
+    assert len(seen.losses()) == done + 2
+    assert_events_arrived(tmp_path / "o", seen.texts())
+
+
+def test_follow_refuses_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cases = [(["o", "--to", "wandb"], "o has no metrics.jsonl: give the --out of a run"),
              (["o", "--to", "comet"], "--to comet: give tensorboard or wandb"),
              (["o", "--to", "tensorboard,wandb"], "--to tensorboard,wandb: give tensorboard or "
-              "wandb, one at a time"), (["o"], "--to"), (["--to", "wandb"], "OUT"),
-             (["p", "--to", "tensorboard"], "--to tensorboard needs a package that is missing: pip "
-              "install tensorboard")]
-    (tmp_path / "p").mkdir()
-    (tmp_path / "p" / "metrics.jsonl").touch()
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
+              "wandb, one at a time"), (["o"], "--to"), (["--to", "wandb"], "OUT")]
     for arguments, words in cases:
         status, text, error = run_main(capsys, follow, *arguments)
         assert (status, text) == (2, "") and error.count("\n") == 1 and words in error, error

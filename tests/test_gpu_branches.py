@@ -38,7 +38,7 @@ from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
 from runtime import evaluation, run_log
 from tests.harness import (CFG, GPUS, ROOT, TINY, Memory, Rows, assert_same_rows, gather_full_state,
-                           gridded, no_signal, own_processes, read_metrics, run_main, run_steps,
+                           gridded, own_processes, read_metrics, run_main, run_steps,
                            settings, torchrun, traffic, without_saves)
 from tools.bench import pytorch_stack
 
@@ -357,10 +357,9 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
         rows = Rows(run, lambda run: len(SECOND_LOG))
         run.log = run_log.RunLog(rows)
-        run.stop = no_signal()
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
-        full = collectives.all_gather_object(whole)[0]
+        full = processes.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
         restored = evaluation.evaluate(run)["val_loss"]
@@ -425,11 +424,11 @@ def test_another_device_samples_what_the_cpu_does():
 
 def test_a_device_that_never_ends_its_work_ends_the_run():
     """A rank that hangs leaves the others' GPUs waiting, and a copy to the host with them: to_host
-    raises a PeerError after its timeout."""
+    raises a DistError after its timeout."""
     never = SimpleNamespace(Event=lambda: SimpleNamespace(record=list, query=lambda: False))
     x = mock.Mock(device=torch.device("cuda"))
     with mock.patch.object(torch, "get_device_module", lambda device: never):
-        with pytest.raises(collectives.PeerError, match="has not ended its work in 0.05 s"):
+        with pytest.raises(dist.DistError, match="has not ended its work in 0.05 s"):
             collectives.to_host(x, timeout=0.05)
 
 

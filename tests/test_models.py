@@ -2,9 +2,6 @@
 
     python -m pytest tests/test_models.py
 """
-import json
-import random
-import shutil
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,11 +19,10 @@ from model import GPTConfig
 from models import SIZES, kv_cache, llama_sizes, make_config, moe
 from models.llama import LlamaConfig
 from models.llama_sizes import FAMILIES
-from models.window import WindowedAttention
 from parallelism import kernels
 from runtime import checks
 from tests.harness import (BOUNDS, TWO_STEPS, differences, different_bits, plain_gradient,
-                           random_gpt, relative, tokens_of, trained, weights_only, whole_gradient,
+                           random_gpt, relative, tokens_of, trained, whole_gradient,
                            without_saves)
 from tools import huggingface, huggingface_families
 from tools.plan.__main__ import answer
@@ -173,126 +169,6 @@ def test_greedy_text_is_that_of_full_recomputation_by_transformers(theirs_and_ou
     for _ in found:
         tokens.append(theirs(torch.tensor([tokens])).logits[0, -1].argmax().item())
     assert found == tokens[5:]
-
-
-@pytest.mark.claim("A model of ten architectures goes in and out bit by bit.")
-@pytest.mark.parametrize("name", THEIRS)
-def test_a_round_trip_changes_no_bit(theirs_and_ours, tmp_path, name):
-    """transformers opens the export; its weights and its configuration are the imported ones."""
-    transformers = pytest.importorskip("transformers")
-    folder, theirs, file = theirs_and_ours(name)
-    huggingface.export_model(file, tmp_path / "out")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    before = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    ours, expected = again.state_dict(), before.state_dict()
-    assert ours.keys() == expected.keys()
-    assert all(ours[key].equal(expected[key]) for key in expected)
-    tokens = torch.arange(40)[None] % 160
-    assert again(tokens).logits.equal(before(tokens).logits)
-
-
-def random_config(seed: int, family: str) -> LlamaConfig:
-    """A small shape of the family; its heads need not divide its width."""
-    draw = random.Random(f"{family} {seed}")
-    n_kv_head = draw.choice([1, 2, 3])
-    fields = dict(n_head=n_kv_head * draw.choice([1, 2, 3]), n_kv_head=n_kv_head,
-                  n_embd=draw.choice([20, 32, 44]), head_dim=draw.choice([4, 8, 10]))
-    if family in ("neox", "phi", "gptj", "galactica"):      # their architectures have no head_dim
-        fields = dict(n_head=n_kv_head, n_embd=8 * n_kv_head)
-    return LlamaConfig(vocab_size=97, seq_len=24, n_layer=draw.choice([1, 2]),
-                       hidden=draw.choice([24, 40]), **fields, **FAMILIES[family])
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"palm"}))
-def test_an_export_of_any_width_opens_in_transformers(tmp_path, capsys, family):
-    """Three shapes: logits in fp64, and imported again, every bit. A Llama whose width is no
-    multiple of its heads, which LlamaConfig refuses, is a Mistral without a window."""
-    transformers = pytest.importorskip("transformers")
-    written = set()
-    for seed in range(3):
-        cfg, folder = random_config(seed, family), tmp_path / str(seed)
-        plain = weights_only(tmp_path / "a.pt", cfg, "own-97").double()
-        huggingface.export_model(tmp_path / "a.pt", folder)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager").double().eval()
-        written.add((cfg.n_embd % cfg.n_head == 0, theirs.config.model_type))
-        tokens = tokens_of(cfg, 2)
-        with in_fp64():
-            make_tables_again(theirs)
-            expected = theirs(tokens).logits
-        assert difference(plain(tokens), expected) < 1e-10
-        huggingface.import_model(str(folder), folder / "b.pt")
-        one, two = (checkpoint.load(file) for file in (tmp_path / "a.pt", folder / "b.pt"))
-        assert one["model"] == two["model"]
-        assert all(full.equal(two["parameters"][name]) for name, full in one["parameters"].items())
-    if family == "llama":
-        assert written == {(True, "llama"), (False, "mistral")}
-
-
-def test_a_window_that_hides_nothing_is_kept():
-    """sliding_window of Mistral at or above its positions: attention has no mask, and the export
-    says it again. With a longer --seq-len it hides something."""
-    transformers = pytest.importorskip("transformers")
-    for window, ours in ((None, 0), (64, 64), (65, 65), (63, 63)):
-        config = transformers.MistralConfig(
-            vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-            sliding_window=window)
-        cfg = huggingface_families.our_config(config)
-        assert cfg.window == ours
-        core = cfg.build().blocks["0"].attn.core_attention
-        assert isinstance(core, WindowedAttention) == (ours == 63)
-        written = huggingface_families.their_config(cfg)
-        assert getattr(written, "sliding_window", None) == window
-        assert huggingface_families.our_config(written) == cfg
-
-
-@pytest.mark.parametrize("name, changes, words", [
-    ("opt", dict(enable_bias=False), "unexpected keys there, such as model.decoder"),
-    ("opt", dict(do_layer_norm_before=False), "unexpected keys there, such as model.decoder.final"),
-    ("opt", dict(_remove_final_layer_norm=True), "unexpected keys there, such as model.decoder"),
-    ("phi", dict(qk_layernorm=True), "missing keys there, such as model.layers.0.self_attn"),
-    ("gptj", dict(rotary_dim=None), "rotary_dim"),
-    ("qwen2", dict(use_sliding_window=True, sliding_window=4), "its sliding_window is 4, which"),
-    ("llama", dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), "its rope_type is 'yarn'"),
-    ("llama", dict(rope_scaling=dict(type="dynamic", factor=2.0)), "its rope_type is 'dynamic'"),
-    ("llama", dict(attention_bias=True), "missing keys there, such as model.layers.0.self_attn.k"),
-    ("llama", dict(hidden_act="mish"), "its hidden_act is 'mish'"),
-    ("olmo", dict(clip_qkv=8.0), "its clip_qkv is 8.0"),
-    ("gpt_neox", dict(attention_bias=False), "unexpected keys there, such as gpt_neox.layers.0"),
-    ("qwen3", dict(layer_types=["full_attention", "sliding_attention", "full_attention"],
-                   use_sliding_window=True, sliding_window=4), "its sliding_window is 4, which qw"),
-    ("llama", dict(vocab_size="160"), "Validation error for field 'vocab_size'"),
-    ("llama", dict(rope_parameters=dict(rope_type="llama3", factor=8.0)), "Missing required keys"),
-    ("gpt_neox", dict(rope_parameters=dict(partial_rotary_factor=2.0)), "rotary 2 is no part of"),
-    ("llama", dict(tie_word_embeddings=True), "lm_head.weight is a parameter of transformers'")])
-def test_what_the_model_cannot_be_is_refused(theirs_and_ours, tmp_path, name, changes, words):
-    """A ValueError names the key of config.json and its value, or what shows the difference."""
-    folder, *_ = theirs_and_ours(name)
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    if "rope_scaling" in changes:
-        del config["rope_parameters"]
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(ValueError, match=words):
-        huggingface.import_model(str(tmp_path), tmp_path / "new.pt")
-
-
-@pytest.mark.claim("A conversion ends with equal logits, or is refused.")
-@pytest.mark.parametrize("name, changes", [
-    ("gpt2", dict(activation="relu")), ("opt", dict(activation="gelu")),
-    ("llama", dict(norm_eps=0.1)), ("llama", dict(rope_theta=5.0)),
-    ("llama", dict(activation="relu")), ("llama 3.1", dict(rope_scaling=())),
-    ("mistral, window", dict(window=0)), ("mistral, window", dict(window=6)),
-    ("gpt_neox", dict(residual="serial")), ("gpt_neox", dict(rotary=0.5)),
-    ("gptj", dict(rotary=0.25)), ("galactica", dict(activation="gelu"))])
-def test_the_check_sees_a_config_that_is_another(theirs_and_ours, name, changes):
-    """The parameters fit both models. The logits tell."""
-    folder, *_ = theirs_and_ours(name)
-    config, cfg = huggingface.read_config(folder)
-    with pytest.raises(ValueError, match="have other logits"):
-        huggingface.read_parameters(folder, config, replace(cfg, **changes))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -497,18 +373,15 @@ def test_flags_make_a_llama_of_a_named_size(shards):
 @pytest.mark.parametrize("flags, words", [
     ("--n-kv-head 2", "--model nano is a GPT, which has no --n-kv-head: drop it"),
     ("--activation silu", "activation 'silu' is neither 'gelu' nor 'relu'"),
-    ("--model llama-nano --n-kv-head 3", "n_head 4 is not divisible by n_kv_head 3: give "
-     "--n-kv-head 1, 2 or 4, or an --n-head in multiples of 3"),
-    ("--model llama-nano --head-dim 7", "rotary positions rotate pairs of channels, but a head "
-     "has 7: give --head-dim 6 or 8"),
-    ("--model pythia-70m --head-dim 6", "a head has 6, of which 1 rotate: give --head-dim 8 or 9"),
+    ("--model llama-nano --n-kv-head 3", "n_head 4 is not divisible by n_kv_head 3"),
+    ("--model llama-nano --head-dim 7", "rotate pairs of channels, but 1 of head_dim 7 is 7"),
+    ("--model pythia-70m --head-dim 6", "but 0.25 of head_dim 6 is 1"),
     ("--model llama-nano --n-head 12 --n-kv-head 3 --tp 2",
-     "tp 2 neither divides n_kv_head 3 nor is a multiple of it: give a --tp that fits it and the 4 "
-     "processes: 1$"),
+     "tp 2 neither divides n_kv_head 3 nor is a multiple of it: change one"),
     ("--model llama-nano --n-head 6 --n-kv-head 2 --tp 4",
-     "n_head 6 is not divisible by tp 4: give a --tp that divides it and the 4 processes: 1, 2$"),
+     "n_head 6 is not divisible by tp 4: change one"),
     ("--model llama-nano --n-head 8 --n-kv-head 1 --head-dim 6 --tp 4 --exact",
-     "--exact requires that tp 4 divides the 6 channels of all heads of keys: give a --tp or a"),
+     "--exact requires that tp 4 divides the 6 channels of all heads of keys: change one"),
     ("--model llama-nano --tp 2 --hidden 99", "the MLP's 99 hidden channels .* by tp 2")])
 def test_what_a_llama_cannot_be_is_refused_with_its_numbers(shards, flags, words):
     given = parse_flags(["--data", str(shards), "--seq-len", "16", *flags.split()])

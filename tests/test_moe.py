@@ -5,7 +5,6 @@
 import functools
 import json
 import math
-import shutil
 import signal
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -136,23 +135,6 @@ def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name, d
         assert difference(parameter.grad[:len(full)], full) < 10 * bound, name
 
 
-@pytest.mark.parametrize("name", THEIRS)
-def test_a_round_trip_changes_no_bit(theirs_and_ours, tmp_path, name):
-    """transformers opens the export. Its weights are the imported ones, and so is its config."""
-    transformers = pytest.importorskip("transformers")
-    folder, _, file = theirs_and_ours(name)
-    huggingface.export_model(file, tmp_path / "out")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    before = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    ours, expected = again.state_dict(), before.state_dict()
-    assert ours.keys() == expected.keys()
-    assert all(ours[key].equal(expected[key]) for key in expected)
-    tokens = torch.arange(40)[None] % 160
-    assert again(tokens).logits.equal(before(tokens).logits)
-    huggingface.import_model(str(tmp_path / "out"), tmp_path / "again.pt")
-    assert checkpoint.load(tmp_path / "again.pt")["model"] == checkpoint.load(file)["model"]
-
-
 @pytest.mark.parametrize("name", [
     "olmoe", *(pytest.param(name, marks=pytest.mark.slow) for name in THEIRS if name != "olmoe")])
 def test_greedy_text_is_that_of_full_recomputation_by_transformers(theirs_and_ours, name):
@@ -165,29 +147,6 @@ def test_greedy_text_is_that_of_full_recomputation_by_transformers(theirs_and_ou
     for _ in found:
         tokens.append(theirs(torch.tensor([tokens])).logits[0, -1].argmax().item())
     assert found == tokens[5:]
-
-
-@pytest.mark.parametrize("name, changes, words", [
-    ("mixtral", dict(num_experts_per_tok=6), "n_active 6 is not between 1 and n_expert 5"),
-    ("mixtral", dict(num_local_experts="5"), "Validation error for field 'num_local_experts'"),
-    ("olmoe", dict(clip_qkv=8.0), "its clip_qkv is 8.0"),
-    ("qwen3_moe", dict(mlp_only_layers=[0]), "missing keys there"),
-    ("qwen3_moe", dict(decoder_sparse_step=2), "missing keys there")])
-def test_what_a_mixture_cannot_be_is_refused(theirs_and_ours, tmp_path, name, changes, words):
-    folder, *_ = theirs_and_ours(name)
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=words):
-        huggingface.import_model(str(tmp_path), tmp_path / "new.pt")
-
-
-@pytest.mark.parametrize("changes", [dict(balance_bias=0.01), dict(shared_hidden=16)])
-def test_what_no_architecture_has_is_not_exported(changes):
-    pytest.importorskip("transformers")
-    cfg = MoEConfig(**FAMILIES["mixtral"] | changes)
-    with pytest.raises(ValueError, match="no architecture of transformers"):
-        huggingface_families.their_config(cfg)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -882,7 +841,7 @@ def test_a_flipped_bit_of_an_expert_is_found_named_and_undone(pool, tmp_path, fl
 
 
 @pytest.mark.parametrize("model, world, flags, words", [
-    ("mixtral", 6, dict(ep=3), "ep 3 does not divide the 8 experts: give an --ep or an --n-expert"),
+    ("mixtral", 6, dict(ep=3), "ep 3 does not divide the 8 experts: change one"),
     ("mixtral", 2, dict(ep=4), "the replicas, dp x cp = 2, are not divisible by ep 4: start more"),
     ("shared, bias", 16, dict(tp=16), "the shared expert's 24 hidden channels are not divisible"),
     ("dense", 2, dict(ep=2), "--ep 2 divides the experts of a mixture, and this model has none")])

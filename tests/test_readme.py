@@ -174,7 +174,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
     for before, flags in commands:
         if "--plain" in flags:
             plain_run.check_flags(parse_flags(flags), world=1)
-        given = dict(parse_flags(flags), data=str(shards), seq_len=16, eval_answers=0)
+        given = dict(parse_flags(flags), data=str(shards), seq_len=16)
         world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
         config, cfg = checks.validate(given, None, world, "cuda")
         if "n_layer" not in given:
@@ -208,7 +208,6 @@ def test_the_readmes_training_commands_make_a_step_with_a_tiny_model(shards, tmp
         if kind in made:
             continue
         made.append(kind)
-        flags += ["--eval-answers", 0]          # the shards hold text
         ranks = launch(world, *flags, *tiny, "--steps", steps, "--out", tmp_path / str(number))
         ends = [rank.finish(500) for rank in ranks]
         assert {status for status, *_ in ends} == {0}, (flags, ends)

@@ -20,8 +20,8 @@ import torch
 import amp
 import checkpoint
 import train
-from base import checkpoint_files, retries
-from base.processes import RunError
+from base import checkpoint_files, disk
+from base.errors import RunError
 from parallelism.build import Grid
 from runtime import rollback
 from runtime.divergence import DivergenceMonitor
@@ -281,7 +281,7 @@ def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, z
 
 def test_a_rollback_waits_for_the_file_system_and_takes_no_older_file(tmp_path, monkeypatch):
     """A file that cannot be read for a while is not damaged: the run ends with exit status 1."""
-    monkeypatch.setattr(retries, "RETRY_SECONDS", (0, 0, 0, 0))
+    monkeypatch.setattr(disk, "RETRY_SECONDS", (0, 0, 0, 0))
     with failing(".pt", "read", 99 * [errno.EIO]), pytest.raises(RunError) as stop:
         watched(settings(tmp_path, steps=44, save_every=4, keep=9, micro_batch=8), poison)
     assert stop.value.status == 1 and re.match(rf"{tmp_path}/step_.* could not be", str(stop.value))

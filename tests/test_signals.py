@@ -167,7 +167,7 @@ def slow(method, step=None):
 @pytest.mark.parametrize("phase, number, ranks", [
     ("start", signal.SIGTERM, 1), ("step", signal.SIGINT, 1), ("step", signal.SIGHUP, 1),
     ("evaluation", signal.SIGINT, 1), ("last evaluation", signal.SIGTERM, 1),
-    ("comparison", signal.SIGHUP, 1), ("save", signal.SIGINT, 1), ("step", signal.SIGTERM, 2),
+    ("comparison", signal.SIGHUP, 1), ("save", signal.SIGUSR1, 1), ("step", signal.SIGTERM, 2),
     *(pytest.param(phase, signal.SIGTERM, 2, marks=pytest.mark.slow)
       for phase in ("start", "evaluation", "last evaluation", "comparison", "save"))])
 def test_a_signal_ends_a_run_after_the_step_in_progress(shards, things, tmp_path, phase, number,
@@ -198,6 +198,25 @@ def test_a_signal_ends_a_run_after_the_step_in_progress(shards, things, tmp_path
         assert_same_state(checkpoint.load(tmp_path / "out" / LATEST[form]),
                           checkpoint.load(things / "whole.pt"),
                           but=("config", "run", "monitor"))     # which may list other files
+
+
+@pytest.mark.parametrize("ranks, number", [(1, signal.SIGINT), (2, signal.SIGTERM)])
+def test_an_error_after_a_signal_ends_the_run_in_one_line(shards, tmp_path, ranks, number):
+    """As of the compiler of --compile, which gets Ctrl-C from the terminal, too."""
+    run = start_and_wait_for(ranks, tmp_path, """
+def killed(*_):
+    there()
+    time.sleep(2)
+    raise RuntimeError("C++ compile error\\nmany lines")
+train.Run.step_stats = killed
+""", "--data", shards, *TINY, "--pp", ranks)
+    for process in run:
+        process.send_signal(number)
+    for process in run:
+        status, text, error = process.finish()
+        assert status == (-number if ranks == 1 else 1)
+        assert error == "train.py: ended without saving: RuntimeError: C++ compile error\n"
+    assert not list((tmp_path / "out").glob("*.pt"))
 
 
 def test_a_kernel_that_fails_here_is_no_lost_peer():

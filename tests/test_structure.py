@@ -29,6 +29,7 @@ from base.options import Config
 from corpus import mixtures
 from corpus.flags import DataFlags
 from model import GPTConfig
+from parallelism.schedules import SCHEDULES
 from tests.harness import ROOT, tokens_of
 
 OURS = ("amp", "checkpoint", "data", "model", "parallel", "sample", "train", "test_all",
@@ -49,13 +50,13 @@ MAY_IMPORT = {
              ""),
     "corpus.*": ("corpus.* base.commandline base.errors", ""),
     "parallel": ("model data models.moe", ""),    # all but model: in `main` alone
-    "checkpoint": ("model models* parallelism.* base.processes base.atomic_writes "
-                   "base.checkpoint_files base.checkpoint_folder base.retries", ""),
+    "checkpoint": ("model models* parallelism.* base.processes base.disk base.checkpoint_files "
+                   "base.checkpoint_folder", ""),
     "train": ("*", "tools* tests* test_all"),
     "sample": ("amp models* checkpoint corpus.tokenizers base.devices base.errors "
                "base.sample_flags runtime.sample_and_chat", ""),
     "parallelism.*": ("model models* amp parallel parallelism.*", ""),
-    "base.*": ("model models* amp parallelism.* base.*", ""),
+    "base.*": ("model models* amp base.*", ""),
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),
 }
@@ -144,7 +145,7 @@ FLAGS = """data out log model n_layer n_head n_embd seq_len activation n_kv_head
     beta2 clip seed plain tp pp cp ep pp_schedule pp_chunks device compile timeout micro_batch zero
     recompute sequence_parallel offload dtype exact save_every keep checkpoint_format
     resume init_from check_every
-    eval_every eval_tokens eval_answers eval_only log_every rollback max_rollbacks skip_steps"""
+    eval_every eval_tokens eval_only log_every rollback max_rollbacks skip_steps"""
 
 
 def test_train_py_has_these_flags_and_no_others():
@@ -175,6 +176,9 @@ def test_a_folders_docstring_names_its_files(folder):
 
 
 def test_constants_that_stand_in_two_files_are_equal():
-    """data.py must not import torch, and checkpoint.py nothing of corpus/."""
+    """data.py must not import torch, checkpoint.py nothing of corpus/, base/ nothing of
+    parallelism/."""
     assert data.IGNORE_INDEX == model.IGNORE_INDEX
     assert checkpoint.OPTIONAL == (*mixtures.OPTIONAL, "ends")     # of imports alone
+    [pp_schedule] = [field for field in fields(Config) if field.name == "pp_schedule"]
+    assert pp_schedule.metadata["choices"] == list(SCHEDULES)

@@ -12,6 +12,7 @@ import pytest
 import tools.sweep
 from tests.harness import run_main
 from tests.test_ladder import imitated      # a fixture
+from tools.train_many import why_it_ended
 
 SMALL = ["--n-embd", 32, "--seq-len", 32, "--steps", 20, "--save-every", 5]
 
@@ -27,11 +28,12 @@ def sweep(capsys, tmp_path, *arguments):
 @pytest.mark.claim("A sweep goes on past runs that fail or diverge, and repeats none that has "
                    "ended.")
 def test_a_sweep_goes_on_and_repeats_nothing(imitated, tmp_path, monkeypatch, capsys):
-    """One run fails, one diverges: the table has the others, the best first. Again: what failed is
-    tried again, and what was killed resumes. More values add runs."""
+    """One run fails, one is killed, one diverges: the table has the others, the best first. Again:
+    what failed is tried again, and what was killed resumes. More values add runs."""
     monkeypatch.setattr(tools.sweep, "find_spec", lambda name: None)
     flags = [*imitated, *SMALL, "--lr", "2e-3,1e-3,7", "--beta2=0.9,0.95"]
     monkeypatch.setenv("FAILS", "lr1e-3_beta20.95")
+    monkeypatch.setenv("KILLED", "lr7_beta20.95")
     status, text, error, started = sweep(capsys, tmp_path, *flags)
     assert status == 0 and len(started) == 6 and "sweep    6 runs\n" in text
     table = re.findall(r"(?m)^ +(\d\.\d+) .*/(lr\S+), lr (\S+), beta2 (\S+)$", text)
@@ -39,17 +41,19 @@ def test_a_sweep_goes_on_and_repeats_nothing(imitated, tmp_path, monkeypatch, ca
         ("lr1e-3_beta20.9", 1e-3), ("lr2e-3_beta20.9", 2e-3), ("lr2e-3_beta20.95", 2e-3)]
     assert table[0][0] <= table[1][0] and "pip install matplotlib" in text
     assert text.count("lr1e-3_beta20.95: no memory: take less\n") == 2
+    assert text.count("lr7_beta20.95: killed (SIGKILL): out of memory?\n") == 2
     assert text.count("lr7_beta20.9: step 1: the loss is not finite\n") == 2
     assert error.count("left out\n") == 3
-    assert sweep(capsys, tmp_path, *flags)[3] == ["lr1e-3_beta20.95"]
+    assert set(sweep(capsys, tmp_path, *flags)[3]) == {"lr1e-3_beta20.95", "lr7_beta20.95"}
     monkeypatch.delenv("FAILS")
+    monkeypatch.delenv("KILLED")
     killed = tmp_path / "o/lr2e-3_beta20.9"
     lines = (killed / "metrics.jsonl").read_text().splitlines(True)
     (killed / "metrics.jsonl").write_text("".join(lines[:8]))
     for step in (10, 15, 20):
         (killed / f"step_{step:08}.pt").unlink()
     started = sweep(capsys, tmp_path, *flags)[3]
-    assert set(started) == {"lr1e-3_beta20.95", "lr2e-3_beta20.9"}
+    assert set(started) == {"lr1e-3_beta20.95", "lr2e-3_beta20.9", "lr7_beta20.95"}
     events = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
     assert [(e["event"], e["step"]) for e in events if "event" in e] == [
         ("start", 0), ("resume", 5), ("end", 20)]
@@ -61,6 +65,19 @@ def test_a_sweep_goes_on_and_repeats_nothing(imitated, tmp_path, monkeypatch, ca
     assert set(started) == {"beta20.9", "beta20.95"}
     status, _, error, started = sweep(capsys, tmp_path, *flags, "--seed", 1)
     assert status == 2 and error.count("\n") == 1 and not started and "--seed 1337, not 1" in error
+
+
+@pytest.mark.parametrize("status, text, words", [
+    (-9, "step 40/400 loss 3.6 left 0:00:21\n", "killed (SIGKILL): out of memory?"),
+    (-11, "train.py: a line\n", "killed (SIGSEGV)"), (-10, "", "killed (SIGUSR1)"),
+    (137, "srun: error\n", "killed (SIGKILL): out of memory?"), (-99, "", "killed (signal 99)"),
+    (1, "train.py: rank 1: closed\ntraceback : Signal 15 (SIGTERM) received by PID 7\n"
+     "traceback : Signal 9 (SIGKILL) received by PID 8\n==\n", "killed (SIGKILL): out of memory?"),
+    (1, "train.py: no memory\ntrain.py: warning: a\nb\n", "no memory"), (1, "\n", "status 1"),
+    (3, "Traceback\nKeyError: 4\n", "KeyError: 4")])
+def test_a_killed_run_is_reported_by_its_signal_and_another_by_its_last_message(status, text,
+                                                                                words):
+    assert why_it_ended(text, status) == words
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from base.atomic_writes import flush_folder, write_file, writing
 from base.checkpoint_files import verify
 from base.checkpoint_folder import FolderTensors, part_file
 from base.commandline import Parser
+from base.disk import flush_folder, write_file, writing
 from base.errors import errors_in_one_line
 from checkpoint import FORMAT, KEYS, STATE, load
 from model import GPTConfig

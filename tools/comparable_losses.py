@@ -1,4 +1,4 @@
-"""Which validation losses can be compared, and how they order runs. tools/compare.py calls it.
+"""Which validation losses can be compared, and how they order runs.
 
 Two evaluations are the same test if tokenizer, validation text (with the weights of its sources)
 and the sequences read of it are the same. Between runs with the same test the validation loss

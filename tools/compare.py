@@ -5,9 +5,8 @@
 
 The table has the best run first, and beside each run's name the flags that differ between the runs.
 Best is the lowest validation loss or, where tokenizer, text or sample differ, the fewest bits per
-byte (tools/comparable_losses.py). `hours` is the time from line to line of metrics.jsonl within
-each process; where the clock was set back, none. A second table says how mixtures of experts used
-them in their last step (runtime/step_stats.py).
+byte. `hours` is the time from line to line of metrics.jsonl within each process; where the clock
+was set back, none.
 """
 import json
 import sys

@@ -69,10 +69,6 @@ def flag_row(f: dataclasses.Field, page: str) -> str:
     return row(f"`{flag}{value}`", default, meaning, "repeat" if f.name in LOCAL else "kept")
 
 
-def sizes(page: str) -> list[str]:
-    return ["The sizes are " + ", ".join(f"`{name}`" for name in SIZES) + "."]
-
-
 def flags_of(parser: Parser) -> list[str]:
     """The flags of a program other than train.py, as its --help lists them."""
     rows = []
@@ -96,7 +92,8 @@ def other_names(page: str) -> list[str]:
     return [*heading("Here", *PROJECTS), *(row(*cells) for cells in rows)]
 
 
-BLOCKS = dict(train_flags=train_flags, sizes=sizes, other_names=other_names,
+BLOCKS = dict(train_flags=train_flags, other_names=other_names,
+              sizes=lambda page: [f"The sizes are `{'`, `'.join(SIZES)}`."],
               data_flags=lambda page: flags_of(data_flags.make_parser()),
               sample_flags=lambda page: flags_of(sample_flags.make_parser()))
 

@@ -6,42 +6,32 @@
 This is for a run that trained without `train.py --log`, or whose dashboard failed. It remembers
 nothing: each call sends all events, and all rows but those that a resume or a rollback made void.
 """
-import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from base.commandline import Parser
-from base.errors import errors_in_one_line
-from runtime import dashboards
-from tools.metrics import judged_lines
-
-DESTINATIONS = {"tensorboard": dashboards.TensorBoard, "wandb": dashboards.WandB}
-
-
-def valid_lines(path: Path) -> Iterator[dict]:
-    """The events and the valid rows, in the order of the file."""
-    kept = [text for text, _, is_valid in judged_lines(path) if is_valid]
-    return map(json.loads, reversed(kept))
+from base.errors import errors_in_one_line, first_line
+from runtime.dashboards import KINDS
+from tools.metrics import read_metrics
 
 
 def check(out: Path, name: str) -> None:
     """Raise a ValueError if the run cannot be sent."""
-    if name not in DESTINATIONS:
-        raise ValueError(f"--to {name}: give {' or '.join(DESTINATIONS)}, one at a time")
+    if name not in KINDS:
+        raise ValueError(f"--to {name}: give {' or '.join(KINDS)}, one at a time")
     if not (out / "metrics.jsonl").is_file():
         raise ValueError(f"{out} has no metrics.jsonl: give the --out of a run")
-    dashboards.check("--to", name)
     folder = out / "tensorboard"
     if name == "tensorboard" and folder.exists():
         raise ValueError(f"{folder} exists: remove it to send the run again")
 
 
 def send(out: Path, name: str) -> None:
-    destination = DESTINATIONS[name](out)
-    for line in valid_lines(out / "metrics.jsonl"):
-        destination.write(line)
-    destination.close()
+    dashboard = KINDS[name]()
+    dashboard.open(out, run_id=None, first_step=1)
+    for line in read_metrics(out).lines:
+        dashboard.write(line)
+    dashboard.close()
 
 
 @errors_in_one_line("tools.follow")
@@ -55,7 +45,7 @@ def main() -> None:
         send(args.out, args.to)
         print(f"{args.out} is sent to {args.to}")
     except Exception as error:          # of the network, the disk or the package
-        sys.exit(f"tools.follow: {args.to} failed: {dashboards.describe(error)}")
+        sys.exit(f"tools.follow: {args.to} failed: {first_line(error)}")
 
 
 if __name__ == "__main__":

@@ -23,28 +23,26 @@ from pathlib import Path
 
 import torch
 
-from base.atomic_writes import write_file
 from base.checkpoint_files import verify
-from base.commandline import Parser
-from base.errors import WriteFailed, errors_in_one_line, named
+from base.commandline import Parser, words_of
+from base.disk import write_file
+from base.errors import WriteFailed, errors_in_one_line, first_line, named
 from base.flops import parameter_count
 from checkpoint import load, parameter_shapes
 from corpus.huggingface_tokenizers import find_in_model, load as load_tokenizer, to_huggingface
 from corpus.templates import get_template, hash_of, plain_program, program_of
 from corpus.tokenizers import get_tokenizer, is_named
 from models import make_config
-from parallelism.collectives import first_line
 from tools.checkpoint import state_of_weights
 from tools.huggingface_families import (family_of, our_config, their_config, their_names, to_ours,
-                                        to_theirs)
+                                        to_theirs, unusual_keys)
 from tools.model_card import model_card
 
 SMALL_FILES = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
-SOME_OF_GPT2S = {"\u0120the": 262, "\u0120and": 290, "\u0120informants": 50254,
-                 "\u0120gazed": 50255}
+SOME_OF_GPT2S = {"\u0120informants": 50254, "\u0120gazed": 50255}
 END_OF_OTHERS = {"opt-50272": 2}        # token of a tokenizer that is not ours
-BLOCKS, POSITIONS = 2, 40               # that `compare` computes
-WINDOW = 8                              # there, so that it hides some of the positions
+WRAPPERS = {r"^((module|_orig_mod)\.)+": ""}       # names that DDP and torch.compile leave
+BLOCKS, POSITIONS, TOKENS = 2, 40, 512  # that `compare` computes
 ROUNDINGS = 10                          # of ours in fp32 beside fp64, by which logits may differ
 
 
@@ -52,9 +50,7 @@ def note(text: str) -> None:
     print(f"tools.huggingface: note: {text}", file=sys.stderr)
 
 
-# ---------------------------------------------------------------------------------------------
-# The model of transformers
-# ---------------------------------------------------------------------------------------------
+# ---- The model of transformers ---------------------------------------------------------------
 
 
 @contextmanager
@@ -94,60 +90,73 @@ def read_config(folder: Path):
     transformers = quiet_transformers()
     with refusing(folder):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        if hasattr(config, "quantization_config"):
-            raise ValueError("give the model before it was quantised")
         return config, our_config(config)
 
 
 def read_model(folder: Path):
-    """transformers' model, in fp32. Raises ValueError if the files lack some of it, or hold more.
-    """
+    """transformers' model, in fp32. Raises ValueError if the files lack some of it or hold more."""
+    refuse_integers(folder)
     with refusing(folder):
         model, loading = quiet_transformers().AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True, local_files_only=True,
-            attn_implementation="eager")
-        for problem in ("missing_keys", "unexpected_keys"):
+            attn_implementation="eager", key_mapping=WRAPPERS, ignore_mismatched_sizes=True)
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if loading[problem]:
                 raise ValueError(f"{type(model).__name__} has {problem.replace('_', ' ')} there, "
                                  f"such as {min(loading[problem])}")
     return model.eval()
 
 
+def refuse_integers(folder: Path) -> None:
+    """Raise ValueError for a quantised matrix, which transformers would read as a plain one."""
+    from transformers.modeling_utils import load_state_dict
+    for file in [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]:
+        with refusing(file):
+            for name, tensor in load_state_dict(file, map_location="meta").items():
+                is_mask = name.endswith((".bias", "_bias", "_ids"))
+                if not is_mask and not (torch.is_tensor(tensor) and tensor.is_floating_point()):
+                    dtype = getattr(tensor, "dtype", type(tensor).__name__)
+                    raise ValueError(f"{name} is {dtype}, and not of floating point")
+
+
 @torch.no_grad()
 def compare(model, cfg, parameter_of) -> None:
     """Raise ValueError if transformers' model and ours have other logits than rounding explains.
-    `parameter_of(name)` is our parameter. Some blocks are enough, which stay in the `model`. A
-    window that the text would not reach is made shorter in both."""
+    `parameter_of(name)` is our parameter. Some blocks and tokens are enough, which stay in the
+    `model`."""
     config = model.config
+    unusual = unusual_keys(config)
     blocks = model.get_submodule(family_of(config).blocks)
     del blocks[BLOCKS:]
-    changes = dict(n_layer=len(blocks), dropout=0.0)
-    shorter = max(0, getattr(cfg, "window", 0) - WINDOW)
-    if shorter > 0:
-        config.sliding_window -= shorter
-        changes["window"] = cfg.window - shorter
+    changes = dict(n_layer=len(blocks), vocab_size=min(cfg.vocab_size, TOKENS), dropout=0.0)
+    model.resize_token_embeddings(changes["vocab_size"])
     ours = replace(cfg, **changes).build().eval()
     for name, parameter in ours.named_parameters():
-        full = parameter_of(name)
+        full = parameter_of(name)[:len(parameter)]
         parameter.zero_()[:len(full)] = full
-    tokens = torch.randint(cfg.vocab_size, (2, min(cfg.seq_len, POSITIONS)),
+    tokens = torch.randint(changes["vocab_size"], (2, min(cfg.seq_len, POSITIONS)),
                            generator=torch.Generator().manual_seed(0))
     found = ours(tokens)
     difference = (found - model(tokens, use_cache=False).logits).abs().max()
-    if not difference <= ROUNDINGS * (found - ours.double()(tokens)).abs().max():
+    rounding = (found - ours.double()(tokens)).abs().max()
+    if not difference <= ROUNDINGS * rounding:
         raise ValueError(f"{type(model).__name__} and {type(ours).__name__} have other logits, by "
-                         f"{difference:.1e}: one of these changes the model and is not known here, "
-                         f"{config.to_diff_dict()}")
+                         f"{difference:.1e}, where {rounding:.1e} is rounding. Its config differs "
+                         f"from {type(config).__name__} in {unusual}")
 
 
 def read_parameters(folder: Path, config, cfg) -> dict[str, torch.Tensor]:
     """All of our parameters. Raises ValueError if they do not make transformers' model."""
     model, family = read_model(folder), family_of(config)
-    tensors = dict(model.named_parameters())
-    theirs = {name: their_names(name, family) for name in parameter_shapes(cfg)}
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    shapes = parameter_shapes(cfg)
+    theirs = {name: their_names(name, family) for name in shapes}
 
     def parameter_of(name):
-        return to_ours(name, [tensors[one].detach() for one in theirs[name]], family, cfg)
+        full = to_ours(name, [tensors[one] for one in theirs[name]], family, cfg)
+        if full.shape != shapes[name] or not full.isfinite().all():
+            raise ValueError(f"{name} has another shape than {shapes[name]}, or is not finite")
+        return full
     with refusing(folder):
         odd = set(tensors) ^ {one for names in theirs.values() for one in names}
         if odd:
@@ -155,18 +164,14 @@ def read_parameters(folder: Path, config, cfg) -> dict[str, torch.Tensor]:
         compare(model, cfg, parameter_of)
         del model                                   # a tensor is freed when it is converted
         parameters = {}
-        for name, shape in parameter_shapes(cfg).items():
+        for name in shapes:
             parameters[name] = parameter_of(name)
             for one in theirs[name]:
                 del tensors[one]
-            if parameters[name].shape != shape or not parameters[name].isfinite().all():
-                raise ValueError(f"{name} has another shape than {shape}, or is not finite")
     return parameters
 
 
-# ---------------------------------------------------------------------------------------------
-# Import
-# ---------------------------------------------------------------------------------------------
+# ---- Import ----------------------------------------------------------------------------------
 
 
 def import_model(source: str, file: Path) -> None:
@@ -181,8 +186,8 @@ def import_model(source: str, file: Path) -> None:
     folder = Path(source) if is_folder else download(source, SMALL_FILES)
     config, cfg = read_config(folder)
     if not is_folder:                               # now the gigabytes
-        download(source, SMALL_FILES + ["*.safetensors"])
-        if not list(folder.glob("*.safetensors")):
+        download(source, SMALL_FILES + ["model*.safetensors"])
+        if not list(folder.glob("model*.safetensors")):
             download(source, SMALL_FILES + ["pytorch_model*.bin"])
     state = state_of_weights(cfg, read_parameters(folder, config, cfg))
     with refusing(folder):
@@ -204,12 +209,16 @@ def import_model(source: str, file: Path) -> None:
 
 
 def add_ends(state: dict, folder: Path, config) -> None:
-    """The tokens that end a generation."""
+    """The tokens that end a generation. Tells how it is drawn, if the model says so."""
     ends = getattr(config, "eos_token_id", None)
     if (folder / "generation_config.json").exists():
-        of_generation = quiet_transformers().GenerationConfig.from_pretrained(
-            folder, local_files_only=True).eos_token_id
-        ends = ends if of_generation is None else of_generation
+        generation = quiet_transformers().GenerationConfig.from_pretrained(
+            folder, local_files_only=True)
+        ends = ends if generation.eos_token_id is None else generation.eos_token_id
+        values = {name: getattr(generation, name) for name in ("temperature", "top_k", "top_p")}
+        flags = words_of({name: value for name, value in values.items() if value is not None})
+        if generation.do_sample and flags:
+            note(f"its generation_config.json draws tokens as sample.py {' '.join(flags)} does")
     if ends is not None:
         state["ends"] = sorted({ends} if isinstance(ends, int) else set(ends))
 
@@ -242,11 +251,13 @@ def add_tokenizer(state: dict, folder: Path, config) -> None:
             note(f"no template of conversations is kept: it is of another tokenizer than {name}")
     except (ValueError, ConnectionError) as error:
         note(str(error))
+        if (folder / "tokenizer.model").exists():
+            note(f"to make a tokenizer.json of its tokenizer.model: pip install sentencepiece, and "
+                 f"in Python, with transformers: AutoTokenizer.from_pretrained({str(folder)!r})"
+                 f".save_pretrained({str(folder)!r})")
 
 
-# ---------------------------------------------------------------------------------------------
-# Export
-# ---------------------------------------------------------------------------------------------
+# ---- Export ----------------------------------------------------------------------------------
 
 
 def write_tokenizer(encoding, cfg, folder: Path, template) -> None:
@@ -298,8 +309,8 @@ def export_model(file: Path, folder: Path) -> None:
         architecture = write_model(state["parameters"], config, cfg, ends, aside)
         if encoding is not None:
             write_tokenizer(encoding, cfg, aside, template)
-        model_card(file, folder, state, cfg, config.model_type, encoding is not None).save(
-            aside / "README.md")
+        card = model_card(file, state, cfg, config.model_type, encoding is not None)
+        card.save(aside / "README.md")
         os.rename(aside, folder)
     text = f"with its tokenizer, {tokenizer}"
     if encoding is None:
@@ -328,9 +339,7 @@ def write_model(parameters, config, cfg, ends: set[int], folder: Path) -> str:
     return type(model).__name__
 
 
-# ---------------------------------------------------------------------------------------------
-# The command line
-# ---------------------------------------------------------------------------------------------
+# ---- The command line ------------------------------------------------------------------------
 
 
 @errors_in_one_line("tools.huggingface")
@@ -339,8 +348,7 @@ def main() -> None:
     parser = Parser(name, f"{usage} import NAME_OR_DIR FILE.pt\n       {usage} export FILE.pt DIR",
                     "Convert weights from and to Hugging Face.")
     parser.add_argument("command", choices=("import", "export"), help="import: write a checkpoint "
-                        "of weights alone, for train.py --init-from and sample.py. export: write a "
-                        "folder that transformers opens")
+                        "of weights alone. export: write a folder that transformers opens")
     parser.add_argument("source", metavar="FROM", help="a model: its name on the hub, or a folder; "
                         "or a checkpoint of this project")
     parser.add_argument("target", type=Path, metavar="TO", help="the new file, or the new folder")

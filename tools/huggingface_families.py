@@ -27,6 +27,8 @@ LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positio
 DROPOUTS = ("attention_dropout", "hidden_dropout", "dropout", "embd_pdrop", "attn_pdrop",
             "resid_pdrop")
 OF_TRAINING = ("dropout", "balance_loss", "z_loss")     # fields of ours that change no logits
+HARMLESS = {*DROPOUTS, "transformers_version", "architectures", "dtype", "_name_or_path",
+            "tokenizer", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"}
 VALUES = {                                  # field: {their value: ours}, the usual one first
     "activation": {"silu": "silu", "relu": "relu", "gelu": "gelu_erf", "gelu_fast": "gelu",
                    "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "swish": "silu"},
@@ -141,9 +143,7 @@ FAMILIES = {            # an export takes the first that has the model
                         "hidden": "moe_intermediate_size"})}
 
 
-# ---------------------------------------------------------------------------------------------
-# The config
-# ---------------------------------------------------------------------------------------------
+# ---- The config ------------------------------------------------------------------------------
 
 
 def family_of(config) -> Family:
@@ -174,12 +174,10 @@ def our_config(config) -> GPTConfig:
     if family is GPTJ:
         fields["rotary"] = config.rotary_dim * config.n_head / config.n_embd
         fields["hidden"] = config.n_inner or 4 * config.n_embd
-    # These do not show in the logits of a few tokens.
-    window = getattr(config, "sliding_window", None)
-    if window is not None and "window" not in family.keys:
-        raise ValueError(f"its sliding_window is {window}, which {family.model_type} has not here")
-    if getattr(config, "clip_qkv", None) is not None:
-        raise ValueError(f"its clip_qkv is {config.clip_qkv}, which models/llama.py has not")
+    for key in ("sliding_window", "clip_qkv", "quantization_config"):   # few tokens do not show it
+        value = getattr(config, key, None)
+        if value is not None and key not in family.keys.values():
+            raise ValueError(f"its {key} is {value}: no {family.model_type} here has one")
     if family.fields is not None:
         fields = {"n_kv_head": 0} | family.fields | read_rope(config) | fields
     if "n_expert" in fields:
@@ -201,6 +199,15 @@ def read_rope(config) -> dict:
         raise ValueError(f"its rope_type is {rope['rope_type']!r}, models/llama.py has only "
                          f"default and llama3")
     return fields
+
+
+def unusual_keys(config) -> dict:
+    """What a config has unlike its class, apart from what an import reads and what follows."""
+    keys = [key for key in family_of(config).keys.values() if hasattr(config, key)]
+    usual = type(config)(**{key: getattr(config, key) for key in keys}).to_dict()
+    read = {config.attribute_map.get(key, key) for key in keys}
+    return {key: value for key, value in config.to_dict().items()
+            if value != usual.get(key) and key not in (read | HARMLESS)}
 
 
 def their_config(cfg: GPTConfig, **facts):
@@ -244,9 +251,7 @@ def their_config(cfg: GPTConfig, **facts):
                      f"{asdict(cfg)}")
 
 
-# ---------------------------------------------------------------------------------------------
-# One parameter
-# ---------------------------------------------------------------------------------------------
+# ---- One parameter ---------------------------------------------------------------------------
 
 
 def their_names(name: str, family: Family) -> list[str]:

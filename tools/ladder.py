@@ -1,9 +1,10 @@
 """Predict the loss of a model before it is trained: train smaller ones, the rungs, and fit a law.
 
-    python -m tools.ladder --steps 12800 --batch-size 4 --warmup-steps 100 --jobs 2 --out out/ladder
+    python -m tools.ladder --rungs 16,24,32 --n-embd 64 --n-head 4 --steps 800 --batch-size 4 \\
+        --lr 3e-3 --warmup-steps 40 --jobs 2 --out out/ladder
 
-takes train.py's flags of the target, here of the size `nano`. It trains the same model in four
-smaller widths, each on S/8, S/4, S/2 and all of its S steps, fits
+takes train.py's flags of the target, here of width 64. It trains the same model in smaller widths,
+each on S/8, S/4, S/2 and all of its S steps, fits
 
     L(N, D) = E + A N^-a + B D^-b           (tools/scaling_law.py)
 
@@ -25,10 +26,6 @@ numbers of tokens cost 1.2 times the largest. All rungs read the same batches, a
 as many tokens, so that from the rungs to the target only N grows. The rungs have the target's
 depth, and heads of about its size. The learning rate of a rung is the target's times
 sqrt(width of the target / its width).
-
-What decides whether it works: small batches and many steps, so that the losses are on a power law
-(3 tokens for each parameter at least: points with fewer are left out); text that is not repeated;
-and a back test that is as close as the prediction has to be.
 """
 import argparse
 import json
@@ -51,7 +48,6 @@ from data import TokenDataset
 from model import GPTConfig, ceil_div
 from models import SIZES, make_config
 from runtime.checks import default_lr
-from runtime.layout_checks import check_heads
 from tools.metrics import read_metrics
 from tools.scaling_law import (FEWEST_SIZES, FEWEST_TOKENS, Law, Points, back_test, check_scipy,
                                on_law, predict)
@@ -256,7 +252,6 @@ def plan(arguments: list[str]) -> tuple[LadderConfig, list[Rung], Rung]:
     base = SIZES[config.model]
     options.refuse_flags_of_others(given, base, f"--model {config.model}")
     shape = base | given
-    check_heads(shape, config.tp)
     data = TokenDataset(config.data, "train", shape["seq_len"])
     TokenDataset(config.data, "val", shape["seq_len"])      # or a run would say that it is missing
     if config.lr is None:
@@ -340,9 +335,9 @@ def draw(found: dict, file: Path) -> None:
         panel = figure.subplots()
         sizes = sorted({(row["N"], row["width"]) for row in [*rows, target]}, reverse=True)
         for (N, width), color in zip(sizes, 9 * COLORS):
-            own = [(row["D"], row["loss"]) for row in rows if row["N"] == N]
+            own = [row for row in rows if row["N"] == N]
             panel.plot(tokens, law(N, tokens), color=color, label=f"width {width}, N {short(N)}")
-            panel.plot(*zip(*own) if own else ([], []), "o", color=color)
+            panel.plot([row["D"] for row in own], [row["loss"] for row in own], "o", color=color)
         panel.errorbar(target["D"], prediction["loss"], fmt="s", color=COLORS[0],
                        yerr=prediction["high"] - prediction["loss"],
                        label=f"predicted {prediction['loss']:.3f}")
@@ -375,9 +370,8 @@ def main() -> None:
     config, rungs, target = plan(sys.argv[1:])
     print(f"rungs    {', '.join(str(rung.width) for rung in rungs)}; target {target.width}, "
           f"{target.N / rungs[-1].N:.1f} times the largest rung's N", flush=True)
-    launch = shlex.split(config.launch) if config.launch else [sys.executable]
     chains = [rung.jobs() for rung in reversed(rungs)]          # the longest first
-    failures = train_all("tools.ladder", chains, launch, config.jobs)
+    failures = train_all("tools.ladder", chains, config.launch, config.jobs)
     ended = [rung for rung in rungs if rung.points()]
     if len(ended) < FEWEST_SIZES:
         print(f"tools.ladder: {len(ended)} rungs of the {FEWEST_SIZES} that a law takes have "

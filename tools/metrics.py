@@ -1,4 +1,4 @@
-"""A run as its metrics.jsonl tells it. tools/compare.py, tools/follow.py and others read it.
+"""A run as its metrics.jsonl tells it.
 
 A resume or rollback to step k, and a row of step k + 1, make rows beyond k void that come before
 them in the file: they are left out. Events all stay.

@@ -1,6 +1,4 @@
-"""The flags of other trainers: of nanoGPT, picotron, Megatron-LM and llm.c. tools.docs writes the
-table of docs/flags.md from it.
-"""
+"""The flags of nanoGPT, picotron, Megatron-LM and llm.c, for the table of docs/flags.md."""
 # The nearest flag of each project; its value may differ. Names of picotron without dashes are keys
 # of its config.json.
 PROJECTS = ("nanoGPT", "picotron", "Megatron-LM", "llm.c")

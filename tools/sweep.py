@@ -13,7 +13,6 @@ the best validation loss over each number, with a line for each value of the oth
 """
 import dataclasses
 import itertools
-import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,8 +118,7 @@ def main() -> None:
     flags, swept, jobs = read_command(sys.argv[1:])
     check_jobs(jobs, TokenDataset(Config(**jobs[0].flags).data, "train", 1))
     print(f"sweep    {len(jobs)} runs", flush=True)
-    launch = shlex.split(flags.launch) if flags.launch else [sys.executable]
-    failures = train_all("tools.sweep", [[job] for job in jobs], launch, flags.jobs)
+    failures = train_all("tools.sweep", [[job] for job in jobs], flags.launch, flags.jobs)
     runs = compare.read_runs([str(job.out) for job in jobs])
     print(compare.compare(runs))
     for failure in failures:

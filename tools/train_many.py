@@ -1,13 +1,14 @@
-"""Train several runs of train.py, some at a time. tools.ladder and tools.sweep call it.
+"""Train several runs of train.py, some at a time.
 
-A run that has ended is not repeated. One that was killed gets the same command again, and train.py
-resumes it. One that fails or diverges does not end the others. Each run's console goes to
-console.txt in its --out.
+A run that has ended is not repeated, one that was killed is resumed, and one that fails or diverges
+does not end the others. Each run's console goes to console.txt in its --out.
 
 A process holds the file launcher.lock there, which the program that started it shares. So if that
 program is killed alone, its runs go on, and the same command given again waits for them.
 """
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,8 +26,7 @@ from tools.metrics import Run, read_metrics
 
 TRAIN = str(Path(__file__).resolve().parents[1] / "train.py")
 # Flags that change what a run computes.
-COMPARED = set(OF_TRAINING) - {"save_every", "keep", "check_every", "eval_every", "eval_answers",
-                               "max_rollbacks"}
+COMPARED = set(OF_TRAINING) - {"save_every", "keep", "check_every", "eval_every", "max_rollbacks"}
 
 
 def jobs_flag():
@@ -79,11 +79,11 @@ def check_jobs(jobs: list[Job], data: TokenDataset) -> None:
                              f"give that --data, or another --out")
 
 
-def train_all(program: str, chains: list[list[Job]], launch: list[str], at_once: int) -> list[str]:
+def train_all(program: str, chains: list[list[Job]], launch: str | None, at_once: int) -> list[str]:
     """Train chains of jobs, `at_once` at a time, each job after the one before it in its chain, by
-    a command such as [python] or [torchrun, ...]. A chain ends with a failure; these are returned,
-    in words. A signal ends the runs, which save, and the program."""
-    trainer = Trainer(launch, at_once)
+    the command `launch`. A chain ends with a failure; these are returned, in words. A signal ends
+    the runs, which save, and the program."""
+    trainer = Trainer(shlex.split(launch or shlex.quote(sys.executable)), at_once)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with ThreadPoolExecutor(at_once) as pool:
@@ -154,7 +154,7 @@ class Trainer:
             if status == 0 or self.stopping.is_set():
                 return None
             console.seek(begin)
-            return last_message(console.read().decode(errors="replace"), status)
+            return why_it_ended(console.read().decode(errors="replace"), status)
 
 
 def has_lock(file) -> bool:
@@ -168,8 +168,15 @@ def has_lock(file) -> bool:
     return True
 
 
-def last_message(text: str, status: int) -> str:
-    """The last line by which train.py says why it ends; without one, the last line of all."""
+def why_it_ended(text: str, status: int) -> str:
+    """The signal that killed train.py or, as torchrun says at the end of `text`, a rank; else the
+    last line by which train.py says why it ends; without one, the last line of all."""
+    number = -status if status < 0 else status - 128        # as a shell and srun say it
+    names = [known.name for known in signal.Signals if known == number]
+    names += re.findall(r"Signal \d+ \((?!SIGTERM)(SIG\w+)\) received", text)
+    if names or status < 0:
+        name = names[-1] if names else f"signal {number}"
+        return f"killed ({name})" + (": out of memory?" if name == "SIGKILL" else "")
     lines = [line for line in text.splitlines() if line.strip()]
     own = [line for line in lines
            if line.startswith("train.py: ") and not line.startswith("train.py: warning")]

@@ -38,13 +38,14 @@ class Work:
 
     @property
     def world(self) -> int:
-        """Processes of a layout; below 2: none is tried."""
-        return 2 if self.device == "cpu" else torch.cuda.device_count() // 2 * 2
+        """Processes of a layout, a divisor of its batch."""
+        cores_or_cards = 2 if self.device == "cpu" else torch.cuda.device_count()
+        return max(count for count in (1, 2, 4, 8) if count <= cores_or_cards)
 
 
 SMALL = dict(n_layer=6, n_head=6, n_embd=384, seq_len=256)
 WORKS = dict(
-    cuda=Work("cuda", 50257, SIZES["gpt2"], "bf16", 64, (16, 64), steps=30, warmup=10, turns=2),
+    gpu=Work("cuda", 50257, SIZES["gpt2"], "bf16", 64, (16, 64), steps=30, warmup=10, turns=2),
     cpu=Work("cpu", 257, SMALL, "fp32", 16, (2,), steps=5, warmup=2, turns=5))
 SECONDS = 300                   # the longest that a program may take
 RACES = {                       # flags of train.py; the mode of PyTorch's stack; is it compiled
@@ -74,15 +75,17 @@ def race(work: Work, folder: Path) -> Iterator[dict]:
         peak_rate = peak_flops(torch.cuda.get_device_name())
     for name, (flags, mode, compiled) in RACES.items():
         processes = 1 if mode == "single" else work.world
-        if processes == 0 or compiled and work.device == "cpu":
+        if (mode != "single" and processes == 1) or (compiled and work.device == "cpu"):
             continue
+        micro_batch = min(work.microbatches[0], work.batch // processes)
         turns = []
         try:
             for _ in range(work.turns):
-                steps, seen = train_py(work, folder, processes, *flags.split())
+                steps, seen = train_py(work, folder, processes, *flags.split(), "--micro-batch",
+                                       micro_batch)
                 peer = launch.peer(
                     processes, SECONDS, mode=mode, shape=work.shape, vocab=work.cfg.padded_vocab,
-                    batch_size=work.batch, micro_batch=work.microbatches[0], dtype=work.dtype,
+                    batch_size=work.batch, micro_batch=micro_batch, dtype=work.dtype,
                     steps=work.steps - work.warmup, warmup=work.warmup, device=work.device,
                     compile=compiled)
                 speeds = [step["tokens_per_second"] for step in steps[work.warmup:]]
@@ -112,14 +115,11 @@ def memory(work: Work, folder: Path) -> Iterator[dict]:
             except RuntimeError as error:
                 yield found | dict(error=str(error))
                 continue
-            if seen["peak"] is None:
-                yield found | dict(error="only a GPU's allocator counts")
-                return
             yield found | {"peak, GB": seen["peak"], "peak / plan": seen["peak"] / plan}
 
 
 def profile(work: Work, folder: Path) -> Iterator[dict]:
-    for flags in ("", "--compile")[:1 if work.device == "cpu" else 2]:
+    for flags in ("", "--compile"):
         try:
             _, seen = train_py(work, folder, 1, *flags.split(), "--steps", work.warmup, PROFILE="1")
             yield dict(flags=flags, kernels="\n" + seen["profile"])
@@ -135,8 +135,11 @@ def layouts(work: Work, folder: Path) -> Iterator[dict]:
                             "--micro-batch", 2, "--steps", 8, "--warmup-steps", 2, *flags,
                             NVIDIA_TF32_OVERRIDE="0")
         return np.array([step["loss"] for step in steps], float)
+    if work.world < 2:
+        yield dict(error="one GPU: layouts take two or more")
+        return
     expected = losses(1, "--device", "cpu")
-    for flags in LAYOUTS if work.world > 1 else ():
+    for flags in LAYOUTS:
         found = dict(processes=work.world, flags=flags)
         try:
             off = abs(losses(work.world, *flags.split()) / expected - 1).max()
@@ -145,7 +148,7 @@ def layouts(work: Work, folder: Path) -> Iterator[dict]:
             yield found | dict(error=str(error))
 
 
-PARTS = dict(race=race, memory=memory, profile=profile, layouts=layouts)
+PARTS = dict(gpu=(race, memory, profile, layouts), cpu=(race,))
 
 
 def in_words(found: dict) -> str:
@@ -160,28 +163,28 @@ def in_words(found: dict) -> str:
 
 
 def main() -> None:
-    parser = Parser("tools.bench", "python -m tools.bench [PART ...]", tools.bench.__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--device", choices=list(WORKS), default="cuda")
+    parser = Parser("tools.bench", "python -m tools.bench gpu|cpu [PART ...]", tools.bench.__doc__)
+    parser.add_argument("device", choices=list(PARTS), help="what is measured")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="some parts (default: all)")
     parser.add_argument("--out", default="out/bench", metavar="DIR",
                         help="for bench.txt (default %(default)s)")
     args = parser.parse_args()
+    parts = {part.__name__: part for part in PARTS[args.device]}
     for name in args.parts:
-        if name not in PARTS:
-            parser.error(f"there is no part {name!r}: there are {', '.join(PARTS)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device here: --device cpu measures two CPU cores")
-    work = WORKS[args.device]
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+        if name not in parts:
+            parser.error(f"{args.device} has no part {name!r}: it has {', '.join(parts)}")
+    if args.device == "gpu" and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device here: cpu measures two CPU cores")
+    card = torch.cuda.get_device_name() if args.device == "gpu" else "CPU"
     Path(args.out).mkdir(parents=True, exist_ok=True)
     with open(Path(args.out, "bench.txt"), "w") as page, tempfile.TemporaryDirectory() as folder:
         def write(line):
             print(line, flush=True)
             print(line, file=page, flush=True)      # what is there is safe
-        write(f"{device}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}")
-        for name in args.parts or PARTS:
+        write(f"{card}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}")
+        for name in args.parts or parts:
             write(f"\n{name}")
-            for found in PARTS[name](work, Path(folder)):
+            for found in parts[name](WORKS[args.device], Path(folder)):
                 write("    " + in_words(found))
 
 

@@ -2,8 +2,7 @@
 
     torchrun --nproc_per_node=2 -m tools.bench.pytorch_stack '{"mode": "ddp", "shape": ...}'
 
-The argument is a JSON object of arguments of `train_plain`; the modes are single, ddp and
-fsdp.
+The argument is a JSON object of arguments of `train_plain`; the modes are single, ddp and fsdp.
 """
 import functools
 import json
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+
 
 class PlainBlock(nn.Module):
     """A block as others write it, q, k and v apart."""

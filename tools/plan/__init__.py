@@ -6,7 +6,7 @@
 is OPT-175B as it was trained (Zhang et al. 2022: 147 TFLOP/s per GPU), and begins with
 
     fits     yes: 47.5 of 85 GB on rank 0, the fullest; 6% should stay free
-    run      147,660 steps in 31.4 days (27.7 to 35.2), 748,707 GPU hours; MFU 38.4%, 147 TFLOP/s
+    run      147,660 steps in 31.4 days (22.6 to 40.6), 748,707 GPU hours; MFU 38.4%, 147 TFLOP/s
 
 The flags of the model, the batch and the layout are train.py's. `--search` prints the ten fastest
 layouts that fit; flags that are given are constraints. `--json` prints the numbers of `make_plan`.
@@ -21,9 +21,9 @@ layouts that fit; flags that are given are constraints. `--json` prints the numb
     t    = sum(products) / (rate of the GPU) + FLOPs of attention / (its rate)
            + (PASSES / tp + WHOLE_PASSES) bytes of x / memory bandwidth
            + bytes of tp, cp and pp / (LINK * link speed) + HOP for each rank, none of them hidden
-           but two of the four sums of tp in a block, as TP3 in parallelism/tensor.py hides them
+           but two of the four sums of tp in a block, those of backward
 
 A product takes half a wave of tiles more, so that narrow and short ones are slow. Attention's rate
-is FlashAttention 1's, so that a plan of a long context is cautious. The constants are fitted on
-published steps; docs/planning.md says how far off they are, tests/published_runs.py has the steps.
+is FlashAttention 1's, so that a plan of a long context is cautious. docs/planning.md says what the
+constants are fitted on, and how far off they are.
 """

@@ -10,11 +10,11 @@ from base.errors import errors_in_one_line
 from base.processes import print_rank0
 from models import make_config
 from runtime.checks import check_config
-from runtime.layout_checks import check_heads
 from tools.plan.estimate import make_plan
 from tools.plan.flags import LAYOUT, OWN_FLAGS, RUN_FLAGS, PlanConfig
 from tools.plan.gpus import GPUS
-from tools.plan.report import format_command, format_plan, format_search
+from tools.plan.published_batch import with_published_batch
+from tools.plan.report import format_command, format_plan, format_search, format_trust
 from tools.plan.search import search_layouts
 
 HELP = """Plan a run of train.py on GPUs: memory, traffic, time and failures.
@@ -49,8 +49,11 @@ def answer(arguments: list[str]) -> str:
     """What the command prints. Raises ValueError on a usage error, or if --search finds nothing."""
     config, given = read_flags(arguments)
     shape = options.model_shape(vars(config))
-    check_heads(shape, config.tp)
     cfg = make_config(vocab_size=config.vocabulary, **shape)
+    source = ""
+    if "batch_size" not in given:
+        config, source = with_published_batch(config, cfg)
+        given = given | dict(batch_size=config.batch_size)
     if config.tokens is not None:
         steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
         config = replace(config, steps=steps)
@@ -64,8 +67,9 @@ def answer(arguments: list[str]) -> str:
     found = replace(config, **{name: plans[0][name] for name in LAYOUT})
     command = format_command(found, given)
     if config.search:
-        return "\n".join([*format_search(plans), command])
-    return "\n".join(format_plan(cfg, found, plans[0], command))
+        batch = [f"batch    {config.batch_size} sequences{source}"] if source else []
+        return "\n".join([*batch, *format_search(plans), format_trust(cfg, config), command])
+    return "\n".join(format_plan(cfg, found, plans[0], source, command))
 
 
 @errors_in_one_line("tools.plan")

@@ -10,7 +10,7 @@ from tools.plan.gpus import GPUSpec
 from tools.plan.memory import gpu_bytes, kinds_of_stages, memory_bytes
 from tools.plan.time import LINK, step_seconds
 from tools.plan.traffic import traffic_bytes
-from tools.scaling_law import read_law
+from tools.scaling_law import HOFFMANN, read_law
 
 HEADROOM = 0.06         # fraction of memory for temporaries, NCCL and fragmentation
 DISK = 2e9              # bytes per second of one writer, or of a machine's ranks together
@@ -64,8 +64,8 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
     nodes = max(1, config.world / config.gpus_per_node)
     saves = {"file": goodput(pause, *file_seconds(checkpoint, config), nodes, config.mtbf_hours)}
     write, read = folder_seconds(checkpoint, config, stages[0].grid.replicas)
-    saves["folder"] = goodput(write, 0.0, read, nodes, config.mtbf_hours) | dict(     # no thread
-        write_seconds=write)
+    saves["folder"] = goodput(write, 0.0, read, nodes, config.mtbf_hours)
+    saves["folder"]["write_seconds"] = write        # all of it is the pause
     return plan | dict(checkpoint_bytes=checkpoint) | saves[config.checkpoint_format] | {
         f"folder_{name}": saves["folder"][name]
         for name in ("write_seconds", "read_seconds", "interval_seconds", "goodput")}
@@ -111,22 +111,22 @@ def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
     tokens = config.steps * tokens_per_step
     flops = flops_per_token(cfg)
     active = active_parameters(cfg)             # what laws for dense models are asked about
-    optimal = compute_optimal(6 * active * tokens)
-    predicted_loss = chinchilla_loss(active, tokens)
+    name, law, of_law = "chinchilla_law", HOFFMANN, active
     if config.law is not None:
-        law = read_law(config.law)
-        multiply = active - looked_up(cfg)      # a ladder's N
-        predicted_loss = float(law(multiply, tokens))
-        del optimal["chinchilla_law"]
-        optimal["law"], _ = law.optimal(6 * multiply * tokens)
+        name, law, of_law = "law", read_law(config.law), active - looked_up(cfg)    # a ladder's N
+    best, _ = law.optimal(6 * of_law * tokens)
     return dict(
         parameters=N, active_parameters=active, tokens_per_step=tokens_per_step, tokens=tokens,
         flops_per_token=flops,
         flops_6nd=6 * active * tokens, flops_with_attention=flops * tokens,
         flops_with_recomputation=hardware_flops_per_token(cfg, config) * tokens,
         pf_days=flops * tokens / PF_DAY, compute_optimal_tokens=20 * active,
-        **{f"compute_optimal_parameters_{name}": x for name, x in optimal.items()},
-        predicted_loss=predicted_loss)
+        # Of the model that as much compute trains best: with 20 tokens for each parameter (Hoffmann
+        # et al. 2022, table 3), by Kaplan et al. 2020 (table 6; too large), and by the law.
+        compute_optimal_parameters_chinchilla=math.sqrt(active * tokens / 20),
+        compute_optimal_parameters_kaplan=1.3e9 * (6 * active * tokens / PF_DAY) ** 0.73,
+        **{f"compute_optimal_parameters_{name}": float(best)},
+        predicted_loss=float(law(of_law, tokens)))
 
 
 def goodput(pause: float, write: float, read: float, nodes: float, mtbf_hours: float) -> dict:
@@ -134,9 +134,9 @@ def goodput(pause: float, write: float, read: float, nodes: float, mtbf_hours: f
     best interval between checkpoints (Daly 2006, equations 20 and 37; Young's of 1974,
     sqrt(2 M pause), is its first term).
 
-    Training pauses for `pause` seconds; then threads write for `write` seconds, one checkpoint at a
-    time. A failure costs the restart, the `read` seconds, and the progress since the last whole
-    checkpoint, which is a write's time older than the last.
+    Training pauses for `pause` seconds; then a thread writes for `write` seconds, one checkpoint at
+    a time. (A folder is written in the pause.) A failure costs the restart, the `read` seconds, and
+    the progress since the last whole checkpoint, which is a write's time older than the last.
     """
     M = mtbf_hours * 3600 / nodes           # seconds between two failures of the job
     root = min(1.0, math.sqrt(pause / (2 * M)))
@@ -146,21 +146,3 @@ def goodput(pause: float, write: float, read: float, nodes: float, mtbf_hours: f
                 / -math.expm1(-(interval + pause) / M))
     return dict(failure_hours=M / 3600, pause_seconds=pause, write_seconds=write,
                 read_seconds=read, interval_seconds=interval, goodput=progress)
-
-
-def chinchilla_loss(parameters: float, tokens: float) -> float:
-    """Loss in nats per token that a good run of this size reaches on text of the web: the law that
-    Hoffmann et al. 2022 fitted, equation 10 (their tokenizer, 32000 tokens)."""
-    return 1.69 + 406.4 / parameters ** 0.34 + 410.7 / tokens ** 0.28
-
-
-def compute_optimal(flops: float) -> dict[str, float]:
-    """Parameters N of the model with the lowest loss that 6 N D = `flops` can buy, by three laws:
-
-    chinchilla      20 tokens per parameter (Hoffmann et al. 2022, table 3, and Chinchilla itself)
-    chinchilla_law  the minimum of `chinchilla_loss` (equation 4 there, with rounded constants)
-    kaplan          1.3e9 PF-days^0.73 (Kaplan et al. 2020, table 6), without embeddings: too large
-    """
-    return dict(
-        chinchilla=math.sqrt(flops / 6 / 20), kaplan=1.3e9 * (flops / PF_DAY) ** 0.73,
-        chinchilla_law=(0.34 * 406.4 / (0.28 * 410.7) * (flops / 6) ** 0.28) ** (1 / 0.62))

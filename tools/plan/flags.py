@@ -26,11 +26,11 @@ VOCABULARIES = {
     "qwen3-30b-a3b": 151936, "qwen3-235b-a22b": 151936}
 
 
-
-
 @dataclass(frozen=True)
 class PlanConfig(options.Config):
     """train.py's flags, of which RUN_FLAGS count here, and the plan's own."""
+    batch_size: int = flag(16, "sequences per step; for a model of 60M parameters or more as many "
+                           "tokens as GPT-3's of its size had", low=1, group="optimization")
     world: int = flag(None, "GPUs (required)", low=1, group="plan")
     gpu: gpu_name = flag(None, "kind of GPU (required): " + ", ".join(GPUS) + ", or TFLOP/s:GB:"
                         "GB/s of another", form="NAME")
@@ -76,7 +76,7 @@ class PlanConfig(options.Config):
 
     @property
     def recomputes_attention(self) -> bool:
-        """Whether backward computes attention once more, and nothing else of a block (CP3)."""
+        """Whether backward computes attention once more, and nothing else of a block."""
         return self.cp > 1 and not self.recompute
 
 

@@ -3,8 +3,8 @@
     --gpu h100, --gpu "NVIDIA GeForce RTX 4090"
     --gpu 165:24:1008                                                 another: TFLOP/s:GB:GB/s
 
-A card without NVLink talks to its machine's others through PCIe, at 32 GB/s (version 4, 16 lanes),
-or 64 (version 5). A bridge of NVLink between two RTX 3090 or A6000 is not counted.
+A card without NVLink talks to its machine's others through PCIe, at 32 GB/s (version 4, 16 lanes)
+or 64 (version 5), also two RTX 3090 or A6000 that have a bridge.
 """
 import argparse
 import re

@@ -94,8 +94,6 @@ def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Stage], li
     return stages, [kinds.index(kind) for kind in kind_of]
 
 
-# ---- Memory ----------------------------------------------------------------------------------
-
 def memory_bytes(stage: Stage, on_gpu: bool = True) -> dict:
     """Peak memory of this rank in bytes, by kind; what --offload keeps on the host has the prefix
     host_."""

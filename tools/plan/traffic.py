@@ -21,7 +21,7 @@ def gradient_rings(stage: Stage) -> int:
 def traffic_bytes(stage: Stage) -> dict:
     """Bytes that this rank sends in a step, by kind:
 
-        tp          see `tensor_parallel_bytes`; of mixtures also `tensor_parallel_bytes_of_experts`
+        tp          `tensor_parallel_bytes`; of mixtures also `tensor_parallel_bytes_of_experts`
         cp          K and V of a block, (B, T, K D / tp), forward and again in backward; the sum of
                     their gradients; of mixtures how many tokens chose each expert, (B, E) integers
         pp          1 / tp of x (B, T / cp, C) forward, of its gradient backward, of each chunk
@@ -132,24 +132,19 @@ def tensor_parallel_bytes_of_experts(stage: Stage) -> float:
     return total
 
 
-def rings_of_block(config) -> int:
-    """How often x (B, T / cp, C) goes around the tensor-parallel ranks for a microbatch and a
-    block: 4 all-reduces, each of two rings, and with recomputation 1 more.
-    Sequence parallelism gathers the input of 2 matrices again, of 3 with recomputation."""
-    rings = 10 if config.recompute else 8
-    if config.sequence_parallel:
-        rings += 3 if config.recompute else 2
-    return rings
-
-
 def tensor_parallel_bytes(stage: Stage) -> float:
-    """`rings_of_block`; an all-reduce of the embedding, and one of the head; 3 numbers a position
-    for the loss. Sequence parallelism: the gradients of what is replicated are summed; without it,
-    of norms of heads alone. A norm over all heads of q, or of k, sums a number for each position,
-    and its gradient. Ranks that share a head of k and v exchange them (B, T / cp, 2 D) and their
-    gradients, and of a norm over all heads its D weights."""
+    """Of a block 4 all-reduces of x (B, T / cp, C), each of two rings, and with recomputation 1
+    more; sequence parallelism gathers the input of 2 matrices again, of 3 with recomputation. An
+    all-reduce of the embedding, and one of the head; 3 numbers a position for the loss. Sequence
+    parallelism: the gradients of what is replicated are summed; without it, of norms of heads
+    alone. A norm over all heads of q, or of k, sums a number for each position, and its gradient.
+    Ranks that share a head of k and v exchange them (B, T / cp, 2 D) and their gradients, and of a
+    norm over all heads its D weights."""
     config, grid = stage.config, stage.grid
-    rings = rings_of_block(config) * stage.layers + 2 * grid.is_first + 2 * grid.is_last
+    of_block = 10 if config.recompute else 8
+    if grid.sequence_parallel:
+        of_block += 3 if config.recompute else 2
+    rings = of_block * stage.layers + 2 * grid.is_first + 2 * grid.is_last
     per_microbatch = rings * ring(grid.tp, stage.x * config.size)
     if grid.is_last:
         per_microbatch += 2 * ring(grid.tp, 3 * config.master_size * stage.positions)

@@ -1,19 +1,57 @@
-"""How a checkpoint gets its name. It is written under another name, flushed to the disk, then
-renamed. So a name belongs to a whole file or folder at each moment, also when the process is killed
-or the power fails. checkpoint.py writes files by it, runtime/folder_writer.py folders, and tools
-both.
+"""Files and folders on a disk, which may fill up, fail for a while, or lose its power.
+
+A checkpoint is written under another name, flushed to the disk, then renamed. So a name belongs to
+a whole file or folder at each moment, also when the process is killed or the power fails. Reading
+is tried again, because a disk behind a network may fail for a while.
 """
+import errno
 import os
 import shutil
+import time
 from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from base.errors import WriteFailed, is_failure
+from base.errors import RunError, WriteFailed, is_failure, out_of_memory
 from base.processes import warn
-from base.retries import first_cause
-from parallelism.collectives import PeerError, out_of_memory
+
+RETRY_SECONDS = (0, 0.2, 1, 3)      # waits before each attempt to read
+
+
+class ReadFailed(RunError, OSError):
+    """The file system failed repeatedly. The file itself may be whole."""
+
+
+def retry_transient(read):
+    """Decorator of functions that read a path: try again after an error of the file system, which
+    a network may cause for a while. Raises ReadFailed if the error persists: the file must not be
+    passed over as damaged."""
+    @wraps(read)
+    def read_with_retries(path: Path, *args):
+        for seconds in RETRY_SECONDS:
+            time.sleep(seconds)
+            try:
+                return read(path, *args)
+            except (FileNotFoundError, PermissionError):
+                raise
+            except OSError as error:
+                if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):        # a mistake in the path
+                    raise
+                reason = error.strerror
+        raise ReadFailed(f"{path} could not be read ({reason}): start again when the file system "
+                         f"works")
+    return read_with_retries
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The system's error, or that of a lost peer, which zipfile and torch's zip writer hide behind
+    their own."""
+    while error.__context__ is not None and not isinstance(error, dist.DistError):
+        error = error.__context__
+    return error
 
 
 def write_file(state: dict, aside: Path, path: Path) -> None:
@@ -37,7 +75,7 @@ def flushed_file(path: Path, mode: str = "wb"):
 @contextmanager
 def writing(aside: Path, path: Path):
     """The block writes a checkpoint as `aside` and renames it to `path`. If it cannot, remove what
-    it has written. Raises OSError, or PeerError if a rank that sends its pieces is gone, and the
+    it has written. Raises OSError, or DistError if a rank that sends its pieces is gone, and the
     allocator's own error if memory is too small."""
     try:
         yield
@@ -47,7 +85,7 @@ def writing(aside: Path, path: Path):
         else:
             aside.unlink(missing_ok=True)
         cause = first_cause(error)
-        if isinstance(cause, PeerError) or out_of_memory(cause):
+        if isinstance(cause, dist.DistError) or out_of_memory(cause):
             raise cause
         status = 1 if is_failure(cause) else 2
         raise WriteFailed(f"{path} could not be written: {cause}", status) from error

@@ -10,7 +10,7 @@ A parameter is cut twice:
                                    bucket end
 
 Each number of the model has one owner (buckets.is_owner). A file has the pieces joined again. For a
-folder each rank cuts its own into chunks of the full tensor (chunks.py).
+folder each rank cuts its own into chunks of the full tensor (base/checkpoint_folder.py).
 """
 from collections.abc import Iterator
 from typing import NamedTuple
