@@ -124,8 +124,8 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     config, model_config = check_config(config, shape, vocab_size, world, device_type)
     if state is not None:
         check_data(given, state, file, data, config, weights_only)
+    resumed = None if weights_only else state
     if config.epochs is not None and not config.eval_only:
-        resumed = None if weights_only else state
         config = dataclasses.replace(config, steps=steps_of_epochs(config, data, resumed))
     if resumed is not None and not config.eval_only and config.steps > resumed["step"]:
         seed = resumed["config"]["seed"]
