@@ -88,8 +88,10 @@ def reader_of(f: dataclasses.Field):
     def read(text):
         value = kind(text)
         if low is not None and not low <= value < below:
-            limit = "finite" if below == math.inf else f"below {below}"
-            raise argparse.ArgumentTypeError(f"{text} must be at least {low} and {limit}")
+            limit = "" if below == math.inf else f" and below {below}"
+            if value == math.inf:
+                limit = " and finite"
+            raise argparse.ArgumentTypeError(f"{text} must be at least {low}{limit}")
         return value
     read.__name__ = kind.__name__       # which argparse shows for a value of another kind
     return read
