@@ -83,7 +83,8 @@ class GPTConfig:
 
 
 class Dropout(nn.Module):
-    """F.dropout in training mode, with a mask that is a function of (dropout_seed, name)."""
+    """F.dropout of x (B, ...) in training mode. The mask of row i is a function of
+    (dropout_seed + i, name), whatever other rows are beside it."""
 
     def __init__(self, p: float, *name):
         super().__init__()
@@ -92,8 +93,13 @@ class Dropout(nn.Module):
     def forward(self, x, dropout_seed=None):
         if self.p == 0 or not self.training:
             return x
-        seed_dropout(x.device, dropout_seed, *self.name)
-        return F.dropout(x, self.p)
+        if dropout_seed is None:
+            return F.dropout(x, self.p)
+        mask = torch.empty_like(x)
+        for i, row in enumerate(mask):
+            seed_dropout(x.device, dropout_seed + i, *self.name)
+            row.bernoulli_(1 - self.p)
+        return x * mask.div_(1 - self.p)
 
 
 def empty_embedding(rows: int, channels: int) -> nn.Embedding:
@@ -132,12 +138,20 @@ class CoreAttention(Dropout):
     part = 0        # which part of the heads this is: each draws dropout masks of its own
 
     def forward(self, q, k, v, dropout_seed=None, mask=None):
-        p = self.p if self.training else 0.0
-        if p > 0:
-            seed_dropout(q.device, dropout_seed, *self.name, self.part)
+        if self.p == 0 or not self.training or dropout_seed is None:
+            return self.attend(q, k, v, mask)
+        masks = [mask] * len(q) if mask is None or mask.dim() == 2 else mask.split(1)
+        outputs = []
+        for i, row in enumerate(zip(q.split(1), k.split(1), v.split(1), masks)):
+            seed_dropout(q.device, dropout_seed + i, *self.name, self.part)
+            outputs.append(self.attend(*row))
+        return torch.cat(outputs)
+
+    def attend(self, q, k, v, mask):
         is_causal = mask is None and q.shape[2] > 1
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal,
-                                              dropout_p=p, enable_gqa=q.shape[1] > k.shape[1])
+                                              dropout_p=self.p if self.training else 0.0,
+                                              enable_gqa=q.shape[1] > k.shape[1])
 
 
 class Attention(nn.Module):
@@ -237,7 +251,8 @@ class GPT(nn.Module):
     def forward(self, x, targets=None, dropout_seed=None, positions=None):
         """tokens (B, T) -> logits (B, T, V), or the summed loss in nats given targets (B, T).
 
-        In training mode all dropout masks are a function of `dropout_seed`, an int, if it is given.
+        In training mode the dropout masks of row i are a function of `dropout_seed` + i, an int,
+        if it is given.
         If a row holds several packed texts, `positions` (B, T) restart at 0 with each of them.
         """
         mask = None if positions is None else mask_of_packed(positions)
@@ -305,12 +320,10 @@ def derive_seed(*what) -> int:
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little") >> 1
 
 
-def seed_dropout(device: torch.device, dropout_seed: int | None, *name) -> None:
+def seed_dropout(device: torch.device, dropout_seed: int, *name) -> None:
     """Make the next dropout mask on `device` a function of (dropout_seed, name), so that it can be
-    drawn again. Without a dropout_seed, the default generator is used. torch.manual_seed would
-    seed the generators of all devices, which takes 0.4 to 2 ms with a GPU."""
-    if dropout_seed is None:
-        return
+    drawn again. torch.manual_seed would seed the generators of all devices, which takes 0.4 to 2 ms
+    with a GPU."""
     if device.type == "cpu":
         generator = torch.default_generator
     elif device.type == "mps":

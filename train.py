@@ -106,8 +106,6 @@ def learning_rate(config: Config, step: int) -> float:
         decay_start = max(decay_start, config.steps - round(config.decay_ratio * config.steps))
     if step <= decay_start:
         return config.lr
-    if step >= config.steps:
-        return config.lr * config.min_lr_ratio
     done = (step - decay_start) / (config.steps - decay_start)      # of the decay: 0 to 1
     if config.lr_schedule == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * done))

@@ -1,4 +1,4 @@
-"""What the book stands on: what a program needs before it knows of any run, one concern a file.
+"""What every program needs first, before it knows of any run, one concern a file.
 Every room above calls it. It calls model.py, the models' tables and amp.py:
 
     commandline, options, sample_flags  flags, and the mistakes in them

@@ -1,6 +1,5 @@
 """The files of checkpoints: which a directory has, which is the newest, which are removed, and how
-one is read from a disk that may fail. checkpoint.py says what a file holds, checkpoint_folder.py
-what a folder does.
+one is read from a disk that may fail. (What they hold: checkpoint.py, checkpoint_folder.py.)
 
 Reading fails in three ways, which differ in what to do:
 

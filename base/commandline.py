@@ -8,9 +8,8 @@
     add_flags(parser, Flags)
     flags = Flags(**parser.parse(sys.argv[1:]))
 
-The fields of a dataclass are the flags of train.py, data.py, sample.py and tools.plan. Their types,
-ranges and choices are checked here, and --help is made of them. The other tools add their arguments
-to a Parser. A wrong command line ends in one line.
+Types, ranges and choices of the fields are checked here, and --help is made of them. Some tools add
+their arguments to a Parser. A wrong command line ends in one line.
 """
 import argparse
 import dataclasses
@@ -88,8 +87,10 @@ def reader_of(f: dataclasses.Field):
     def read(text):
         value = kind(text)
         if low is not None and not low <= value < below:
-            limit = "finite" if below == math.inf else f"below {below}"
-            raise argparse.ArgumentTypeError(f"{text} must be at least {low} and {limit}")
+            limit = "" if below == math.inf else f" and below {below}"
+            if value == math.inf:
+                limit = " and finite"
+            raise argparse.ArgumentTypeError(f"{text} must be at least {low}{limit}")
         return value
     read.__name__ = kind.__name__       # which argparse shows for a value of another kind
     return read

@@ -18,17 +18,18 @@ class Config:
                     choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
     model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model",
                       form="NAME")
-    n_layer: int = flag(None, "blocks (this and the next fourteen override --model)", low=1)
+    n_layer: int = flag(None, "blocks; a flag of the model overrides --model", low=1)
     n_head: int = flag(None, "attention heads", low=1)
     n_embd: int = flag(None, "channels", low=1)
     seq_len: int = flag(None, "context length, in tokens", low=1)
     activation: str = flag(None, "activation of the MLP; a GPT has gelu or relu",
                            choices=["gelu", "relu", "silu", "gelu_erf"])
-    n_kv_head: int = flag(None, "not of a GPT, as the next three: heads of keys and values", low=1)
+    dropout: float = flag(0.0, "probability on embeddings, attention, residuals", low=0, below=1)
+    n_kv_head: int = flag(None, "heads of keys and values", low=1, group="models but GPTs")
     head_dim: int = flag(None, "channels of a head", low=1)
     hidden: int = flag(None, "channels in the MLP", low=1)
     rope_theta: float = flag(None, "base of the rotary positions", low=1)
-    n_expert: int = flag(None, "of a mixture alone, as the next five: experts of a block", low=1)
+    n_expert: int = flag(None, "experts of a block", low=1, group="mixtures of experts")
     n_active: int = flag(None, "experts that a token uses", low=1)
     shared_hidden: int = flag(None, "hidden channels of one more expert, which computes every "
                               "token; 0: none", low=0)
@@ -36,7 +37,6 @@ class Config:
     z_loss: float = flag(None, "factor of the squared logarithm of the router's sum", low=0)
     balance_bias: float = flag(None, "speed of the router's bias, which balances in place of "
                                "--balance-loss; 0: no bias", low=0)
-    dropout: float = flag(0.0, "probability on embeddings, attention, residuals", low=0, below=1)
     batch_size: int = flag(16, "global batch size: sequences per step", low=1, group="optimization")
     batch_ramp: str = flag(None, "ramp the batch from START to --batch-size in INCREMENTs over "
                            "SEQUENCES; none: no ramp", form="START:INCREMENT:SEQUENCES")

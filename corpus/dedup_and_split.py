@@ -136,7 +136,8 @@ def measure_documents(files, seed: int, field: str | None, min_hash: MinHash | N
             size += len(raw)
             has_text = has_text or not text.isspace()
             marks += text.count(EOT)
-            if len(beginning) < MOST_BYTES and not isinstance(text, SystemText):
+            is_compared = min_hash is not None and not isinstance(text, SystemText)
+            if is_compared and len(beginning) < MOST_BYTES:
                 beginning += text
             count_bytes(len(raw))
         table += (before_answer + digest.digest())[:16]

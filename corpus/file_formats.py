@@ -59,7 +59,7 @@ def not_whole(path: Path, reason) -> ValueError:
 
 
 def read_table(path: Path, column: str | None):
-    """Yield the rows of a table, {column: value}: of this column if it has it. Raises ValueError."""
+    """Yield the rows of a table, {column: value}, of this column if there. Raises ValueError."""
     pyarrow = import_optional(path, "pyarrow")
     try:
         for batch in read_batches(path, column):

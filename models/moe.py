@@ -64,7 +64,10 @@ class Router(nn.Module):
 
         load     (B, E)   how many tokens of each sequence chose an expert
         losses   ()       the balancing loss and z_loss, summed over the tokens
+
+    Padding (`is_text` (B, T) is False; None: there is none) is in neither of them.
     """
+    is_text = None
 
     def __init__(self, cfg: MoEConfig):
         super().__init__()
@@ -78,7 +81,7 @@ class Router(nn.Module):
         logits, scores, weights, chosen = self.choose(x)
         if torch.is_grad_enabled():
             self.load = self.count(chosen)
-            self.losses = self.balance_loss(scores, self.load, x.shape[1]) + self.z_loss(logits)
+            self.losses = self.sum_losses(logits, scores, self.load, x.shape[1])
         return weights, chosen
 
     def choose(self, x):
@@ -99,27 +102,48 @@ class Router(nn.Module):
         return ranked.topk(self.cfg.n_active).indices
 
     def count(self, chosen):
-        """(B, E): how many tokens of each sequence chose an expert."""
-        return count_choices(chosen.flatten(1), self.cfg.n_expert)          # of (B, T K)
+        """(B, E): how many tokens of each sequence chose an expert, without padding."""
+        counted = torch.ones_like(chosen)
+        if self.is_text is not None:
+            counted = counted * self.own_text().unsqueeze(-1)
+        return count_choices(chosen.flatten(1), self.cfg.n_expert, counted.flatten(1))
+
+    def own_text(self):
+        """`is_text` of the positions of x. (parallelism/experts.py cuts it.)"""
+        return self.is_text
+
+    def sum_losses(self, logits, scores, counts, positions):
+        """The losses summed over these tokens, whose scores are (B, T, E). `counts` (B, E) are of
+        whole sequences of `positions` tokens; no gradient flows into them. In a sequence with
+        padding the mean over its text counts for all positions."""
+        squares = logits.logsumexp(-1).square()                             # (B, T)
+        if self.is_text is not None:
+            choices = counts.sum(1, keepdim=True).clamp(min=1)              # (B, 1)
+            length = choices.to(scores.dtype) / self.cfg.n_active
+            weights = self.own_text() * positions / length                  # (B, T)
+            scores, squares = scores * weights.unsqueeze(-1), squares * weights
+            positions = length
+        return self.balance_loss(scores, counts, positions) + self.cfg.z_loss * squares.sum()
 
     def balance_loss(self, scores, counts, positions):
-        """The balancing loss summed over these tokens, whose scores are (B, T, E). `counts` (B, E)
-        are those of whole sequences of `positions` tokens; no gradient flows into them."""
+        """The balancing loss of sequences that have so many tokens of text, () or (B, 1)."""
         factor = self.cfg.balance_loss * self.cfg.n_expert / (self.cfg.n_active * positions)
-        return factor * (counts * scores.sum(1)).sum()
-
-    def z_loss(self, logits):
-        """z_loss summed over these tokens."""
-        if self.cfg.z_loss == 0:
-            return 0.0
-        return self.cfg.z_loss * logits.logsumexp(-1).square().sum()
+        return (factor * (counts * scores.sum(1))).sum()
 
 
-def count_choices(chosen: torch.Tensor, n_expert: int) -> torch.Tensor:
-    """chosen (..., n) -> (..., E): how often each expert is among the n. (On a GPU `bincount` would
-    wait for the result.)"""
+def count_choices(chosen: torch.Tensor, n_expert: int,
+                  counted: torch.Tensor | None = None) -> torch.Tensor:
+    """chosen (..., n) -> (..., E): how often each expert is among the n, or among those that are 1
+    and not 0 in `counted`. (On a GPU `bincount` would wait for the result.)"""
     counts = chosen.new_zeros(*chosen.shape[:-1], n_expert)
-    return counts.scatter_add_(-1, chosen, torch.ones_like(chosen))
+    return counts.scatter_add_(-1, chosen, torch.ones_like(chosen) if counted is None else counted)
+
+
+def is_text(mask: torch.Tensor) -> torch.Tensor:
+    """The mask (B, 1, T, T) of packed texts -> whether a position is of a text, bool (B, T). A
+    position of padding does not attend to the one before it, nor the next one to it."""
+    continues = mask.diagonal(-1, 2, 3).squeeze(1)                          # (B, T - 1)
+    return F.pad(continues, (1, 0)) | F.pad(continues, (0, 1))
 
 
 class ExpertLinear(nn.Module):
@@ -205,6 +229,10 @@ class Block(llama.Block):
         super().__init__(cfg, layer)
         self.mlp = Mixture(cfg)
 
+    def forward(self, x, dropout_seed=None, mask=None):
+        self.mlp.router.is_text = None if mask is None else is_text(mask)
+        return super().forward(x, dropout_seed, mask)
+
 
 class MoE(Llama):
     """The whole model. Given targets, its value is the cross-entropy alone. Its gradient is that of
@@ -261,12 +289,26 @@ class MoEConfig(LlamaConfig):
         return MoE(self)
 
 
-# balance_loss is that of their config.json. There the loss is of a microbatch, here of a sequence.
+# The losses as their programs count them; `with_own_losses` converts them to ours.
 FAMILIES = {
     "mixtral": dict(rope_theta=1e6, balance_loss=0.02),
-    "olmoe": dict(normalised=False, norm_all_heads=True, z_loss=0.001),
+    "olmoe": dict(normalised=False, norm_all_heads=True, balance_loss=0.01, z_loss=0.001),
     "qwen3-moe": llama_sizes.FAMILIES["qwen3"] | dict(balance_loss=0.001),
 }
+
+
+def with_own_losses(shape: dict) -> dict:
+    """The fields of a model whose factors of losses are those of its family, or of its config.json,
+    with ours, which multiply sums over the layers.
+
+    transformers multiplies router_aux_loss_coef by K times ours, of all layers' tokens in one pool.
+    For one layer the losses are equal. For several, with random routers, theirs is 1.2 to 1.3 times
+    ours. OLMo's program (megablocks, its branch `olmoe`) divides z_loss by the layers and by K."""
+    n_layer, n_active = shape["n_layer"], shape["n_active"]
+    return shape | dict(balance_loss=shape["balance_loss"] * n_active / n_layer,
+                        z_loss=shape.get("z_loss", 0.0) / (n_layer * n_active))
+
+
 # As in llama_sizes.py, with n_expert and n_active after `hidden`.
 _TABLE = {
     "moe-nano": ("mixtral", 2, 4, 2, 192, 256, 8, 2, 128, 2e-3, dict(rope_theta=1e4)),
@@ -278,6 +320,6 @@ _TABLE = {
                         dict(head_dim=128)),
 }
 _FIELDS = ("n_layer", "n_head", "n_kv_head", "n_embd", "hidden", "n_expert", "n_active", "seq_len")
-SIZES = {name: FAMILIES[family] | dict(zip(_FIELDS, shape)) | others
+SIZES = {name: with_own_losses(FAMILIES[family] | dict(zip(_FIELDS, shape)) | others)
          for name, (family, *shape, _, others) in _TABLE.items()}
 PEAK_LR = {name: row[-2] for name, row in _TABLE.items()}

@@ -163,9 +163,9 @@ def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
 
 
 def set_factors(model: GPT, loss_factor: float, token_factor: float) -> None:
-    """Begin a step: by what the head's loss and the losses of routers, which are means over all
-    tokens, are multiplied. The parallel head uses its factor in forward. When backward tells it the
-    same factor, it is not applied again. This also sets head.norms and the routers' loads to 0."""
+    """Begin a step: by what the head's loss and the routers' losses, means over all tokens, are
+    multiplied. The parallel head uses its factor in forward; the same factor in backward is not
+    applied again. This also sets head.norms and the routers' loads to 0."""
     for module in model.modules():
         if hasattr(module, "set_loss_factor"):
             module.set_loss_factor(loss_factor)

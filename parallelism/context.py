@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, CoreAttention, seed_dropout
+from model import GPT, CoreAttention
 from models.llama import Rotary
 from models.window import with_window
 from parallel import own_positions
@@ -95,13 +95,14 @@ class ContextParallelAttention(CoreAttention):
 
     def forward(self, q, k, v, dropout_seed=None, mask=None):
         """With dropout each rank has a seed of its own. A mask (B, 1, T, T) is of all positions."""
-        p = self.p if self.training else 0.0
-        if p > 0:
-            seed_dropout(q.device, dropout_seed, *self.name, self.part)
         k, v = _GatherKeysAndValues.apply(k, v, self.grid)          # 2 of (B, H, T, D)
         if self.window > 0:
             mask = with_window(mask, self.window, k.shape[2], k.device)
+        return super().forward(q, k, v, dropout_seed, mask)
+
+    def attend(self, q, k, v, mask):
         outputs = []
+        p = self.p if self.training else 0.0
         rank, cp = self.grid.cp_rank, self.grid.cp
         for piece, q_piece in zip([rank, 2 * cp - 1 - rank], q.chunk(2, dim=2)):
             n = q_piece.shape[2]

@@ -46,10 +46,11 @@ import torch
 import torch.nn as nn
 
 from models.moe import Experts, Router
+from parallel import own_positions
 from parallelism.all_heads_norm import norm_of_heads
 from parallelism.collectives import WithGradient, all_reduce, all_to_all, sum_dtype
 from parallelism.kernels import expert_linear, expert_weight_grad
-from parallelism.sequence import gather_positions, sum_over_ranks
+from parallelism.sequence import cut_positions, gather_positions, sum_over_ranks
 from parallelism.tensor import TensorParallel, reduce
 
 # ---- Router ---------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class ParallelRouter(Router):
             return weights, chosen
         own = self.count(chosen)
         counts, positions = self.share(own, x.shape[1])
-        losses = self.balance_loss(scores, counts, positions) + self.z_loss(logits)
+        losses = self.sum_losses(logits, scores, counts, positions)
         weights = _AddLosses.apply(weights, losses, self.token_factor)
         count_in = partial(self.count_in, own.sum(0), losses.detach())
         return _InBackward.apply(weights, self.bias, count_in), chosen
@@ -128,6 +129,10 @@ class ParallelRouter(Router):
         if self.grid.tp_rank > 0:
             chosen.zero_()
         return all_reduce(chosen, self.grid.groups["tp"]).wait()
+
+    def own_text(self):
+        text = own_positions(self.is_text, self.grid.cp_rank, self.grid.cp)
+        return cut_positions(text, self.grid) if self.has_own_positions else text
 
     def share(self, counts, positions):
         """EP3: the counts of whole sequences, and their length."""

@@ -11,8 +11,7 @@
                                         rows, which the host awaits
 
 Elsewhere these functions call PyTorch's own: the first two in fp32 and fp64, the first three on
-GPUs, the last one on CPUs. model.py calls PyTorch alone: `use_kernels` lets its modules compute by
-these functions.
+GPUs, the last one on CPUs. model.py calls PyTorch alone: `use_kernels` changes that.
 """
 from functools import partial
 from typing import Callable

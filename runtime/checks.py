@@ -122,7 +122,13 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     config, model_config = check_config(config, shape, vocab_size, world, device_type)
     if state is not None:
         check_data(given, state, file, data, config, weights_only)
+    resumed = None if weights_only else state
     if config.epochs is not None and not config.eval_only:
-        resumed = None if weights_only else state
         config = dataclasses.replace(config, steps=steps_of_epochs(config, data, resumed))
+    if resumed is not None and not config.eval_only and config.steps > resumed["step"]:
+        seed = resumed["config"]["seed"]
+        if config.seed != seed:
+            raise ValueError(f"{file} has read its data in the order of seed {seed}; in that of "
+                             f"--seed {config.seed} it would read some of it again: "
+                             f"{new_run_advice(given)}; to go on drop --seed")
     return config, model_config

@@ -63,20 +63,21 @@ class Loader:
         return microbatches
 
     def dropout_seed(self, step: int, microbatch: int) -> int | None:
-        """Ranks with the same activations must draw the same dropout masks. Ranks with different
-        rows or positions must not. The ranks of a cp group have different positions, and with
-        sequence parallelism those of a tp group do. None without dropout: --compile would compile
-        again for a number that changes."""
+        """The seed of a microbatch's first row: it belongs to the row of the batch, so dp and the
+        size of a microbatch change no mask. Ranks with the same activations must draw the same
+        masks. Ranks with different positions must not: those of a cp group, and with sequence
+        parallelism of a tp group. None without dropout: --compile would compile again for a number
+        that changes."""
         grid = self.run.grid
         if self.run.model_config.dropout == 0:
             return None
-        number = microbatch * grid.dp + grid.dp_rank        # of the microbatch, in the whole batch
-        key = [self.run.config.seed, step, number]
+        first_row = (microbatch * grid.dp + grid.dp_rank) * self.run.config.micro_batch
+        key = [self.run.config.seed, step]
         if grid.cp > 1:
             key.append(grid.cp_rank)
         if grid.sequence_parallel:
             key.append(grid.tp_rank)
-        return derive_seed(*key)
+        return derive_seed(*key) + first_row
 
 
 def as_tensors(rows: tuple) -> list:

@@ -144,6 +144,7 @@ class PlainRun:
         start = time.perf_counter()
         for loss, norm in training:
             self.seconds = time.perf_counter() - start
+            self.log.end_step(self.seconds, self.config.batch_size)
             self.finished_step += 1
             if not math.isfinite(norm):
                 raise RunError(f"step {self.finished_step} has loss {loss} and gradient norm "
@@ -165,7 +166,6 @@ class PlainRun:
         if "val_loss" in row:
             row["bits_per_byte"] = bits_per_byte(row["val_loss"],
                                                  self.val_data.meta["bytes_per_token"])
-        self.log.recent_seconds.append(self.seconds)
         self.log.print_step(self, row)
         self.log.write_row(self, row)
 

@@ -11,6 +11,7 @@ from itertools import zip_longest
 
 import torch
 
+from base.batch_ramp import sequences_after
 from base.flops import flops_per_token, peak_flops
 from base.processes import print_rank0
 from data import Batch
@@ -28,7 +29,9 @@ class RunLog:
 
     def __init__(self, metrics: Metrics):
         self.metrics = metrics
-        self.recent_seconds = deque(maxlen=20)      # of the last steps
+        self.recent_seconds = deque(maxlen=20)      # of a sequence, in the last steps
+        self.step_ended_at = None       # in seconds, as the others
+        self.evaluation_seconds = None  # of the last evaluation
         self.printed_at = None          # when a step's line was last printed, in seconds
         self.shown_at = -math.inf       # when that or the line of a terminal was
         self.on_terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -39,9 +42,14 @@ class RunLog:
         if line is not None:
             print_rank0(line)
 
+    def end_step(self, seconds: float, batch_size: int) -> None:
+        """Note the time of a step that has just ended. `time_left` needs it."""
+        self.recent_seconds.append(seconds / batch_size)
+        self.step_ended_at = time.monotonic()
+
     def new_row(self, run, batch: Batch, stats, lr: float, seconds: float) -> dict:
         """The row of metrics.jsonl of a step that took `seconds`; `stats`: its StepStats."""
-        self.recent_seconds.append(seconds)
+        self.end_step(seconds, batch.size)
         seq_len = run.model_config.seq_len
         return dict(
             step=batch.step, tokens=run.batches.sequences_trained * seq_len, loss=stats.loss,
@@ -55,7 +63,6 @@ class RunLog:
         beside these how far the run has come, in a line that the next one replaces."""
         config, step = run.config, row["step"]
         now = time.monotonic()
-        seconds = statistics.median_low(self.recent_seconds)
         is_due = config.is_due(step, config.eval_every)
         if config.log_every is not None:
             is_due = is_due or step % config.log_every == 0
@@ -64,28 +71,51 @@ class RunLog:
         elif now - self.printed_at >= 1:
             is_due = is_due or step % ceil_div(config.steps, LINES) == 0
         if is_due:
-            print_rank0(format_step(run, row, seconds))
+            print_rank0(format_step(run, row, self.time_left(run, row)))
             self.printed_at = now
             self.shown_at = now
         elif self.on_terminal and now - self.shown_at >= 1:
             self.shown_at = now
             print_rank0(f"step {step}/{config.steps}  loss {row['loss']:.4f}  "
-                        f"left {time_left(config.steps - step, seconds)}\x1b[K", end="\r")
+                        f"left {self.time_left(run, row)}\x1b[K", end="\r")
+
+    def time_left(self, run, row: dict) -> timedelta:
+        """The time of the sequences that are left to train, by the median of the last steps, and of
+        the evaluations that are left, each as long as the last one. Before there was one it is
+        guessed: forward is about a third of a step."""
+        config, step = run.config, row["step"]
+        trained = run.batches.sequences_trained
+        sequences = sequences_after(config, trained, config.steps - step) - trained
+        evaluated = step if "val_loss" in row else step - 1         # a plain run's line comes later
+        evaluations = int(evaluated < config.steps)                 # after the last step
+        if config.eval_every > 0:
+            last = config.steps - 1
+            evaluations += last // config.eval_every - min(evaluated, last) // config.eval_every
+        of_sequence = statistics.median_low(self.recent_seconds)
+        of_evaluation = self.evaluation_seconds
+        if of_evaluation is None:
+            of_evaluation = evaluated_sequences(run) * of_sequence / 3
+        return timedelta(seconds=round(sequences * of_sequence + evaluations * of_evaluation))
 
     def write_row(self, run, row: dict) -> None:
         """Write a step's row to metrics.jsonl, and its evaluation also to the console."""
         self.metrics.write(**row)
         if "val_loss" in row:
+            self.evaluation_seconds = time.monotonic() - self.step_ended_at
             print_rank0(format_eval(row, run))
             if "dead_experts" in row:
                 print_rank0(experts_in_words(row, run.model_config))
 
 
+def evaluated_sequences(run) -> int:
+    """How many sequences an evaluation reads."""
+    return sum(eval_sequences(run.config, run.model_config, source.n_windows)
+               for source in run.val_data.mixture.sources.values())
+
+
 def evaluated_tokens(run) -> str:
     """How many tokens an evaluation reads."""
-    sources = run.val_data.mixture.sources.values()
-    count = sum(eval_sequences(run.config, run.model_config, source.n_windows)
-                for source in sources)
+    count = evaluated_sequences(run)
     if run.val_data.has_conversations:
         return f"{count:,} of {run.val_data.n_windows:,} windows of conversations"
     return f"{count * run.model_config.seq_len:,} of {run.val_data.n_tokens:,} tokens"
@@ -95,8 +125,8 @@ def announce_evaluation(run) -> None:
     print_rank0(f"evaluate on {evaluated_tokens(run)}")
 
 
-def format_step(run, row: dict, seconds: float) -> str:
-    """The console's line of a step; `seconds` is the time of a step."""
+def format_step(run, row: dict, left: timedelta) -> str:
+    """The console's line of a step."""
     config = run.config
     line = (f"step {row['step']:>{len(str(config.steps))}}/{config.steps}  "
             f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm {row['grad_norm']:.3f}  "
@@ -110,17 +140,12 @@ def format_step(run, row: dict, seconds: float) -> str:
         if peak > 0:
             flops = row["tokens_per_second"] * flops_per_token(run.model_config)
             line += f"  MFU {flops / peak:.1%}"
-    line += f"  left {time_left(config.steps - row['step'], seconds)}"
+    line += f"  left {left}"
     if row["skipped"] > 0:
         line += "  skipped: loss or gradient not finite"
         if config.exact:
             line += ", or out of range"
     return line
-
-
-def time_left(steps: int, seconds: float) -> timedelta:
-    """The time of so many steps, of which one takes `seconds`."""
-    return timedelta(seconds=round(steps * seconds))
 
 
 def format_eval(row: dict, run) -> str:

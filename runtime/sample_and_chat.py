@@ -72,8 +72,8 @@ def check_rows(encoding, tokens: list[int], rows: int) -> None:
     """Raise ValueError if a model of so many `rows` has none for one of the tokens of a prompt."""
     if max(tokens) >= rows:
         text = decode(encoding, [max(tokens)])
-        raise ValueError(f"the prompt has the token {max(tokens)}, {text!r}, and the model has rows "
-                         f"for {rows:,} tokens: leave it out of the prompt")
+        raise ValueError(f"the prompt has the token {max(tokens)}, {text!r}, and the model has "
+                         f"rows for {rows:,} tokens: leave it out of the prompt")
 
 
 def warn(message: str) -> None:

@@ -404,7 +404,8 @@ def test_a_folder_without_other_kinds_is_read_as_text(make_data):
         "a file of text in --input, and it is read, too\nnote: two: 1 file read as text (1 .py)\n")
 
 
-@pytest.mark.parametrize("name, package", [("a.parquet", "pyarrow"), ("a.txt.zst", file_formats.ZSTD)])
+@pytest.mark.parametrize("name, package", [("a.parquet", "pyarrow"),
+                                           ("a.txt.zst", file_formats.ZSTD)])
 def test_a_package_that_is_missing_is_named(monkeypatch, refuse_data, name, package):
     monkeypatch.setitem(sys.modules, package, None)
     Path(name).write_bytes(b"PAR1")
@@ -874,8 +875,8 @@ def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch,
 
 
 def test_the_default_needs_no_optional_package(make_data, refuse_data, monkeypatch):
-    """Text, lines, .gz and conversations by `plain` are read; a tokenizer of Hugging Face is refused
-    by the name of what is missing."""
+    """Text, lines, .gz and conversations by `plain` are read; a tokenizer of Hugging Face is
+    refused by the name of what is missing."""
     for package in ("transformers", "tokenizers", "jinja2", "pyarrow", "backports", "datasets",
                     "fsspec", "torch", "safetensors", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, package, None)
@@ -885,8 +886,8 @@ def test_the_default_needs_no_optional_package(make_data, refuse_data, monkeypat
     write_lines("c.jsonl", [dict(prompt=f"{i}", completion="a") for i in range(30)])
     assert "the template is plain" in make_data("c.jsonl", "--out", "chat")[0]
     line = refuse_data("", "a.jsonl.gz", "--tokenizer", ".", "--out", "new")
-    assert line == ("data.py: a tokenizer of Hugging Face needs the package transformers: pip install "
-                    "transformers\n")
+    assert line == ("data.py: a tokenizer of Hugging Face needs the package transformers: pip "
+                    "install transformers\n")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1198,8 +1199,8 @@ def bytes_read_from_disk(path, read):
                    "the disk.")
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count reads")
 def test_windows_are_read_from_the_disk_alone(tmp_path):
-    """32 windows of 2 kB of a cold shard of 48 MB: at most three pages each. A plain map of the file
-    reads around each of them, several times as much."""
+    """32 windows of 2 kB of a cold shard of 48 MB: at most three pages each. A plain map of the
+    file reads around each of them, several times as much."""
     dataset(tmp_path, dict(train_0=np.random.default_rng(0).integers(257, size=24_000_000)))
     file = tmp_path / "train_0.bin"
     made = data.TokenDataset(tmp_path, "train", 1024)

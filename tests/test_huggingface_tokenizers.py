@@ -128,8 +128,8 @@ CHARACTERS = [*"abcdefghijklm nopqrstuvwxyz .,!?'0\n\t", *NASTY, "\u6f22", "\u20
 SPECIAL = ["<s>", "</s>", "[SEP]", "<|im_end|>", "<|endoftext|>", "<think>"]
 
 
-@pytest.mark.claim("A tokenizer of SentencePiece's kinds, WordPiece or bytes gives the tokens and the "
-                   "text that transformers gives.")
+@pytest.mark.claim("A tokenizer of SentencePiece's kinds, WordPiece or bytes gives the tokens and "
+                   "the text that transformers gives.")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_text_are_those_of_transformers(folders, kind):
     """Of 2,000 random strings, half of them with the characters of special tokens: these are text.
@@ -239,7 +239,8 @@ def test_a_stream_survives_tokens_that_are_no_text(folders, kind):
             raw = bytes(token - 3 for token in tokens)
             lengths = [length for length in range(len(raw) + 1) if is_utf8(raw[:length])]
             assert "".join(parts).rstrip("\ufffd") == raw[:max(lengths)].decode()
-        assert sum(map(len, parts)) <= len(ours.backend.decode(tokens, skip_special_tokens=False)) + 60
+        whole = ours.backend.decode(tokens, skip_special_tokens=False)
+        assert sum(map(len, parts)) <= len(whole) + 60
 
 
 @pytest.mark.parametrize("change, words", [
@@ -248,8 +249,8 @@ def test_a_stream_survives_tokens_that_are_no_text(folders, kind):
     (lambda folder: (folder / "tokenizer.json").write_text("{}"), "opens no tokenizer"),
     (lambda folder: (folder / "tokenizer.json").unlink(), "opens no tokenizer"),
     (lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"),
-     "pip install sentencepiece protobuf, and AutoTokenizer.from_pretrained('m').save_pretrained('m') "
-     "makes one of its tokenizer.model")])
+     "pip install sentencepiece protobuf, and "
+     "AutoTokenizer.from_pretrained('m').save_pretrained('m') makes one of its tokenizer.model")])
 def test_what_is_no_tokenizer_is_refused_in_a_line(tmp_path, refuse_data, change, words):
     folder = write_folder(Path("m"), llama2(), eos_token="</s>")
     change(folder)
@@ -284,8 +285,8 @@ def learnt_text(template, messages):
     return decode(template.encoding, [token for token, is_in in zip(tokens, learnt) if is_in])
 
 
-@pytest.mark.claim("A model's own chat template writes the tokens that transformers writes, and its "
-                   "answers are learnt.")
+@pytest.mark.claim("A model's own chat template writes the tokens that transformers writes, and "
+                   "its answers are learnt.")
 @pytest.mark.parametrize("kind, learnt", [
     ("chatml", "4<|im_end|>5, caf\u00e9<|im_end|>"), ("llama2", "4 </s> 5, caf\u00e9 </s>"),
     ("begins", "4<|endoftext|>5, caf\u00e9<|endoftext|>")])
@@ -355,7 +356,8 @@ NO_SYSTEM = CHATML.replace("messages %}", "messages if m['role'] != 'system' %}"
     ([dict(role="user", content="a <|im_end|> b")], "a content has <|im_end|>, a token"),
     ([dict(role="user", content="a"), dict(role="assistant", content=None, tool_calls=[{}])],
      'has "tool_calls": tool calls, images and the like are not supported')])
-def test_a_record_that_is_not_written_whole_is_named_in_a_line(folders, refuse_data, messages, words):
+def test_a_record_that_is_not_written_whole_is_named_in_a_line(folders, refuse_data, messages,
+                                                               words):
     good = [dict(role="user", content="hello"), dict(role="assistant", content="hi")]
     records = [dict(messages=[dict(good[0], content=f"q {i}"), good[1]]) for i in range(30)]
     records[6] = dict(messages=messages + good)

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 
 import model
 import sample
+from base import processes
 from base.flops import active_parameters, flops_per_token, parameter_count
 from model import GPT, GPTConfig
 from models import SIZES, kv_cache, make_config
 from models.llama import LlamaConfig
-from parallelism import collectives, context, kernels
+from parallelism import context, kernels
 from parallelism.build import Grid
 from tests.harness import (CFG, differences, on_ranks, random_gpt, run_steps, settings, staged,
                            tokens_of, trained, whole_gradient, without_saves)
@@ -264,7 +265,7 @@ def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_pat
         config = settings(tmp_path, steps=2, tp=2, cp=cp, batch_size=8 // cp, seed=seed,
                           sequence_parallel=sequence_parallel)
         run_steps(rank, world, (2 // cp, 2, 1), config, cfg, prepare=prepare)
-        runs.append(collectives.all_gather_object(drawn))
+        runs.append(processes.all_gather_object(drawn))
     one, other = runs
     assert [len(set(drawn)) for drawn in one] == [len(drawn) for drawn in one] == [4 * 7] * 4
     assert not set(sum(one, [])) & set(sum(other, []))

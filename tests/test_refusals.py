@@ -134,7 +134,7 @@ WORLD_SIZE=2 --plain | --plain, 2
 --resume whole.pt --n-layer 3 | n_layer 2, 3, --out, --n-layer | --resume whole.pt
 --resume whole.pt --model llama-nano | n_kv_head, hidden
 --out run --n-layer 3 --data other | n_layer 2, 3, --out, --data | --n-layer 3 --data other
---resume whole.pt --data other | the text, --out, DIR=0 | --resume whole.pt --data SHARDS=0,other=1
+--resume whole.pt --data other | the text, --out | --resume whole.pt --data SHARDS=0,other=1
 --out run --data toy | the text, --init-from | --init-from whole.pt --data other
 --init-from whole.pt --seq-len 32 | 16, 32, --seq-len
 --init-from whole.pt --n-embd 32 | n_embd 16, 32
@@ -293,7 +293,7 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         n_expert n_active shared_hidden balance_loss z_loss balance_bias
         dropout batch_size batch_ramp steps lr
         min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip seed
-        save_every keep checkpoint_format check_every eval_every eval_tokens eval_answers rollback
+        save_every keep checkpoint_format check_every eval_every eval_tokens rollback
         max_rollbacks skip_steps""".split())
 
 

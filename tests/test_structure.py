@@ -4,7 +4,7 @@
     models/         decoders since GPT-3
     corpus/         from the files that people have to shards of tokens
     parallelism/    each technique as train.py runs it
-    base/           what the book stands on: flags, processes, devices, files of checkpoints
+    base/           what every program needs first: flags, processes, devices, files of checkpoints
     runtime/        what a run on real machines needs beside the training
     tools/          programs that only use the rest
 

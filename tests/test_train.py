@@ -39,15 +39,13 @@ def test_losses_equal_the_recorded_ones(tmp_path):
 
 
 def test_learning_rate_warms_up_then_decays_to_the_ratio():
-    """To 0.1 of a peak of 2 at step 110, where it stays, after a warm-up of 10; a quarter of the
-    way is step 35."""
+    """To 0.1 of a peak of 2 at step 110, after a warm-up of 10; a quarter of the way is step 35.
+    """
     config = Config(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1)
     for schedule, at_a_quarter in [("cosine", 1.7363961), ("linear", 1.55)]:
         rates = [train.learning_rate(replace(config, lr_schedule=schedule), step)
-                 for step in (1, 5, 10, 35, 60, 110, 111, 500)]
-        assert rates == pytest.approx([0.2, 1.0, 2.0, at_a_quarter, 1.1, 0.2, 0.2, 0.2]), schedule
-        short = replace(config, lr_schedule=schedule, steps=10)
-        assert train.learning_rate(short, 11) == pytest.approx(0.2)
+                 for step in (1, 5, 10, 35, 60, 110)]
+        assert rates == pytest.approx([0.2, 1.0, 2.0, at_a_quarter, 1.1, 0.2]), schedule
     assert train.learning_rate(replace(config, warmup_steps=0, steps=1), 1) == pytest.approx(0.2)
 
 

@@ -26,7 +26,7 @@ from models.llama import LlamaConfig
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 DROPOUTS = ("attention_dropout", "hidden_dropout", "dropout", "embd_pdrop", "attn_pdrop",
             "resid_pdrop")
-OF_TRAINING = ("dropout", "z_loss")         # fields of ours that an import does not know
+OF_TRAINING = ("dropout", "balance_loss", "z_loss")     # fields of ours that change no logits
 HARMLESS = {*DROPOUTS, "transformers_version", "architectures", "dtype", "_name_or_path",
             "tokenizer", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"}
 VALUES = {                                  # field: {their value: ours}, the usual one first
@@ -180,6 +180,8 @@ def our_config(config) -> GPTConfig:
             raise ValueError(f"its {key} is {value}: no {family.model_type} here has one")
     if family.fields is not None:
         fields = {"n_kv_head": 0} | family.fields | read_rope(config) | fields
+    if "n_expert" in fields:
+        fields = moe.with_own_losses(fields)
     return make_config(**fields)
 
 
@@ -224,6 +226,8 @@ def their_config(cfg: GPTConfig, **facts):
             if getattr(defaults, theirs, None) in alike:        # of several names its own
                 alike = [getattr(defaults, theirs)]
             keys[theirs] = [*alike, own][0]
+        if "balance_loss" in family.keys and hasattr(cfg, "n_expert"):
+            keys["router_aux_loss_coef"] = round(cfg.balance_loss * cfg.n_layer / cfg.n_active, 12)
         if family is GPTJ:
             keys["rotary_dim"] = cfg.rotated
         elif family.model_type == "opt":
