@@ -141,8 +141,7 @@ def all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group) -> 
 
 
 class WithGradient(torch.autograd.Function):
-    """function(x), for communication, through which autograd does not see: gradient(dy) is the
-    gradient of x."""
+    """function(x), whose gradient is gradient(dy): autograd does not see communication."""
 
     @staticmethod
     def forward(ctx, x, function, gradient):
