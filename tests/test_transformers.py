@@ -38,7 +38,7 @@ THEIRS = {      # model_type, config.json
     "llama, multi-query, tied": ("llama", SMALL | dict(num_key_value_heads=1,
                                                        tie_word_embeddings=True)),
     "llama 3.1": ("llama", SMALL | dict(rope_parameters=LLAMA3)),
-    "mistral, no window": ("mistral", SMALL | dict(
+    "mistral": ("mistral", SMALL | dict(
         sliding_window=None, hidden_size=44, head_dim=10)),         # which LlamaConfig refuses
     "mistral, window": ("mistral", SMALL | dict(sliding_window=7, head_dim=16)),
     "qwen2": ("qwen2", SMALL | dict(tie_word_embeddings=True, hidden_size=44, head_dim=10)),

@@ -251,10 +251,6 @@ def add_tokenizer(state: dict, folder: Path, config) -> None:
             note(f"no template of conversations is kept: it is of another tokenizer than {name}")
     except (ValueError, ConnectionError) as error:
         note(str(error))
-        if (folder / "tokenizer.model").exists():
-            note(f"to make a tokenizer.json of its tokenizer.model: pip install sentencepiece, and "
-                 f"in Python, with transformers: AutoTokenizer.from_pretrained({str(folder)!r})"
-                 f".save_pretrained({str(folder)!r})")
 
 
 # ---- Export ----------------------------------------------------------------------------------
