@@ -9,9 +9,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
-from fnmatch import fnmatch
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -30,6 +28,7 @@ from tests.harness import CFG, names_in, no_file_above, relative, tokens_of, wei
 from tools import huggingface, huggingface_families
 
 transformers = pytest.importorskip("transformers")
+import huggingface_hub
 from safetensors.torch import load_file, save_file
 from tests.test_huggingface_tokenizers import CHATML
 from tests.test_transformers import THEIRS, our_config, theirs_and_ours
@@ -38,14 +37,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")       # what transformers warn
 
 
 def changed(source, folder, config, tensors):
-    """A copy of a model with changes of config.json and of its tensors (None: without it)."""
-    pairs = ((json.loads((source / "config.json").read_text()), config),
-             (load_file(source / "model.safetensors"), tensors))
-    config, tensors = ({name: x for name, x in (whole | change).items() if x is not None}
-                       for whole, change in pairs)
+    """A copy of a model with changes of config.json and of its tensors (None: without one)."""
+    config = json.loads((source / "config.json").read_text()) | config
+    tensors = load_file(source / "model.safetensors") | tensors
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None},
+              folder / "model.safetensors")
 
 
 # ---- Both ways -------------------------------------------------------------------------------
@@ -113,11 +111,10 @@ def test_an_export_pads_with_no_token_and_drops_as_its_training_did(tmp_path, ac
 
 # ---- Tokenizers ------------------------------------------------------------------------------
 
-def kept_of(folder, model_type="gpt2", **named):
-    """What an import keeps of the tokenizer in a folder whose config.json names it so."""
+def kept_of(folder, config=transformers.GPT2Config()):
+    """What an import keeps of the tokenizer in a folder."""
     state = {}
-    huggingface.add_tokenizer(state, folder, SimpleNamespace(
-        model_type=model_type, vocab_size=50257, **named))
+    huggingface.add_tokenizer(state, folder, config)
     return state
 
 
@@ -129,14 +126,14 @@ def test_the_exported_tokenizer_is_gpt2s(tmp_path, monkeypatch, capsys):
         pytest.skip("needs GPT-2's vocabulary in ../shared/tiktoken_cache or tiktoken's cache")
     assert kept_of(tmp_path) == dict(tokenizer="gpt2")
     (tmp_path / "tokenizer.model").write_bytes(b"\x0e")
-    assert kept_of(tmp_path, "opt") == dict(tokenizer="opt-50257")
+    assert kept_of(tmp_path, transformers.OPTConfig()) == dict(tokenizer="opt-50272")
     assert f".save_pretrained('{tmp_path}') makes one of" in capsys.readouterr().err
     weights_only(tmp_path / "a.pt", replace(CFG, vocab_size=50257, n_layer=1), "gpt2")
     folder = tmp_path / "hf"
     huggingface.export_model(tmp_path / "a.pt", folder)
     tokens = transformers.AutoTokenizer.from_pretrained(folder)(" ".join(NASTY))["input_ids"]
     assert tokens == get_tokenizer("gpt2").encoding.encode(" ".join(NASTY), allowed_special="all")
-    assert kept_of(folder, tokenizer="gpt2") == kept_of(folder) == dict(tokenizer="gpt2")
+    assert kept_of(folder) == dict(tokenizer="gpt2")
     content = json.loads((folder / "tokenizer.json").read_text())
     content["model"]["vocab"] |= {"\u0120informants": 50255, "\u0120gazed": 50254}
     (folder / "tokenizer.json").write_text(json.dumps(content))
@@ -205,13 +202,6 @@ REFUSED = [     # a model, changes of config.json, changes of the tensors, the a
     ("mixtral", dict(num_experts_per_tok=6), {}, "n_active 6 is not between 1 and n_expert 5")]
 
 
-class MakesAFolder:
-    """When it is loaded from a pickle, unless its code is refused."""
-
-    def __reduce__(self):
-        return os.mkdir, ("ran",)
-
-
 def test_conversions_refuse_in_one_line_and_overwrite_nothing(theirs_and_ours, tmp_path, capsys,
                                                               monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -225,7 +215,7 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(theirs_and_ours, t
         Path(name).mkdir()
         shutil.copy(whole / "config.json", name)
     tensors = load_file(whole / "model.safetensors")
-    torch.save(MakesAFolder(), "code/pytorch_model.bin")
+    torch.save(dict(a=Path()), "code/pytorch_model.bin")
     torch.save(dict(state_dict=tensors, epoch=3), "nested/pytorch_model.bin")
     torch.save(tensors, "cut/pytorch_model.bin")
     os.truncate("cut/pytorch_model.bin", 9999)
@@ -242,7 +232,7 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(theirs_and_ours, t
             (["import", "a.pt", "b.pt"], "a.pt is a file: give the folder of a model"),
             (["import", "https://huggingface.co/gpt2", "b.pt"], "gpt2 is neither a folder nor a "),
             (["import", "gap", "b.pt"], "gap is refused: Error no file named model.safetensors"),
-            (["import", "code", "b.pt"], "code/pytorch_model.bin is refused: "),
+            (["import", "code", "b.pt"], "code/pytorch_model.bin is refused: Weights only load"),
             (["import", "nested", "b.pt"], "n is refused: state_dict is dict, and not of floating"),
             (["import", "cut", "b.pt"], "cut/pytorch_model.bin is refused: "),
             (["import", "shard", "b.pt"], "2.safetensors is refused: Error while deserializing")]:
@@ -278,7 +268,8 @@ def test_an_export_whose_logits_differ_is_refused(theirs_and_ours, tmp_path, cap
                                                   monkeypatch):
     """As where model.py computes another thing than its config says."""
     monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, approximate="none": x.relu())
-    status, _, error = run_main(capsys, huggingface, "export", theirs_and_ours("gpt2")[2], tmp_path / "hf")
+    _, _, file = theirs_and_ours("gpt2")
+    status, _, error = run_main(capsys, huggingface, "export", file, tmp_path / "hf")
     assert status == 2 and "GPT2LMHeadModel and GPT have other logits, by" in error
     assert error.count("\n") == 1 and names_in(tmp_path) == []
 
@@ -310,13 +301,13 @@ def test_a_key_of_config_json_that_is_changed_is_honoured_or_refused(theirs_and_
                                                                      name):
     """Each key in turn: an import has transformers' logits, or there is none."""
     source, theirs, _ = theirs_and_ours(name)
-    tokens, number = tokens_of(our_config(name), 2), 0
+    tokens = tokens_of(our_config(name), 2)
     of_files = {"model_type", "vocab_size", "architectures", "dtype", "transformers_version"}
     for key, value in theirs.config.to_dict().items():
         other = other_value(key, value)
+        folder = tmp_path / key
         if other == value or key in of_files:
             continue
-        folder, number = tmp_path / f"{number}", number + 1
         changed(source, folder, {key: other}, {})
         with suppress(ValueError):
             huggingface.import_model(str(folder), folder / "a.pt")
@@ -324,62 +315,47 @@ def test_a_key_of_config_json_that_is_changed_is_honoured_or_refused(theirs_and_
             theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
             text = tokens[:, :ours.cfg.seq_len]
             assert relative(ours(text), theirs(text).logits) < 2e-6, (key, other)
-    assert number >= 15
+    assert len(names_in(tmp_path)) >= 15
 
 
 # ---- The hub and the disk --------------------------------------------------------------------
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """huggingface_hub, as if the models of the folder hub/ were on the hub and hub/me/away on one
-    that does not answer. A download copies to cache/; both are in the working directory."""
-    import huggingface_hub
-    monkeypatch.chdir(tmp_path)
-
-    def snapshot_download(name, allow_patterns):
-        if name == "me/away":
-            raise OSError("[Errno -2] Name or service not known\n\nMore lines")
-        if not Path("hub", name).is_dir():
-            raise huggingface_hub.errors.RepositoryNotFoundError(
-                "401 Client Error\n\nMore lines", response=mock.Mock())
-        return shutil.copytree(Path("hub", name), Path("cache", name), dirs_exist_ok=True,
-                               ignore=lambda _, names: [file for file in names if not any(
-                                   fnmatch(file, pattern) for pattern in allow_patterns)])
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-
-
-@pytest.mark.parametrize("name, status, message", [
-    ("none", 2, "me/none is neither a folder nor a model on the hub that you may read (hf auth "
-     "login): 401 Client Error\n"),
-    ("other", 2, "Unrecognized model in cache/me/other"),
-    ("away", 1, "there is no folder me/away, and the model cannot be downloaded ([Errno -2]")])
-def test_a_model_that_the_hub_does_not_give_is_named(hub, capsys, name, status, message):
-    """In one line, before any tensor is downloaded."""
-    Path("hub/me/other").mkdir(parents=True)
-    for file in ("config.json", "model.safetensors"):
-        Path("hub/me/other", file).write_text("{}")
-    found, out, error = run_main(capsys, huggingface, "import", f"me/{name}", "b.pt")
-    assert (found, out, error.count("\n")) == (status, "", 1) and message in error, error
-    assert not list(Path().glob("cache/me/*/*.safetensors"))
+@pytest.mark.parametrize("error, status, message", [
+    (huggingface_hub.errors.RepositoryNotFoundError("401 Client Error\n\nMore", response=mock.Mock()),
+     2, "me/m is neither a folder nor a model on the hub that you may read (hf auth login): 401 Cl"),
+    (OSError("[Errno -2] Name or service not known"), 1,
+     "there is no folder me/m, and the model cannot be downloaded ([Errno -2] Name or service not")])
+def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, capsys, error, status, message):
+    with mock.patch("huggingface_hub.snapshot_download", side_effect=error):
+        found, _, text = run_main(capsys, huggingface, "import", "me/m", tmp_path / "b.pt")
+    assert found == status and message in text and text.count("\n") == 1, text
 
 
 @pytest.mark.parametrize("form", ["shards", "pickles"])
-def test_an_import_downloads_the_weights_once(hub, capsys, form):
+def test_an_import_downloads_the_config_and_then_the_weights_once(tmp_path, capsys, form):
     """Not another program's copy of them. What generation_config.json says of drawing tokens is
     told as flags."""
-    weights_only(Path("a.pt"), CFG)
-    folder = Path("hub/me/tiny")
-    assert run_main(capsys, huggingface, "export", "a.pt", folder)[::2] == (0, "")
-    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
-    write_form(load_file(folder / "consolidated.safetensors"), form, folder)
-    (folder / "generation_config.json").write_text('{"do_sample": true, "top_k": 5}')
-    status, text, error = run_main(capsys, huggingface, "import", "me/tiny", "b.pt")
-    assert status == 0 and "python train.py --init-from b.pt" in text
-    assert error == ("tools.huggingface: note: its generation_config.json draws tokens as sample.py "
-                     "--top-k 5 does\n")
-    assert "consolidated.safetensors" not in names_in(Path("cache/me/tiny"))
-    before, after = (checkpoint.load(file)["parameters"]
-                     for file in (Path("a.pt"), Path("b.pt")))
+    hub, cache, asked = tmp_path / "hub", tmp_path / "cache", []
+    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+    weights_only(a, CFG)
+    huggingface.export_model(a, hub)
+    (hub / "model.safetensors").rename(hub / "consolidated.safetensors")
+    write_form(load_file(hub / "consolidated.safetensors"), form, hub)
+    (hub / "generation_config.json").write_text('{"do_sample": true, "top_k": 5}')
+
+    def download(name, allow_patterns):
+        asked.append(allow_patterns)
+        for file in {file for pattern in allow_patterns for file in hub.glob(pattern)}:
+            cache.mkdir(exist_ok=True)
+            shutil.copy(file, cache)
+        return cache
+    with mock.patch("huggingface_hub.snapshot_download", download):
+        status, text, error = run_main(capsys, huggingface, "import", "me/m", b)
+    assert status == 0 and f"python train.py --init-from {b}" in text
+    assert error.endswith(" draws tokens as sample.py --top-k 5 does\n") and error.count("\n") == 1
+    assert asked[0] == huggingface.SMALL_FILES
+    assert not (cache / "consolidated.safetensors").exists()
+    before, after = (checkpoint.load(file)["parameters"] for file in (a, b))
     assert all(full.equal(after[name]) for name, full in before.items())
 
 

@@ -81,30 +81,26 @@ def test_a_card_without_its_rows_leaves_them_out(run, tmp_path, change):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type, tokenizer, template", [
-    ("gpt2", "bytes", None), ("qwen2", "bytes", None), ("mixtral", "bytes", None),
-    ("llama", "bytes", "plain"), ("opt", "opt-257", None)])
+@pytest.mark.parametrize("name, tokenizer, more, flags", [
+    ("gpt2", "bytes", {}, ["--prompt", "The"]), ("qwen2", "bytes", {}, ["--prompt", "The"]),
+    ("mixtral", "bytes", {}, ["--prompt", "The"]), ("opt", "opt-257", {}, None),
+    ("llama", "bytes", dict(template="plain"), ["--chat"])])
 def test_the_cards_code_runs_and_gives_the_greedy_text_of_sample_py(
-        tmp_path, monkeypatch, capsys, model_type, tokenizer, template):
+        tmp_path, monkeypatch, capsys, name, tokenizer, more, flags):
     """Also of weights alone, of which the card claims no training; of a tokenizer that
     AutoTokenizer does not open; of a model of conversations; and without a tokenizer."""
     file = tmp_path / "a.pt"
-    weights_only(file, our_config(model_type, vocab_size=257), tokenizer)
-    if template is not None:
-        torch.save(torch.load(file) | dict(template=template), file)
+    weights_only(file, our_config(name, vocab_size=257), tokenizer)
+    torch.save(torch.load(file) | more, file)
     card, _ = card_of(file, tmp_path / "hf")
-    assert (" of 5 experts in each layer)" in card) == (model_type == "mixtral")
+    assert (" of 5 experts in each layer)" in card) == (name == "mixtral")
     assert "Not recorded: the checkpoint holds weights alone." in card and "train.py" not in card
     capsys.readouterr()
     with chdir(tmp_path / "hf"):
         exec(re.search("```python\n(.*?)```", card, re.S)[1], {})
     text = capsys.readouterr().out
-    if tokenizer != "bytes":
-        return
-    flags = ["--prompt", "The"]
-    if template is not None:
-        flags = ["--chat"]
+    if flags is not None:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n")))
-    expected = run_main(capsys, sample, "--ckpt", file, *flags, "--temperature", 0,
-                        "--max-tokens", 32)
-    assert expected == (0, text, "") and len(text) > 5
+        expected = run_main(capsys, sample, "--ckpt", file, *flags, "--temperature", 0,
+                            "--max-tokens", 32)
+        assert expected == (0, text, "") and len(text) > 5
