@@ -104,3 +104,5 @@ def test_the_cards_code_runs_and_gives_the_greedy_text_of_sample_py(
         expected = run_main(capsys, sample, "--ckpt", file, *flags, "--temperature", 0,
                             "--max-tokens", 32)
         assert expected == (0, text, "") and len(text) > 5
+    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "b.pt")
+    assert more.items() <= torch.load(tmp_path / "b.pt").items()
