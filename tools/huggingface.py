@@ -251,13 +251,21 @@ def add_tokenizer(state: dict, folder: Path, config) -> None:
             note(f"no template of conversations is kept: it is of another tokenizer than {name}")
     except (ValueError, ConnectionError) as error:
         note(str(error))
-        if (folder / "tokenizer.model").exists():
-            note(f"to make a tokenizer.json of its tokenizer.model: pip install sentencepiece, and "
-                 f"in Python, with transformers: AutoTokenizer.from_pretrained({str(folder)!r})"
-                 f".save_pretrained({str(folder)!r})")
 
 
 # ---- Export ----------------------------------------------------------------------------------
+
+
+def read_tokenizer(state: dict):
+    """The tokenizer of a checkpoint and its template of conversations, or None: those that an
+    export can write."""
+    name, own = state["tokenizer"], state.get("tokenizer_file")
+    if own is None and name not in ("gpt2", "bytes"):
+        return None, None
+    encoding = get_tokenizer(name, own)
+    if "template" not in state:
+        return encoding, None
+    return encoding, get_template(state["template"], encoding, state.get("template_file"))
 
 
 def write_tokenizer(encoding, cfg, folder: Path, template) -> None:
@@ -281,26 +289,19 @@ def export_model(file: Path, folder: Path) -> None:
     state = load(file)
     cfg = make_config(**state["model"])
     tokenizer = state["tokenizer"]
-    own = state.get("tokenizer_file")
-    encoding, template = None, None
-    start, end = None, END_OF_OTHERS.get(tokenizer)
+    encoding, template = read_tokenizer(state)      # downloads it, or fails, before the weights
+    end = END_OF_OTHERS.get(tokenizer)
     ends = set(state.get("ends", []))
-    if own is not None or tokenizer in ("gpt2", "bytes"):
-        encoding = get_tokenizer(tokenizer, own)        # downloads it, or fails, before the weights
-        end = encoding.eot_token
-        ends.add(end)
-        if "template" in state:
-            template = get_template(state["template"], encoding, state.get("template_file"))
-            if template.end is not None:
-                end = template.end
-                ends.add(end)
-        start = encoding.prefix[0] if encoding.prefix else None
+    if encoding is not None:
+        end = encoding.eot_token if template is None or template.end is None else template.end
+        ends |= {encoding.eot_token, end}
+    start = encoding.prefix[0] if encoding is not None and encoding.prefix else end
     if end is not None and end >= cfg.vocab_size:
         raise ValueError(f"the tokenizer {tokenizer} has {end + 1} tokens, but the model's "
                          f"vocabulary {cfg.vocab_size}")
-    # Without pad_token_id, OPT would learn nothing of token 1.
+    # With a pad_token_id, as OPT's own 1, a model learns nothing of that token.
     config = their_config(cfg, tokenizer=tokenizer, eos_token_id=end, pad_token_id=None,
-                          bos_token_id=end if start is None else start, dtype="float32")
+                          bos_token_id=start, dtype="float32")
     parent = folder.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with named(folder), tempfile.TemporaryDirectory(prefix=".new-", dir=parent) as temporary:

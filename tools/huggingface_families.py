@@ -1,5 +1,5 @@
 """How each architecture of transformers is written down: the attributes of its config and the names
-of its parameters, beside ours. tools/huggingface.py converts by these tables.
+of its parameters, beside ours.
 
     model_type  ours                        differences in the parameters
     gpt2        GPTConfig with gelu         matrices of blocks are (in, out)
@@ -160,8 +160,8 @@ def family_of(config) -> Family:
 
 
 def our_config(config) -> GPTConfig:
-    """transformers' config -> ours. Raises ValueError for what our models cannot be. It cannot see
-    everything: tools/huggingface.py compares the logits, too."""
+    """transformers' config -> ours. Raises ValueError for what our models cannot be, as far as the
+    config shows it: some of it the logits alone show."""
     family = family_of(config)
     found = {ours: getattr(config, theirs, None) for ours, theirs in family.keys.items()}
     fields = {ours: value for ours, value in found.items() if value is not None}
