@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import checkpoint
 import sample
+from model import IGNORE_INDEX
 from models.llama import LlamaConfig
 from models.llama_sizes import FAMILIES
 from models.moe import FAMILIES as MIXTURES
@@ -57,6 +58,9 @@ THEIRS = {      # model_type, config.json
     "qwen3_moe": ("qwen3_moe", SMALL | dict(
         num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16,
         norm_topk_prob=True, tie_word_embeddings=True))}
+BLOCKS = {f"block of {name}": (name, THEIRS[name][1] | dict(num_hidden_layers=1,
+                                                           router_aux_loss_coef=0.03))
+          for name in ("mixtral", "olmoe", "qwen3_moe")}
 GPTS = {"gpt2": ("gpt2", OF_GPT2), "opt": ("opt", OF_OPT)}      # by tests/test_huggingface.py
 
 
@@ -69,7 +73,7 @@ def theirs_and_ours(tmp_path_factory):
 
     def make(name):
         if name not in made:
-            model_type, shape = (THEIRS | GPTS)[name]
+            model_type, shape = (THEIRS | GPTS | BLOCKS)[name]
             if model_type == "gpt_neox":
                 shape = {key: x for key, x in shape.items() if key != "num_key_value_heads"}
             config = transformers.AutoConfig.for_model(model_type, **shape)
@@ -112,7 +116,7 @@ def difference(x, y):
 @pytest.mark.claim("Logits and gradients are those of thirteen transformers classes.")
 @pytest.mark.parametrize("name", THEIRS)
 def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name):
-    """In fp64, to 1e-10 and 1e-9. Without the routers' losses: transformers' are of a microbatch.
+    """In fp64, to 1e-10 and 1e-9. Without the routers' losses: transformers' pool all layers.
     Twenty greedy tokens with our cache are those of its model without one."""
     _, theirs, file = theirs_and_ours(name)
     theirs = theirs.double()
@@ -145,6 +149,37 @@ def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name):
     assert found == tokens[5:]
 
 
+@pytest.mark.parametrize("padding", [0, 9])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_has_the_loss_of_transformers_with_that_of_its_router(theirs_and_ours, name,
+                                                                      padding):
+    """Loss, gradient of the router and load of one sequence, whose end may be padding."""
+    _, theirs, file = theirs_and_ours(name)
+    theirs, T = theirs.double(), 32
+    trained, _ = checkpoint.load_model(file)
+    ours = replace(trained.cfg, z_loss=0.0).build().double()
+    ours.load_state_dict(trained.state_dict())
+    tokens = tokens_of(replace(ours.cfg, seq_len=T), 1)
+    text = (torch.arange(T) < T - padding).expand(1, T)
+    labels = tokens.masked_fill(~text, -100)
+    theirs.zero_grad()
+    with in_fp64(theirs):
+        expected = theirs(tokens, attention_mask=text.long(), labels=labels,
+                          output_router_logits=True).loss
+    expected.backward()
+
+    targets = F.pad(tokens.masked_fill(~text, IGNORE_INDEX)[:, 1:], (0, 1), value=IGNORE_INDEX)
+    positions = torch.arange(T).expand(1, T) * text if padding > 0 else None
+    value = ours(tokens, targets, positions=positions) / (T - padding - 1)
+    value.backward()
+    router = ours.blocks["0"].mlp.router
+    assert value.item() + router.losses.item() / T == pytest.approx(expected.item(), abs=1e-6)
+    assert value.item() < expected.item() - 0.02
+    gradient = theirs.get_submodule("model.layers.0.mlp.gate").weight.grad
+    assert difference(router.weight.grad, gradient) < 1e-6
+    assert router.load.sum() == (T - padding) * ours.cfg.n_active
+
+
 @pytest.mark.claim("A model of thirteen architectures goes in and out bit by bit.")
 @pytest.mark.parametrize("name", THEIRS)
 def test_a_round_trip_changes_no_bit(theirs_and_ours, tmp_path, name):
@@ -157,6 +192,8 @@ def test_a_round_trip_changes_no_bit(theirs_and_ours, tmp_path, name):
     ours, expected = again.state_dict(), before.state_dict()
     assert ours.keys() == expected.keys()
     assert all(ours[key].equal(expected[key]) for key in expected)
+    assert (getattr(again.config, "router_aux_loss_coef", None)
+            == getattr(before.config, "router_aux_loss_coef", None))
     tokens = torch.arange(40)[None] % 160
     assert again(tokens).logits.equal(before(tokens).logits)
     huggingface.import_model(str(tmp_path / "out"), tmp_path / "again.pt")
