@@ -75,7 +75,7 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
     if "data" not in given:
         found += " (the default: --data was left out)"
     # A model may have more rows than its tokenizer has tokens, as Qwen's, or fewer:
-    # TokenDataset.read refuses tokens without a row.
+    # startup.open_data refuses tokens without a row.
     if state["tokenizer"] != meta["tokenizer"]:
         advice = "make --data with that tokenizer, or use another checkpoint"
         if stored is not None and not fine_tunes:

@@ -210,6 +210,21 @@ def test_dropout_is_a_function_of_its_seed_or_of_torchs_generator():
     assert drawn(0, 1).equal(drawn(0, 2))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_row_has_its_masks_whatever_rows_are_beside_it(packed):
+    """Rows 2 and 3 of a batch have the logits of a batch of both with their seed, and of each."""
+    plain, tokens = GPT(replace(CFG, dropout=0.3)).initialize(0).double(), tokens_of(CFG, 4)
+    positions = torch.arange(CFG.seq_len).remainder(5).expand(4, -1) if packed else None
+
+    def logits(first, end):
+        own = None if positions is None else positions[first:end]
+        return plain(tokens[first:end], dropout_seed=7 + first, positions=own)
+    whole = logits(0, 4)
+    for first, end in [(2, 4), (2, 3), (3, 4)]:
+        torch.testing.assert_close(logits(first, end), whole[first:end], rtol=0, atol=1e-12)
+    assert not plain(tokens[2:], dropout_seed=7).allclose(whole[2:])
+
+
 def test_dropout_drops_its_share_and_scales_the_rest():
     """Of 100,000 ones 30% become 0, to 0.5%, and the others 1 / 0.7. In attention the weights of
     each position, of which v shows one, are dropped."""
@@ -279,14 +294,19 @@ def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_pat
     ((1, 2, 1), dict(dtype="fp64", sequence_parallel=True),
      (1, 2, 2), dict(pp_schedule="1f1b"), 1e-10),
     ((1, 1, 1), dict(dtype="bf16", cp=2), (1, 1, 1), dict(recompute=True), 0),
+    ((1, 1, 1), dict(dtype="fp64"), (1, 1, 1), dict(micro_batch=4), 1e-10),
+    ((1, 1, 1), dict(dtype="fp64"), (4, 1, 1), dict(micro_batch=1, zero=1), 1e-10),
+    ((1, 1, 1), dict(dtype="fp64"), (2, 1, 2), dict(micro_batch=1), 1e-10),
+    ((1, 2, 1), dict(dtype="fp64", sequence_parallel=True), (2, 2, 1), dict(micro_batch=1), 1e-10),
+    ((1, 1, 1), dict(dtype="fp64", cp=2), (2, 1, 1), dict(micro_batch=4), 1e-10),
     pytest.param((2, 2, 1), dict(dtype="fp64"), (2, 2, 1), dict(zero=3, recompute=True), 1e-10,
                  marks=pytest.mark.slow)])
-def test_masks_do_not_depend_on_schedule_stage_or_recomputation(pool, tmp_path, reference, layout,
-                                                                flags, other, changes, bound):
+def test_masks_do_not_depend_on_dp_microbatches_stages_or_recomputation(
+        pool, tmp_path, reference, layout, flags, other, changes, bound):
     """With dropout, another layout and `changes` leave losses, gradients and norms to 1e-10 in
     fp64; recomputation alone leaves each bit."""
     cfg = replace(CFG, dropout=0.2, n_layer=3)
     ours = trained(pool, other, tmp_path, cfg, whole_gradient, prepare=without_saves, steps=2,
-                   **flags, **changes)
+                   **flags | changes)
     theirs = reference(cfg, layout, micro_batch=2, steps=2, **flags)
     assert max(differences(ours, theirs)) <= bound

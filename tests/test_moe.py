@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -131,6 +132,68 @@ def test_losses_of_routers_are_means_over_all_tokens_with_or_without_a_target(po
             rows = len(ours[name])                  # without padding
             assert relative(plain.get_parameter(name).grad, parameter.grad) <= 1e-10, name
             assert relative(ours[name], parameter.grad[:rows]) <= 1e-10, name
+
+
+class Padded(FewTargets):
+    """Rows of two texts and, at their end, padding of the token `filler`."""
+
+    def read(self, window_ids):
+        tokens, places, has_loss = super().read(window_ids)
+        number = np.asarray(window_ids)[:, None]
+        begin, end = 5 + number % 4, 11 + number % 3            # of the second text
+        is_text = places < end
+        positions = np.where(places < begin, places, places - begin) * is_text
+        return np.where(is_text, tokens, self.filler), positions, has_loss & is_text
+
+
+def with_padding(run, filler):
+    run.train_data.__class__ = Padded
+    run.train_data.has_conversations, run.train_data.filler = True, filler
+    without_saves(run)
+
+
+def gradient_loads_and_bias(run):
+    """Of all blocks, on rank 0; the bias is that after the update."""
+    whole = whole_gradient(run)
+    if whole is None:
+        return None
+    for name, block in run.model.blocks.items():
+        whole[f"load {name}"] = block.mlp.router.load.double()
+        whole[f"bias {name}"] = block.mlp.router.bias.detach().clone()
+    return whole
+
+
+@pytest.mark.parametrize("layout, flags", [
+    ((1, 1, 1), dict(recompute=True)),
+    ((1, 1, 1), dict(micro_batch=8)),
+    ((1, 1, 1), dict(exact=True)),
+    ((1, 2, 1), dict(sequence_parallel=True)),
+    pytest.param((1, 2, 1), dict(exact=True, sequence_parallel=True), marks=pytest.mark.slow),
+    pytest.param((2, 1, 2), dict(ep=2, pp_schedule="zb-h1"), marks=pytest.mark.slow),
+    pytest.param((1, 1, 1), dict(cp=2), marks=pytest.mark.slow)])
+def test_padding_is_outside_of_losses_of_routers_their_loads_and_their_bias(pool, tmp_path, layout,
+                                                                            flags):
+    """Other tokens in the padding change nothing in the first step, and layouts agree: gradients,
+    loss of the routers, loads of a block, and what its bias moves by. (Exact sums round to 1e-8.)
+    """
+    cfg, bound = MODELS["shared, bias"], 1e-7 if "exact" in flags else 1e-10
+
+    def first_step(filler, layout=(1, 1, 1), **flags):
+        one = trained(pool, layout, tmp_path, cfg, gradient_loads_and_bias, dtype="fp64", steps=1,
+                      prepare=partial(with_padding, filler=filler), **flags)
+        return one.rows[0], one.seen[0]
+    row, seen = first_step(0)
+    text = sum((11 + number % 3) for number in Memory(cfg).window_ids(Config.seed, 0, 8))
+    assert seen["load 0"].sum() == cfg.n_active * text
+    excess = cfg.n_expert * seen["load 0"] - seen["load 0"].sum()
+    torch.testing.assert_close(seen["bias 0"], -cfg.balance_bias * excess.sign())
+    for filler in (0, 9):
+        other, gradients = first_step(filler, layout, **flags)
+        for name in ("loss", "router_loss", "grad_norm", "load/0", "dead_experts"):
+            assert other[name] == pytest.approx(row[name], rel=bound), name
+        for name, value in gradients.items():
+            if not name.startswith("load"):                 # those of rank 0 alone
+                assert relative(value, seen[name]) <= bound, name
 
 
 def prefer_two_experts(run):

@@ -118,6 +118,7 @@ WORLD_SIZE=2 --plain | --plain, 2
 --data other --seq-len 100000 | 100000, --seq-len | --data other --seq-len 99999
 --data other=1,toy=0 | other, toy, tokenizers
 --data torn=1,other=1 | train_0.bin
+--data beyond_val | 257
 --data beyond=1,beyond_val=1 | beyond, beyond_val | --data beyond=1
 --out /proc/nowhere | /proc/nowhere
 --out precious | precious
@@ -134,7 +135,7 @@ WORLD_SIZE=2 --plain | --plain, 2
 --resume whole.pt --n-layer 3 | n_layer 2, 3, --out, --n-layer | --resume whole.pt
 --resume whole.pt --model llama-nano | n_kv_head, hidden
 --out run --n-layer 3 --data other | n_layer 2, 3, --out, --data | --n-layer 3 --data other
---resume whole.pt --data other | the text, --out | --resume whole.pt --data SHARDS=0,other=1
+--resume whole.pt --data other | the text, --out, --data | --resume whole.pt --data SHARDS=0,other=1
 --out run --data toy | the text, --init-from | --init-from whole.pt --data other
 --init-from whole.pt --seq-len 32 | 16, 32, --seq-len
 --init-from whole.pt --n-embd 32 | n_embd 16, 32
@@ -229,13 +230,17 @@ def differ(rank, world):
     return error.value.status
 
 
-def test_of_many_ranks_one_tells_the_mistake_and_all_end_alike(run_train, shards, tmp_path, pool):
+def test_of_many_ranks_one_tells_the_mistake_and_all_end_alike(run_train, shards, things, tmp_path,
+                                                               pool):
     """Rank 0, also before they meet."""
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     assert pool.run(2, differ) == [2, 2]
     assert run_train(*flags, "--lr", -1, RANK=1, LOCAL_RANK=1, WORLD_SIZE=2) == (2, "", "")
     first, second = launch(2, *flags, "--pp", 2, "--n-layer", 1)
     expect_mistake(first.finish(), "n_layer 1 is less than pp 2")
+    assert second.finish() == (2, "", "")
+    first, second = launch(2, "--out", tmp_path / "o", *TINY, "--data", things / "beyond")
+    expect_mistake(first.finish(), "rank 1: ")
     assert second.finish() == (2, "", "")
 
 
@@ -293,8 +298,8 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         n_expert n_active shared_hidden balance_loss z_loss balance_bias
         dropout batch_size batch_ramp steps lr
         min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip seed
-        save_every keep checkpoint_format check_every eval_every eval_tokens rollback
-        max_rollbacks skip_steps""".split())
+        save_every keep checkpoint_format check_every eval_every eval_tokens rollback max_rollbacks
+        skip_steps""".split())
 
 
 def test_what_a_checkpoint_of_weights_may_change():

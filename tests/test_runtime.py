@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -25,6 +26,7 @@ import torch
 import checkpoint
 import data
 from base import devices
+from base.batch_ramp import batch_size_at
 from base.flops import flops_per_token, peak_flops
 from base.options import Config
 from base.processes import Job, RunError
@@ -66,7 +68,7 @@ def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, t
     torch.save(state, tmp_path / "large.pt")
     most = ["--out", tmp_path, *TINY, "--batch-size", 2 ** 50, "--micro-batch", 2 ** 50]
     for words, file, *flags in [
-            ("allocate memory.*--micro-batch, ", "train.py", "--data", shards, *most),
+            ("allocate memory.*--micro-batch", "train.py", "--data", shards, *most),
             ("allocate memory.* --device cpu", "sample.py", "--ckpt", tmp_path / "large.pt")]:
         status, _, error = Command(file, *flags).finish()
         assert status == 1 and re.fullmatch(rf"{file}: .*{words}.*\n", error), error
@@ -169,7 +171,8 @@ def test_a_long_run_prints_fifty_lines_and_at_most_one_a_second(monkeypatch, cap
     log = run_log.RunLog(SimpleNamespace(write=nothing))
     log.on_terminal = on_terminal
     log.recent_seconds.append(seconds)
-    run = SimpleNamespace(config=config, device=torch.device("cpu"))
+    run = SimpleNamespace(config=config, device=torch.device("cpu"), val_data=Memory(CFG),
+                          model_config=CFG, batches=SimpleNamespace(sequences_trained=0))
     row = dict(loss=1.0, lr=1.0, grad_norm=1.0, tokens_per_second=1.0, skipped=0)
     for step in range(1, config.steps + 1):
         monkeypatch.setattr(run_log.time, "monotonic", lambda: step * seconds)
@@ -251,7 +254,7 @@ def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
 
 def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path, capsys,
                                                                         monkeypatch):
-    """Of steps of 40 seconds; an evaluation or a save of 1000 does not count. A line is that of the
+    """Of steps of 40 seconds; an evaluation of 1000 counts, a save does not. A line is that of the
     README. Of a GPU whose peak is known the fraction used is told."""
     now = [0]
 
@@ -264,30 +267,53 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
                             lambda *_: takes(1000, 2 * math.log(2)))
         run.writer.submit = lambda *_: takes(1000)
         run.val_data.meta["bytes_per_token"] = 4.0
-    with mock.patch.object(time, "perf_counter", lambda: takes(40, now[0])):
+    with mock.patch.object(time, "perf_counter", lambda: takes(40, now[0])), \
+            mock.patch.object(time, "monotonic", lambda: now[0]):
         rows = watched(settings(tmp_path, steps=3, save_every=1, eval_every=2, log_every=1),
                        prepare).rows
     evaluates = "evaluate on 208 of 209 tokens"
     evaluated = ("validation: 1.3863 nats a token, perplexity 4.00, 0.5000 bits a byte (on 208 of "
                  "209 tokens)")
     assert [line.split("left ")[-1] for line in capsys.readouterr().out.splitlines()[:7]] == [
-        "0:01:20", "0:00:40", evaluates, evaluated, "0:00:00", evaluates, evaluated]
+        "0:02:03", "0:01:23", evaluates, evaluated, "0:16:40", evaluates, evaluated]
     assert column(rows, "tokens_per_second") == [8 * 16 / 40] * 3
     run = SimpleNamespace(config=Config(), model_config=CFG, val_data=Memory(CFG),
                           grid=Grid(dp=2, pp=1, tp=1), device=torch.device("cpu"))
     assert "perplexity inf" in run_log.format_eval(dict(val_loss=1e3), run)
     row = dict(rows[0], loss=5.28014, lr=8e-5, grad_norm=7.9496, activation_norm=0.9251,
                tokens_per_second=7133.0)
-    assert run_log.format_step(run, row, 229 / 799) in README.splitlines()
+    assert run_log.format_step(run, row, timedelta(seconds=229)) in README.splitlines()
     used = f"MFU {1e9 * flops_per_token(CFG) / (2 * 756e12):.1%}"
-    for name, dtype, seconds, told in [("NVIDIA H100 PCIe", "bf16", 2.3, f"{used}  left 0:30:38"),
-                                       ("NVIDIA H100 PCIe", "fp32", 12, "tok/s  left 2:39:48"),
-                                       ("GeForce GTX 1080", "fp16", 1, "scale 8  left 0:13:19")]:
+    for name, dtype, left, told in [("NVIDIA H100 PCIe", "bf16", 1838, f"{used}  left 0:30:38"),
+                                    ("NVIDIA H100 PCIe", "fp32", 9588, "tok/s  left 2:39:48"),
+                                    ("GeForce GTX 1080", "fp16", 799, "scale 8  left 0:13:19")]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         run.device = torch.device("cuda")
         run.config = Config(dtype=dtype)
         row |= dict(tokens_per_second=1e9, loss_scale=8.0)
-        assert run_log.format_step(run, row, seconds).endswith(told)
+        assert run_log.format_step(run, row, timedelta(seconds=left)).endswith(told)
+
+
+def test_the_time_left_counts_the_sequences_of_a_ramp_and_the_evaluations():
+    """A sequence takes 3 s. After step 1 of 10 five evaluations follow, of 128 sequences and a third
+    of the time each; after step 4 four, which took 100 s, or three if its own was first."""
+    config = Config(steps=10, batch_size=8, batch_ramp="4:2:16", eval_every=2)
+    log = run_log.RunLog(SimpleNamespace(write=nothing))
+    log.recent_seconds.append(3.0)
+    run = SimpleNamespace(config=config, model_config=CFG, val_data=Memory(CFG), batches=None)
+
+    def left(step, trained, **evaluated):
+        run.batches = SimpleNamespace(sequences_trained=trained)
+        return log.time_left(run, dict(step=step, **evaluated)).total_seconds()
+    sizes = []
+    for _ in range(10):
+        sizes.append(batch_size_at(config, sum(sizes)))
+    assert sizes[0] < sizes[-1]
+    assert left(1, sizes[0]) == 3 * sum(sizes[1:]) + 5 * 128
+    log.evaluation_seconds = 100.0
+    assert left(4, sum(sizes[:4])) == 3 * sum(sizes[4:]) + 400
+    assert left(4, sum(sizes[:4]), val_loss=2.0) == 3 * sum(sizes[4:]) + 300
+    assert left(10, sum(sizes)) == 100 and left(10, sum(sizes), val_loss=2.0) == 0
 
 
 def contents(folder):

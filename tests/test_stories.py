@@ -77,6 +77,7 @@ A 0 TINY --out new --init-from old/step_00000004.pt --seq-len 8 --steps 6 :: aft
 0 --out o :: nothing left to do; raise
 0 --out o --seed 5 --beta2 0.8 :: beta2 0.8 instead of 0.9; seed 5 instead of 1337: not used
 = losses("o") == 4
+2 --out o --steps 8 --seed 5 :: in the order of seed 1337; in that of --seed 5
 0 --out o --steps 8 :: steps 8 instead of 4; so the next step's learning rate is 5.50e-03
 = losses("o") == 4
 0 --out o --steps 10 --lr 0.1 --batch-size 2 --dtype fp64 :: lr 0.1 instead of 0.01, dtype fp64
@@ -147,10 +148,11 @@ $ cp q/step_00000008.pt r
 = state("o/latest.pt")["step"] == 2 and "end" not in kinds(events("o"))
 1 TINY --out o --steps 3 --lr 1e10 --warmup-steps 1 --save-every 1 :: step 3: the val""",
     "an exact run keeps its microbatch": r"""
-0 TINY --out o --save-every 0 --exact --micro-batch 1 ::
+0 TINY --out o --save-every 0 --exact --micro-batch 1 :: 18 times: here they have 1 \(--micro-batch
 2 TINY --out o --steps 6 --exact --micro-batch 2 :: 1 sequences
 0 TINY --out o --steps 6 --exact :: 4 microbatches x 1 sequences
-0 TINY --out o --steps 8 --micro-batch 2 ::""",
+0 TINY --out o --steps 8 --micro-batch 2 ::
+= "with --exact" not in text""",
     "--plain goes on with its runs, and with another program's where it can": r"""
 0 TINY --out run ::
 0 TINY --out o --plain ::

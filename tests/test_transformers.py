@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import checkpoint
 import sample
+from model import IGNORE_INDEX
 from models.moe import MoEConfig
 from models.window import WindowedAttention
 from tests.harness import tokens_of
@@ -61,10 +62,13 @@ THEIRS = {      # model_type, config.json
     "qwen3_moe": ("qwen3_moe", SMALL | dict(
         num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16,
         norm_topk_prob=True, tie_word_embeddings=True))}
+BLOCKS = {f"block of {name}": (name, THEIRS[name][1] | dict(num_hidden_layers=1,
+                                                           router_aux_loss_coef=0.03))
+          for name in ("mixtral", "olmoe", "qwen3_moe")}
 
 
 def their_config(name):
-    model_type, shape = THEIRS[name]
+    model_type, shape = (THEIRS | BLOCKS)[name]
     if model_type == "gpt_neox":
         shape = {key: x for key, x in shape.items() if key != "num_key_value_heads"}
     return transformers.AutoConfig.for_model(model_type, **shape)
@@ -119,7 +123,7 @@ def difference(x, y):
 @pytest.mark.claim("Logits and gradients are those of fourteen transformers classes.")
 @pytest.mark.parametrize("name", THEIRS)
 def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name):
-    """In fp64, to 1e-10 and 1e-9. Without the routers' losses: transformers' are of a microbatch.
+    """In fp64, to 1e-10 and 1e-9. Without the routers' losses: transformers' pool all layers.
     Twenty greedy tokens with our cache are those of its model without one."""
     _, theirs, file = theirs_and_ours(name)
     theirs = theirs.double()
@@ -150,6 +154,37 @@ def test_logits_and_gradients_are_those_of_transformers(theirs_and_ours, name):
     for _ in found:
         tokens.append(theirs(torch.tensor([tokens])).logits[0, -1].argmax().item())
     assert found == tokens[5:]
+
+
+@pytest.mark.parametrize("padding", [0, 9])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_has_the_loss_of_transformers_with_that_of_its_router(theirs_and_ours, name,
+                                                                      padding):
+    """Loss, gradient of the router and load of one sequence, whose end may be padding."""
+    _, theirs, file = theirs_and_ours(name)
+    theirs, T = theirs.double(), 32
+    trained, _ = checkpoint.load_model(file)
+    ours = replace(trained.cfg, z_loss=0.0).build().double()
+    ours.load_state_dict(trained.state_dict())
+    tokens = tokens_of(replace(ours.cfg, seq_len=T), 1)
+    text = (torch.arange(T) < T - padding).expand(1, T)
+    labels = tokens.masked_fill(~text, -100)
+    theirs.zero_grad()
+    with in_fp64(theirs):
+        expected = theirs(tokens, attention_mask=text.long(), labels=labels,
+                          output_router_logits=True).loss
+    expected.backward()
+
+    targets = F.pad(tokens.masked_fill(~text, IGNORE_INDEX)[:, 1:], (0, 1), value=IGNORE_INDEX)
+    positions = torch.arange(T).expand(1, T) * text if padding > 0 else None
+    value = ours(tokens, targets, positions=positions) / (T - padding - 1)
+    value.backward()
+    router = ours.blocks["0"].mlp.router
+    assert value.item() + router.losses.item() / T == pytest.approx(expected.item(), abs=1e-6)
+    assert value.item() < expected.item() - 0.02
+    gradient = theirs.get_submodule("model.layers.0.mlp.gate").weight.grad
+    assert difference(router.weight.grad, gradient) < 1e-6
+    assert router.load.sum() == (T - padding) * ours.cfg.n_active
 
 
 def test_a_window_that_hides_nothing_is_kept():
