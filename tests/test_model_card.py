@@ -63,7 +63,7 @@ def test_a_card_says_what_the_run_has_recorded(run, tmp_path, monkeypatch, step,
     assert facts["run"] == state["run"]["id"] and model["n_embd"] == state["model"]["n_embd"]
     given = asdict(Config(**parse_flags(shlex.split(facts["command"])[2:])))
     assert all(given[name] == state["config"][name] for name in (*OF_TRAINING, "data"))
-    assert [len(re.findall(f"^{mark}", card, re.M)) for mark in ("#", "```")] == [5, 6]
+    assert [len(re.findall(f"^ *{mark}", card, re.M)) for mark in ("#", "```")] == [5, 6]
     assert huggingface_hub.ModelCard(card).data.to_dict() == dict(
         library_name="transformers", pipeline_tag="text-generation", tags=["plainscale", "gpt2"])
 
