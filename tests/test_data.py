@@ -415,6 +415,8 @@ def test_a_package_that_is_missing_is_named(monkeypatch, refuse_data, name, pack
 @pytest.mark.parametrize("name, text, words", [
     ("a.jsonl", '{"body": "a", "id": 1}\n' * 20,
      'a.jsonl line 1 has no field "text", but "body", "id": give the name'),
+    ("a.txt", "a" * file_formats.BLOCK + " \0tail\n", "it has NUL bytes"),
+    ("a.txt", ("text " * 40 + f"\n{EOT}\n").encode() * 2000 + b"\xe9\n", "a.txt is not UTF-8"),
     ("a.jsonl", '{"text": 5}\n', '"text" is int, not a string'), ("a.jsonl", "{", "is not JSON"),
     ("a.json", '[{"text": "a"}, ', "is no array of JSON"),
     ("a.csv", "text\na\n", "pandas.read_csv('a.csv').to_json('NEW.jsonl', lines=True)"),
@@ -661,7 +663,7 @@ def test_a_book_that_is_drawn_for_validation_gives_its_end_alone(make_data):
     Path("in/0.txt").write_text("word 1 " * 40_000)             # the book trains
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_nothing(tmp_path, number):
     """Twice, as an impatient user sends it, while data.py tokenises."""
     (tmp_path / "a.txt").write_text("some words\n" * 1000)
