@@ -684,6 +684,12 @@ sys.exit(corpus.program.main())
     assert names_in(tmp_path / "d") == []
 
 
+def test_what_a_killed_job_has_left_is_told(make_data):
+    Path("a.txt").write_text("some words\n" * 100)
+    Path("out/.new-1").mkdir(parents=True)
+    assert make_data("a.txt")[1].startswith(f"note: {Path('out/.new-1')} is of a job that ")
+
+
 def test_a_stopped_download_says_that_it_continues(tmp_path, server, monkeypatch, run_data):
     monkeypatch.setitem(downloads.DOWNLOADS, "tinystories", (f"{server.url}/file", None))
     monkeypatch.setattr(downloads, "progress", mock.Mock(side_effect=KeyboardInterrupt))
