@@ -45,6 +45,7 @@ from base import errors
 from corpus import (documents, downloads, encode, file_formats, inputs, mixtures,
                     near_duplicates)
 from corpus.chat_records import NotText
+from corpus.dedup_and_split import index_documents
 from corpus.documents import EOT
 from corpus.huggingface_tokenizers import train_tokenizer
 from corpus.mixtures import parse_mixture
@@ -1085,6 +1086,13 @@ def plain_bpe(words, alphabet, n_tokens):
 
 
 @pytest.mark.claim("`--train-tokenizer` makes the tokens of plain byte-pair encoding.")
+def test_a_tokenizer_is_trained_on_a_part_of_a_long_text(monkeypatch, tmp_path):
+    (tmp_path / "a.txt").write_text("some words and others\n" * 1000)
+    monkeypatch.setattr(encode, "TOKENIZER_BYTES", 5000)
+    monkeypatch.setattr(encode, "train_tokenizer", lambda texts, n: len("".join(texts)))
+    assert encode.train_on(index_documents([tmp_path / "a.txt"], 0), 300) == 5000
+
+
 def test_trained_tokens_are_those_of_plain_byte_pair_encoding():
     """Of a program and of random texts of three letters, also where a text has fewer."""
     pytest.importorskip("transformers")
