@@ -1085,7 +1085,6 @@ def plain_bpe(words, alphabet, n_tokens):
     return list(number)
 
 
-@pytest.mark.claim("`--train-tokenizer` makes the tokens of plain byte-pair encoding.")
 def test_a_tokenizer_is_trained_on_a_part_of_a_long_text(monkeypatch, tmp_path):
     (tmp_path / "a.txt").write_text("some words and others\n" * 1000)
     monkeypatch.setattr(encode, "TOKENIZER_BYTES", 5000)
@@ -1093,6 +1092,7 @@ def test_a_tokenizer_is_trained_on_a_part_of_a_long_text(monkeypatch, tmp_path):
     assert encode.train_on(index_documents([tmp_path / "a.txt"], 0), 300) == 5000
 
 
+@pytest.mark.claim("`--train-tokenizer` makes the tokens of plain byte-pair encoding.")
 def test_trained_tokens_are_those_of_plain_byte_pair_encoding():
     """Of a program and of random texts of three letters, also where a text has fewer."""
     pytest.importorskip("transformers")
