@@ -77,11 +77,12 @@ def read_blocks(path: Path):
     with open_bytes(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="\n") as file:
         try:
             while block := file.read(BLOCK):
+                block += file.readline(LONGEST_LINE)
                 if "\0" in block:
                     yield NotText(f"{path} is no text: it has NUL bytes: if it is UTF-16, convert "
                                   f"it, as by iconv -f UTF-16 -t UTF-8, or leave it out")
                     return
-                yield block + file.readline(LONGEST_LINE)
+                yield block
         except UnicodeDecodeError as error:
             yield NotText(f"{path} is not UTF-8 text ({error.reason}): if it is text, convert it, "
                           f"as by iconv -f WINDOWS-1252 -t UTF-8, or leave it out")
@@ -89,12 +90,15 @@ def read_blocks(path: Path):
 
 def cut_at_eot(blocks):
     """Yield (number of the document, text) of a file in blocks. Lines of <|endoftext|> cut it, and
-    the white space around these lines is dropped. Without such a line the text is unchanged."""
+    the white space around these lines is dropped. Without such a line the text is unchanged. Raises
+    NotText behind such a line: the rest of the file may be many documents."""
     number = 0
     held = ""               # white space, which more text may follow
     begun = True            # whether the document has text; the white space before the first stays
     for block in blocks:
         if isinstance(block, NotText):
+            if number > 0:
+                raise block
             yield number, block
             return
         parts = EOT_LINE.split(block) if EOT in block else [block]

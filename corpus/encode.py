@@ -89,11 +89,12 @@ def documents_of(index: Index):
 
 
 def train_on(index: Index, n_tokens: int):
-    """A tokenizer trained on the documents that train, or on each n-th where they are more than is
-    needed."""
+    """A tokenizer trained on the documents that train. Of more than TOKENIZER_BYTES these are each
+    n-th, and of a long one its beginning."""
     is_read = np.zeros(len(index.cuts), bool)
     is_read[np.flatnonzero(index.cuts > 0)[::1 + index.size // TOKENIZER_BYTES]] = True
-    pieces = pieces_of(index._replace(cuts=np.where(is_read, index.cuts, -1)), end_of_word)
+    cuts = np.where(is_read, np.minimum(index.cuts, TOKENIZER_BYTES), -1)
+    pieces = pieces_of(index._replace(cuts=cuts), end_of_word)
     return train_tokenizer((text for split, text in pieces if split == "train"), n_tokens)
 
 

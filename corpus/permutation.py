@@ -1,6 +1,4 @@
-"""The order of the windows in an epoch: a permutation that takes no memory.
-
-data.epoch_windows calls it."""
+"""The order of the windows in an epoch: a permutation that takes no memory."""
 import numpy as np
 
 

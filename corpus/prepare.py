@@ -36,6 +36,8 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
         if encoding.end_of_text != EOT:
             note(f"{encoding.end_of_text}, the eos_token of the tokenizer, separates the documents")
         writer = None if field is not None else choose_template(template, encoding)
+    for left in out.glob(".new-*"):
+        note(f"{left} is of a job that runs, or that was killed: then remove it")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=out) as name:
         folder = Path(name)

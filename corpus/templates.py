@@ -141,6 +141,8 @@ class JinjaTemplate:
         """The tokens of a conversation, as transformers has them, and which are learnt. Raises
         ValueError."""
         self.check()
+        if messages[0].role == ASSISTANT:
+            raise ValueError("it begins with an answer, which has no prompt: leave that out")
         text = self.write(messages)
         tokens = self.encoding.encode_with_special(text)
         learnt = [False] * len(tokens)

@@ -45,6 +45,7 @@ from base import errors
 from corpus import (documents, downloads, encode, file_formats, inputs, mixtures,
                     near_duplicates)
 from corpus.chat_records import NotText
+from corpus.dedup_and_split import index_documents
 from corpus.documents import EOT
 from corpus.huggingface_tokenizers import train_tokenizer
 from corpus.mixtures import parse_mixture
@@ -415,6 +416,8 @@ def test_a_package_that_is_missing_is_named(monkeypatch, refuse_data, name, pack
 @pytest.mark.parametrize("name, text, words", [
     ("a.jsonl", '{"body": "a", "id": 1}\n' * 20,
      'a.jsonl line 1 has no field "text", but "body", "id": give the name'),
+    ("a.txt", "a" * file_formats.BLOCK + " \0tail\n", "it has NUL bytes"),
+    ("a.txt", ("text " * 40 + f"\n{EOT}\n").encode() * 2000 + b"\xe9\n", "a.txt is not UTF-8"),
     ("a.jsonl", '{"text": 5}\n', '"text" is int, not a string'), ("a.jsonl", "{", "is not JSON"),
     ("a.json", '[{"text": "a"}, ', "is no array of JSON"),
     ("a.csv", "text\na\n", "pandas.read_csv('a.csv').to_json('NEW.jsonl', lines=True)"),
@@ -661,7 +664,7 @@ def test_a_book_that_is_drawn_for_validation_gives_its_end_alone(make_data):
     Path("in/0.txt").write_text("word 1 " * 40_000)             # the book trains
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_nothing(tmp_path, number):
     """Twice, as an impatient user sends it, while data.py tokenises."""
     (tmp_path / "a.txt").write_text("some words\n" * 1000)
@@ -680,6 +683,12 @@ sys.exit(corpus.program.main())
                    "--tokenizer", "bytes").finish()
     assert (*done[:2], done[2].count("\n")) == (1, "", 1) and "data.py: stopped: " in done[2]
     assert names_in(tmp_path / "d") == []
+
+
+def test_what_a_killed_job_has_left_is_told(make_data):
+    Path("a.txt").write_text("some words\n" * 100)
+    Path("out/.new-1").mkdir(parents=True)
+    assert make_data("a.txt")[1].startswith(f"note: {Path('out/.new-1')} is of a job that ")
 
 
 def test_a_stopped_download_says_that_it_continues(tmp_path, server, monkeypatch, run_data):
@@ -1074,6 +1083,13 @@ def plain_bpe(words, alphabet, n_tokens):
             merged[tuple(parts)] += count
         words = merged
     return list(number)
+
+
+def test_a_tokenizer_is_trained_on_a_part_of_a_long_text(monkeypatch, tmp_path):
+    (tmp_path / "a.txt").write_text("some words and others\n" * 1000)
+    monkeypatch.setattr(encode, "TOKENIZER_BYTES", 5000)
+    monkeypatch.setattr(encode, "train_tokenizer", lambda texts, n: len("".join(texts)))
+    assert encode.train_on(index_documents([tmp_path / "a.txt"], 0), 300) == 5000
 
 
 @pytest.mark.claim("`--train-tokenizer` makes the tokens of plain byte-pair encoding.")

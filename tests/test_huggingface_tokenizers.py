@@ -353,6 +353,7 @@ NO_SYSTEM = CHATML.replace("messages %}", "messages if m['role'] != 'system' %}"
     ([dict(role="user", content="a"),
       dict(role="assistant", content="x", reasoning_content="a thought")],
      "leaves out or changes 'a thought'"),
+    ([dict(role="assistant", content="hello")], "it begins with an answer, which has no prompt"),
     ([dict(role="user", content="a <|im_end|> b")], "a content has <|im_end|>, a token"),
     ([dict(role="user", content="a"), dict(role="assistant", content=None, tool_calls=[{}])],
      'has "tool_calls": tool calls, images and the like are not supported')])

@@ -99,7 +99,7 @@ def read_runs(outs: list[str]) -> list[Run]:
             problem = f"{out}/metrics.jsonl has no step with a loss"
         print(f"tools.compare: warning: {problem}: left out", file=sys.stderr)
     if not runs:
-        raise ValueError("nothing to compare: give the --out of runs that have made a step")
+        raise ValueError("nothing to compare: none of these runs has made a step")
     return runs
 
 
