@@ -82,7 +82,8 @@ class RunLog:
     def time_left(self, run, row: dict) -> timedelta:
         """The time of the sequences that are left to train, by the median of the last steps, and of
         the evaluations that are left, each as long as the last one. Before there was one it is
-        guessed: forward is about a third of a step."""
+        guessed: forward is about a third of a step. At first in a ramp it is too long, for a small
+        model 1.6 times: what a step costs beside its sequences is not known yet."""
         config, step = run.config, row["step"]
         trained = run.batches.sequences_trained
         sequences = sequences_after(config, trained, config.steps - step) - trained
