@@ -76,7 +76,8 @@ def tokenise(index: Index, encoding, template=None):
 def pieces_of(index: Index, find_cut):
     """Yield (split, text) of the documents that are kept, as `split_document` does."""
     for document, cut in documents_of(index):
-        yield from split_document(document, cut, find_cut)
+        texts = document if index.field is not None else texts_of(document)
+        yield from split_document(texts, cut, find_cut)
 
 
 def documents_of(index: Index):

@@ -45,7 +45,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
         made_with = f"bpe of {train_tokens}" if encoding is None else encoding.name
         source = f"{index.digest}, {made_with}, {shard_tokens}"
         if field is None:
-            source += f", {template or 'plain' if encoding is None else writer.name}"
+            source += f", {writer.name if encoding is not None else template or 'plain'}"
         check_held(out, source)
         if encoding is None:
             encoding = train_on(index, train_tokens)

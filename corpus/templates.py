@@ -47,9 +47,6 @@ class PlainTemplate:
         self.encoding = encoding
         self.end = encoding.eot_token
 
-    def check(self) -> None:
-        """Any conversation can be written."""
-
     def render(self, messages) -> tuple[list[int], list[bool]]:
         """The tokens of a conversation, and which are learnt. Raises ValueError."""
         if any(message.reasoning for message in messages):
@@ -212,7 +209,8 @@ def choose_template(given: str | None, encoding):
                          f"give --tokenizer DIR, the folder of the model, or --template plain")
     name = "plain" if program is None else hash_of(program)
     template = get_template(name, encoding, program)
-    template.check()
+    if isinstance(template, JinjaTemplate):
+        template.check()
     return template
 
 

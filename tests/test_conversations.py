@@ -189,6 +189,15 @@ def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
     assert data.IGNORE_INDEX == model.IGNORE_INDEX
 
 
+def test_a_tokenizer_is_trained_on_conversations(run_data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = write_lines("c.jsonl", [dict(prompt=f"question {i}", completion="a") for i in range(40)])
+    status, out, error = run_data("--input", file, "--train-tokenizer", 280, "--out", "out")
+    assert status == 0 and out.startswith("40 conversations, "), error
+    tokenizer, = Path("out").glob("hf-*.json")
+    assert "question" in tokenizer.read_text()
+
+
 @pytest.mark.parametrize("opening", [
     [], [("assistant", "Hello!")], [("system", "x"), ("user", "hi"), ("assistant", "hello")]])
 def test_a_last_question_is_in_one_split_and_equal_conversations_count_once(make_data, opening):
