@@ -29,11 +29,8 @@ NOTHING = (None, False, "", "[]", "{}", [], {})     # what such a field has wher
 
 
 class Refused(ValueError):
-    """What is wrong with a record: its text continues "FILE line N"."""
-
-
-class NotText(ValueError):
-    """Stands in place of a document that cannot be read, and says where and why."""
+    """What is wrong with a record, as words behind "FILE line N"; in place of a document, with
+    both."""
 
 
 class Message(NamedTuple):
@@ -154,9 +151,9 @@ def check_characters(text: str) -> None:
 
 
 def texts_of(messages) -> Iterator:
-    """A conversation as texts, to be hashed and compared. A NotText stays."""
+    """A conversation as texts, to be hashed and compared. A Refused stays."""
     for message in messages:
-        if isinstance(message, NotText):
+        if isinstance(message, Refused):
             yield message
             return
         text = message.content

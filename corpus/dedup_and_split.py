@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from corpus.chat_records import Answer, NotText, SystemText, texts_of
+from corpus.chat_records import Answer, Refused, SystemText, texts_of
 from corpus.documents import EOT, read_documents
 from corpus.near_duplicates import BANDS, MOST_BYTES, MinHash, is_repeated, occurs_in
 from corpus.notes_and_progress import note, progress
@@ -124,7 +124,7 @@ def measure_documents(files, seed: int, field: str | None, min_hash: MinHash | N
         beginning = ""                      # of the text, which is compared with others
         size, has_text = 0, False
         for text in document if field is not None else texts_of(document):
-            if isinstance(text, NotText):
+            if isinstance(text, Refused):
                 unreadable.append(text)
                 check_unreadable(unreadable, len(table) // 24 + 1)
                 has_text = False            # nor is what stands before it used
@@ -152,7 +152,7 @@ def measure_documents(files, seed: int, field: str | None, min_hash: MinHash | N
     return table, counts_of_files, len(unreadable)
 
 
-def check_unreadable(unreadable: list[NotText], documents: int, at_end=False) -> None:
+def check_unreadable(unreadable: list[Refused], documents: int, at_end=False) -> None:
     """Of so many documents these could not be read: one in a thousand is left out, with a note; a
     ValueError if they are more, at the end or once most documents are so."""
     count = len(unreadable)

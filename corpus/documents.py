@@ -7,10 +7,10 @@
     .parquet  a document in each row, in the column "text"; so does .arrow
 
 Lines and rows may also hold conversations (chat_records.py). Text is UTF-8. The name says how it is
-read. Text and lines may be compressed: .gz, .zst, .bz2, .xz.
+read. Text and lines may be compressed: .gz, .zst.
 
-A text is read by blocks, so its file may be larger than memory. A NotText stands for a document, or
-the rest of one, that cannot be read.
+A text is read by blocks, so its file may be larger than memory. A Refused stands for a document, or
+the rest of one.
 """
 import io
 import json
@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 
 from base.errors import named
-from corpus.chat_records import NotText, Refused, check_characters, form_of, messages_of
+from corpus.chat_records import Refused, check_characters, form_of, messages_of
 from corpus.file_formats import BLOCK, LINES, TABLES, kind_of, open_bytes, read_table
 
 EOT = "<|endoftext|>"
@@ -33,7 +33,7 @@ class Conversation(list):
 
 def read_documents(path: Path, field: str | None = "text"):
     """Yield every document of a file as an iterable: of strings, which joined are its text, or
-    without a field of the messages of a conversation. A NotText among them says why the rest cannot
+    without a field of the messages of a conversation. A Refused among them says why the rest cannot
     be read. Raises ValueError if the file is damaged."""
     with named(path):
         if kind_of(path) not in (*LINES, *TABLES):
@@ -53,7 +53,7 @@ def read_documents(path: Path, field: str | None = "text"):
                     document = Conversation(messages_of(record))
                     document.place = f"{path} {place}"
             except Refused as error:
-                document = [NotText(f"{path} {place}{error}")]
+                document = [Refused(f"{path} {place}{error}")]
             yield document
 
 
@@ -79,24 +79,24 @@ def read_blocks(path: Path):
             while block := file.read(BLOCK):
                 block += file.readline(LONGEST_LINE)
                 if "\0" in block:
-                    yield NotText(f"{path} is no text: it has NUL bytes: if it is UTF-16, convert "
+                    yield Refused(f"{path} is no text: it has NUL bytes: if it is UTF-16, convert "
                                   f"it, as by iconv -f UTF-16 -t UTF-8, or leave it out")
                     return
                 yield block
         except UnicodeDecodeError as error:
-            yield NotText(f"{path} is not UTF-8 text ({error.reason}): if it is text, convert it, "
+            yield Refused(f"{path} is not UTF-8 text ({error.reason}): if it is text, convert it, "
                           f"as by iconv -f WINDOWS-1252 -t UTF-8, or leave it out")
 
 
 def cut_at_eot(blocks):
     """Yield (number of the document, text) of a file in blocks. Lines of <|endoftext|> cut it, and
     the white space around these lines is dropped. Without such a line the text is unchanged. Raises
-    NotText behind such a line: the rest of the file may be many documents."""
+    Refused behind such a line: the rest of the file may be many documents."""
     number = 0
     held = ""               # white space, which more text may follow
     begun = True            # whether the document has text; the white space before the first stays
     for block in blocks:
-        if isinstance(block, NotText):
+        if isinstance(block, Refused):
             if number > 0:
                 raise block
             yield number, block
@@ -118,8 +118,8 @@ def cut_at_eot(blocks):
 # ---- Records ---------------------------------------------------------------------------------
 
 def read_records(path: Path, field: str | None):
-    """Yield (place, record) of each record of a file. A Refused stands in place of one that cannot
-    be read. Raises ValueError if the file is damaged."""
+    """Yield (place, record) of each record of a file. A Refused stands in place of one that
+    cannot be read. Raises ValueError if the file is damaged."""
     if kind_of(path) in TABLES:
         yield from ((f"row {number}", row) for number, row in enumerate(read_table(path, field), 1))
         return

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from corpus.chat_records import NotText, texts_of
+from corpus.chat_records import Refused, texts_of
 from corpus.dedup_and_split import Index, check_unreadable
 from corpus.documents import read_documents
 from corpus.huggingface_tokenizers import train_tokenizer
@@ -29,7 +29,7 @@ def split_document(texts, cut: int, find_cut):
     start, end) says where a piece that begins at `start` ends; None: not before `end`."""
     rest = {}                   # {split: its text that is not yielded yet}
     for text in texts:
-        if isinstance(text, NotText):       # pass 1 could read it
+        if isinstance(text, Refused):       # pass 1 could read it
             raise text
         raw = text.encode()
         head = raw[:max(cut, 0)].decode(errors="ignore")
@@ -117,13 +117,13 @@ def encode_conversations(index: Index, encoding, template):
     def work(split, conversations):
         tokens, flags, size = [], [np.zeros(0, "u1")], 0
         for messages in conversations:
-            if isinstance(messages[0], NotText):        # pass 1 could read it
+            if isinstance(messages[0], Refused):        # pass 1 could read it
                 raise messages[0]
             size += sum(len(text.encode()) for text in texts_of(messages))
             try:
                 new, learnt = template.render(messages)
             except ValueError as error:
-                refused.append(NotText(f"{messages.place}: {error}"))
+                refused.append(Refused(f"{messages.place}: {error}"))
                 check_unreadable(refused, index.counts["documents"])
                 continue
             tokens += new

@@ -2,7 +2,6 @@
 cut off is refused by its name: none is read in part."""
 import importlib
 import io
-import lzma
 import sys
 import zlib
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from pathlib import Path
 
 BLOCK = 1 << 18             # bytes read at once
 ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": ZSTD}        # their modules
+COMPRESSED = {".gz": "gzip", ".zst": ZSTD}      # their modules
 LINES = (".jsonl", ".json", ".ndjson")
 TABLES = (".parquet", ".arrow")
 READ_KINDS = ".txt, .jsonl, .json (also compressed), .parquet, .arrow"
@@ -36,8 +35,7 @@ def open_bytes(path: Path):
     try:
         with io.BufferedReader(module.open(path, "rb", **options), BLOCK) as file:
             yield file
-    except (EOFError, OSError, zlib.error, lzma.LZMAError,
-            getattr(module, "ZstdError", EOFError)) as error:
+    except (EOFError, OSError, zlib.error, getattr(module, "ZstdError", EOFError)) as error:
         if getattr(error, "errno", None) is not None:           # of the system
             raise
         raise not_whole(path, error) from None

@@ -28,7 +28,7 @@ class DataFlags:
     tokenizer: str = flag(None, "gpt2, bytes, cl100k_base, o200k_base, a tokenizer.json, its "
                           "folder or name on the hub (default gpt2; bytes for python)",
                           group="shards", form="NAME|PATH")
-    train_tokenizer: int = flag(None, "train a byte-pair encoding of N tokens on the text first",
+    train_tokenizer: int = flag(None, "train a byte-pair encoding of at most N tokens first",
                                 low=257, below=MOST_TOKENS + 1)
     out: Path = flag(None, "folder of the shards (default data/DATASET; required with --input)",
                      form="DIR")

@@ -24,10 +24,9 @@ def find_files(paths, field="text") -> list[Path]:
             raise ValueError(f"{path} is no file: the text is read twice, so write it to a file "
                              f"and give that")
         if kind_of(path) == ".csv":
-            name = repr(str(path))
-            raise ValueError(f"{path} is a table: python -c \"import pandas; pandas.read_csv("
-                             f"{name}).to_json('NEW.jsonl', orient='records', lines=True)\" makes "
-                             f"a .jsonl of it, whose column text is read")
+            raise ValueError(f"{path} is a table: python -c \"import csv, json, sys; [print("
+                             f"json.dumps(row)) for row in csv.DictReader(sys.stdin)]\" < {path} "
+                             f"> NEW.jsonl makes lines of it, whose field text is read")
         for one in walk(path, field) if path.is_dir() else [path]:
             files.setdefault(os.path.realpath(one), one)
     return list(files.values())

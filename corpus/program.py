@@ -21,10 +21,9 @@ SEQ_LEN = 128               # train.py's default, for a warning
 @errors_in_one_line("data.py")
 def main(arguments=None) -> None:
     flags = parse_flags(sys.argv[1:] if arguments is None else arguments)
-    for name in ("SIGTERM", "SIGHUP"):          # they stop it as Ctrl-C does
-        number = getattr(signal, name, None)    # Windows has no SIGHUP
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:   # by nohup
-            signal.signal(number, signal.default_int_handler)
+    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # not on Windows
+        if signal.getsignal(number) is not signal.SIG_IGN:                      # by nohup
+            signal.signal(number, signal.default_int_handler)                   # as Ctrl-C does
     try:
         meta = make(flags)
     except KeyboardInterrupt:

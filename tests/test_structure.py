@@ -8,7 +8,7 @@
     runtime/        what a run on real machines needs beside the training
     tools/          programs that only use the rest
 
-MAY_IMPORT is the table of the imports. Sizes are not asserted.
+MAY_IMPORT is the table of the imports, LINES that of the sizes.
 """
 import ast
 import fnmatch
@@ -120,6 +120,21 @@ def test_data_py_needs_neither_torch_nor_the_model():
     done = subprocess.run([sys.executable, "-B", "-c", code], cwd=ROOT, text=True,
                           stdout=subprocess.PIPE)
     assert done.stdout == "[]\n"
+
+
+# Lines at most, of folders and of the program. A change that raises one says what it is worth.
+LINES = dict(base=1650, corpus=2700, models=900, parallelism=3850, runtime=2950, tools=4410)
+PROGRAM = 18_800
+
+
+def test_the_program_grows_by_decision_alone():
+    lines = {}
+    for file in {file for pattern in (*WITHOUT_TOOLS, "tools/**/*.py")
+                 for file in ROOT.glob(pattern)} - {ROOT / "test_all.py"}:
+        room = file.relative_to(ROOT).parts[0]
+        lines[room] = lines.get(room, 0) + file.read_text().count("\n")
+    assert {room: lines[room] for room in LINES if lines[room] > LINES[room]} == {}
+    assert sum(lines.values()) <= PROGRAM
 
 
 FLAGS = """data out log model n_layer n_head n_embd seq_len activation n_kv_head head_dim hidden
