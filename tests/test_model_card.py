@@ -1,7 +1,4 @@
-"""tools/model_card.py: what the card of an export says, beside what the run itself has recorded.
-
-    python -m pytest tests/test_model_card.py
-"""
+"""tools/model_card.py: what the card of an export says, beside what the run itself has recorded."""
 import io
 import json
 import re

@@ -52,7 +52,6 @@ def note(text: str) -> None:
 
 # ---- The model of transformers ---------------------------------------------------------------
 
-
 @contextmanager
 def refusing(what):
     """What transformers raises in the block, in one line."""
@@ -173,7 +172,6 @@ def read_parameters(folder: Path, config, cfg) -> dict[str, torch.Tensor]:
 
 # ---- Import ----------------------------------------------------------------------------------
 
-
 def import_model(source: str, file: Path) -> None:
     """Write a checkpoint of weights alone. `source` is a folder or, if there is none of that name,
     a model on the hub."""
@@ -254,7 +252,6 @@ def add_tokenizer(state: dict, folder: Path, config) -> None:
 
 
 # ---- Export ----------------------------------------------------------------------------------
-
 
 def read_tokenizer(state: dict):
     """The tokenizer of a checkpoint and its template of conversations, or None: those that an
@@ -341,7 +338,6 @@ def write_model(parameters, config, cfg, ends: set[int], folder: Path) -> str:
 
 
 # ---- The command line ------------------------------------------------------------------------
-
 
 @errors_in_one_line("tools.huggingface")
 def main() -> None:

@@ -145,7 +145,6 @@ FAMILIES = {            # an export takes the first that has the model
 
 # ---- The config ------------------------------------------------------------------------------
 
-
 def family_of(config) -> Family:
     """Raises ValueError for an architecture that is not here. An OPT that model.py does not have is
     a Galactica."""
@@ -253,7 +252,6 @@ def their_config(cfg: GPTConfig, **facts):
 
 # ---- One parameter ---------------------------------------------------------------------------
 
-
 def their_names(name: str, family: Family) -> list[str]:
     """The names of their parameters that make ours. Raises ValueError if there are none."""
     module, kind = name.rsplit(".", 1)                  # kind: weight or bias
@@ -310,8 +308,8 @@ def is_grouped(name: str, parts: list, family: Family) -> bool:
 
 
 def pairs_apart(cfg: LlamaConfig) -> torch.Tensor:
-    """Their channels of a head in our order, (D,). They rotate 2i with 2i + 1, we i with
-    i + n/2."""
+    """Their channels of a head in our order, (D,). They rotate 2i with 2i + 1, we i with i + n/2.
+    """
     n = cfg.rotated
     return torch.tensor([*range(0, n, 2), *range(1, n, 2), *range(n, cfg.head_dim)])
 
