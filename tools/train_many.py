@@ -121,8 +121,7 @@ class Trainer:
                 if run.events and run.events[-1]["event"] == "stop":
                     reason = run.events[-1].get("reason")       # it would diverge again
                 if reason is None:
-                    # One write: other threads print, too.
-                    print(f"train    {job.out}\n", end="", flush=True)
+                    print(f"train    {job.out}\n", end="", flush=True)      # in one write
                     reason = self.train(job, descriptor)
             if reason is not None:
                 print(f"failed   {job.out}: {reason}\n", end="", flush=True)
