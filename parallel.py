@@ -427,8 +427,8 @@ def plain_pipeline(stage: GPT, batch: list, order: list, tokens_in_batch: int,
     order   what the stage does: ("F" or "B", number of the microbatch)
 
     `recv` waits for its message. `isend` returns at once. With a blocking send 1F1B would hang: two
-    neighbors send to each other, and each would wait for the other to receive. NCCL needs more: see
-    PP3 in pipeline.py."""
+    neighbors send to each other, and each would wait for the other to receive. On NCCL the messages
+    must also start together: see `start_messages` in parallelism/pipeline.py."""
     ranks_of_stage = grid.replicas * grid.tp        # consecutive, by the order of section 1
     previous = grid.rank - ranks_of_stage
     following = grid.rank + ranks_of_stage
@@ -649,9 +649,9 @@ def gather_in_use(model: GPT, shards: dict, grid: Grid) -> None:
 #     rank                0        1        1        0
 #     number of keys      1 2 3    4 5 6    7 8 9    10 11 12        39 on either rank
 #
-# The plain form computes the masked scores, too, so it does not gain from this. CP1 in context.py
-# does. For backward the gathered keys and values of every block are kept, where CP3 gathers again.
-# Other activations have this rank's T / cp positions alone. In train.py: parallelism/context.py.
+# The plain form computes the masked scores, too, so it does not gain from this. For backward it
+# keeps the gathered keys and values of every block. Other activations have this rank's T / cp
+# positions alone. In train.py: parallelism/context.py, which skips later keys and gathers again.
 # ---------------------------------------------------------------------------------------------
 
 

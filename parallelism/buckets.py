@@ -15,7 +15,7 @@ from parallelism.parameters import ParamSpec
 
 
 class Bucket:
-    """DP2: parameters that are communicated together, laid out flat, padded to equal shards for all
+    """Parameters that are communicated together, laid out flat, padded to equal shards for all
     replicas. `name` is as drawn above: tied, ends, 0.attn ...
 
     group           the kind of group (parallel.GROUPS) whose ranks have these parameters: replicas,
@@ -33,7 +33,7 @@ class Bucket:
                     exp_avg, exp_avg_sq     on the master's device
     shard_ranges    the parts of parameters in the shard: [(spec, shard_slice, param_slice)], where
                     shard[name][shard_slice] belongs to parameter.flatten()[param_slice]
-    pending_grads   number of gradients that backward (PP7: W) has not computed yet
+    pending_grads   number of gradients that backward (with ZB-H1: W) has not computed yet
     unsharding      the all-gather of `data` under way, or None
     """
 
@@ -80,7 +80,7 @@ class Bucket:
 
 def make_buckets(specs: list[ParamSpec], replicas: int, num_shards: int = 1,
                  shard_rank: int = 0) -> list[Bucket]:
-    """The buckets drawn above. DP6: the tied gradient is complete only at backward's end."""
+    """The buckets drawn above. No other waits for the tied gradient, which is complete last."""
     contents = {"tied": [], "embed": [], "ends": []}
     for spec in specs:
         match spec.name.split("."):

@@ -10,15 +10,15 @@ keys, so for equal work each rank has an early and a late piece (Brandon et al. 
 
 It computes the same as `PlainContextAttention` in parallel.py. The differences:
 
-         difference                             gain                       where
-    CP1  a piece of q attends to the keys       about half the products;   attend_to_prefix
-         before its end, not to all, masked     flash attention
-    CP2  K and V are gathered in one message    half the messages          _GatherKeysAndValues
-    CP3  backward gathers and attends again     K and V of T / cp          recompute_attention
-         (Korthikanti et al. 2022, section 5)   positions are kept, not T
+    difference                               gain                       where
+    a piece of q attends to the keys         about half the products;   attend_to_prefix
+      before its end, not to all, masked     flash attention
+    K and V are gathered in one message      half the messages          _GatherKeysAndValues
+    backward gathers and attends again       K and V of T / cp          recompute_attention
+      (Korthikanti et al. 2022, section 5)   positions are kept, not T
 
-CP3 costs another gather and a third of attention's arithmetic. Ring attention (Liu et al. 2023)
-instead passes K and V from rank to rank, and merges the outputs for each part: more to read.
+Recomputation costs another gather and a third of attention's arithmetic. Ring attention (Liu et al.
+2023) instead passes K and V from rank to rank, and merges the outputs for each part: more to read.
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head.
 """
@@ -61,7 +61,7 @@ class _GatherKeysAndValues(torch.autograd.Function):
 
 def attend_to_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float,
                      mask: torch.Tensor | None):
-    """CP1: causal attention of q (B, H, n, D), the last n of the positions of k and v
+    """Causal attention of q (B, H, n, D), the last n of the positions of k and v
     (B, H, end, D), or by a mask (B, 1, n, end)."""
     n, end = q.shape[2], k.shape[2]
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p,
@@ -138,7 +138,7 @@ class ContextParallelRotary(Rotary):
 
 
 def recompute_attention(model: GPT) -> None:
-    """CP3: autograd keeps q, k and v of this rank's positions alone."""
+    """Backward gathers and attends again. Autograd keeps this rank's own q, k and v alone."""
     for block in model.blocks.values():
         attention = block.attn.core_attention
         # Dropout masks depend on seeds only, so there is no generator state to restore.

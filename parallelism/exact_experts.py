@@ -9,7 +9,7 @@
 
 The rows of an expert's product are the tokens of one microbatch that chose the expert, in their
 order. With --ep a rank computes the tokens of each rank by themselves. So products have the same
-shapes as without --ep. Each tp rank sends all rows, not a part (EP4 of experts.py). The rows of a
+shapes as without --ep. Each tp rank sends all rows, not a tp-th as in experts.py. The rows of a
 router's product are all tokens of a microbatch, with sequence parallelism too. A router compares
 numbers that have the same bits, and so chooses the same experts.
 """

@@ -24,18 +24,18 @@ The router is whole on every tp rank. All use the choice of the first, which sen
 
 It computes the same as models/moe.py, and as `plain_experts` in parallel.py. The differences:
 
-         difference                             gain                           where
-    EP1  a rank has E / ep experts              memory / ep                    ParamSpec.cut
-    EP2  routers of every stage add the         no loss travels through the    _AddLosses
-         gradients of their losses              pipeline
-    EP3  only counts of tokens are summed over  the balancing loss of whole    ParallelRouter.share
-         cp, and with sequence parallelism tp   sequences sends B E integers
-    EP4  each tp rank sends a tp-th of the      all-to-all / tp; the tp ranks  ParallelExperts.run
-         rows. Those that arrive are gathered   share a machine
-    EP5  the router's parameters are in the     16 bits do not choose other    Bucket.is_wide
-         type of the masters                    experts
-    EP6  a router's bias moves by the sign of   no state, and no message of    count_in,
-         counts that add up as a gradient       its own                        zero.adamw_update
+    difference                               gain                           where
+    a rank has E / ep experts                memory / ep                    ParamSpec.cut
+    routers of every stage add the           no loss travels through the    _AddLosses
+      gradients of their losses              pipeline
+    only counts of tokens are summed over    the balancing loss of whole    ParallelRouter.share
+      cp, and with sequence parallelism tp   sequences sends B E integers
+    each tp rank sends a tp-th of the        all-to-all / tp; the tp ranks  ParallelExperts.run
+      rows. Those that arrive are gathered   share a machine
+    the router's parameters are in the       16 bits do not choose other    Bucket.is_wide
+      type of the masters                    experts
+    a router's bias moves by the sign of     no state, and no message of    count_in,
+      counts that add up as a gradient       its own                        zero.adamw_update
 
 Shapes: B sequences, T positions, C channels, E experts, K of them active for a token, F hidden
 channels of an expert.
@@ -57,7 +57,7 @@ from parallelism.tensor import TensorParallel, reduce
 
 
 class _AddLosses(torch.autograd.Function):
-    """EP2: returns x. Backward gives `losses` () the gradient `factor`, as if the loss of the last
+    """Returns x. Backward gives `losses` () the gradient `factor`, as if the loss of the last
     stage contained them times `factor`."""
 
     @staticmethod
@@ -72,7 +72,7 @@ class _AddLosses(torch.autograd.Function):
 
 class _InBackward(torch.autograd.Function):
     """Returns x. Backward calls `action`: once for each microbatch, while recomputation repeats
-    forward. EP6: the router's `bias` is an input so that autograd calls its hook. Its gradient is
+    forward. The router's `bias` is an input so that autograd calls its hook. Its gradient is
     None, because `action` has added it."""
 
     @staticmethod
@@ -135,7 +135,7 @@ class ParallelRouter(Router):
         return cut_positions(text, self.grid) if self.has_own_positions else text
 
     def share(self, counts, positions):
-        """EP3: the counts of whole sequences, and their length."""
+        """The counts of whole sequences, summed over their ranks, and their length."""
         kinds = ["cp"]
         if self.has_own_positions:
             kinds.append("tp")
@@ -153,8 +153,8 @@ class ParallelRouter(Router):
         else:
             exact.add(self.loss_sum, losses, exact.LOSS, exact.terms(exact.positions))
         if self.bias is not None:
-            # EP6: above 0 where more tokens than the mean chose the expert. (In fp32 sums of whole
-            # numbers are exact up to 2^24. Above, rounding may change the sign of a small excess.)
+            # The gradient is above 0 where more tokens than the mean chose the expert. (fp32 sums
+            # of counts are exact to 2^24. Above, rounding may change the sign of a small excess.)
             grad = self.bias.main_grad()
             grad += (self.cfg.n_expert * counts - counts.sum()).to(grad.dtype)
 
@@ -266,7 +266,7 @@ class ParallelExperts(Experts):
         grid = self.grid
         if grid.ep == 1:
             return super().run(x, counts)
-        mine = x[grid.tp_rank::grid.tp]                     # EP4
+        mine = x[grid.tp_rank::grid.tp]                     # a tp-th of the rows
         sizes = self.sizes(counts)                          # (tp rank, from, to, expert)
         to_ranks = sizes[grid.tp_rank, grid.ep_rank].sum(1).tolist()
         arriving = sizes[:, :, grid.ep_rank]                # (tp rank, from, expert)

@@ -1,7 +1,7 @@
 """The parameters of a stage: their names and shapes, and which part of each a rank has.
 
     full parameter      under its global name, as in a checkpoint
-    this rank's part    ParamSpec.cut, by tensor parallelism (TP1) and, of experts, --ep
+    this rank's part    ParamSpec.cut, by tensor parallelism and, of experts, --ep
 """
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from model import GPT, OF_VOCABULARY, GPTConfig, ceil_div
 
 @dataclass
 class ParamSpec:
-    """One parameter: its global name, its shape, and how tensor parallelism cuts it (TP1). In the
+    """One parameter: its global name, its shape, and how tensor parallelism cuts it. In the
     dimension that is cut, matrices are stacked, the sections. A rank has a piece of each:
 
         sections 4, 2; 2 ranks      q0 q1 | q2 q3 | k | v       rank 0: q0 q1 k     rank 1: q2 q3 v

@@ -1,18 +1,18 @@
 """Pipeline parallelism (GPipe, Huang et al. 2019), as train.py runs it: one executor for any
 schedule.
 
-It computes the same as `plain_pipeline` in parallel.py, which already has PP2. The differences:
+It computes the same as `plain_pipeline` in parallel.py, which already has 1F1B. The differences:
 
-         difference                          gain                                  where
-    PP1  a message travels during an op      its sender never waits for it; with   run_turns
-                                             GPipe its receiver does not, either
-    PP2  1F1B: backwards start early         activations of p microbatches, not m  schedules.py
-    PP3  crossing messages start together    NCCL cannot hang                      start_messages
-    PP4  a rank never builds other stages    memory / p                            build_stage
-    PP5  backward recomputes a block         stores 1 value instead of about 16    recompute_blocks
-    PP6  a rank has v chunks of the layers   bubble about 1 / v; v times messages  model_chunks
-    PP7  gradients of weights wait for gaps  bubble about 1 / 3; keeps p, as 1F1B  schedules.zb_h1
-    PP8  tp ranks send 1 / tp of x each      networks carry x once, not tp times   gather_message
+    difference                          gain                                  where
+    a message travels during an op      its sender never waits for it; with   run_turns
+                                        GPipe its receiver does not, either
+    1F1B: backwards start early         activations of p microbatches, not m  schedules.py
+    crossing messages start together    NCCL cannot hang                      start_messages
+    a rank never builds other stages    memory / p                            build_stage
+    backward recomputes a block         stores 1 value instead of about 16    recompute_blocks
+    a rank has v chunks of the layers   bubble about 1 / v; v times messages  model_chunks
+    gradients of weights wait for gaps  bubble about 1 / 3; keeps p, as 1F1B  schedules.zb_h1
+    tp ranks send 1 / tp of x each      networks carry x once, not tp times   gather_message
 """
 import copy
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def model_chunks(model: GPT, grid) -> list[GPT]:
 
 
 def recompute_blocks(model: GPT) -> None:
-    """PP5: backward recomputes a block from its input: 1 stored value per position and channel
+    """Backward recomputes a block from its input: 1 stored value per position and channel
     instead of about 16, for a third more FLOPs (by blocks as in Chen et al. 2016)."""
     for block in model.blocks.values():
         # Dropout masks depend on seeds only, so there is no generator state to restore.
@@ -71,7 +71,7 @@ def like_activations(config, model_config, grid, dtype, device) -> torch.Tensor:
 
 def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch.Tensor,
                  flat=None) -> torch.Tensor:
-    """Run this stage's list of ops, which schedules.py makes (PP1). Returns the sum of the losses,
+    """Run this stage's list of ops, which schedules.py makes. Returns the sum of the losses,
     not scaled, in `sum_dtype`; 0 on all stages but the last. Raises DistError if another rank is
     gone or hangs.
 
@@ -84,7 +84,7 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
     last_backward = {chunk: m for kind, m, chunk in schedule if kind == "B"}
     kept = {}                   # (microbatch, chunk) -> (input, output), from forward to backward
     chunks = model_chunks(model, grid)
-    postponed = []              # PP7: of each backward without its W, the factors of the products
+    postponed = []              # of each backward without its W, the factors of the products
     has_weight_ops = ("W", 0, 0) in schedule
     for module in model.modules():
         module.postponed = postponed if has_weight_ops else None
@@ -106,7 +106,7 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
             scaled = y * model.head.loss_factor
         else:       # dy is its gradient. (torch.autograd.backward(y, dy) imports a compiler, 0.5 s)
             scaled = (y * dy).sum()
-        flat.prepare_grad_sync(chunks[chunk], m == last_backward[chunk])        # DP1
+        flat.prepare_grad_sync(chunks[chunk], m == last_backward[chunk])
         postponed.append([])
         scaled.backward()
         return x.grad
@@ -152,7 +152,7 @@ def run_turns(turns: list, grid, functions: dict, activation_like: torch.Tensor)
             results.append(Message(True, op, y))
         if receive_early:
             started = start_messages(grid, results)
-        else:                               # PP3: together
+        else:                               # together: they may cross
             started = start_messages(grid, results + inputs_of(next_turn))
             arriving = started[len(turn):]
         for op, work in zip(turn, started):
@@ -195,7 +195,7 @@ def route(grid, message: Message) -> tuple[int, int] | None:
 
 def start_messages(grid, messages: list[Message]) -> list[Work]:
     """Start all messages together, and return a Work for each; its result is None if the message
-    has no `route`. PP3: on NCCL they are one operation. If two neighbors send to each other, and
+    has no `route`. On NCCL they are one operation. If two neighbors send to each other, and
     each started its send before its receive, NCCL could have both wait forever. gloo starts them
     one by one; the tag tells them apart."""
     works = [Work(None) for _ in messages]
@@ -218,7 +218,7 @@ def start_messages(grid, messages: list[Message]) -> list[Work]:
                           f"{on_hosts([peer], grid.hosts)} (stage {stage})")
         own = work.result
         if not grid.sequence_parallel:
-            own = own.view(-1).chunk(grid.tp)[grid.tp_rank]                 # PP8
+            own = own.view(-1).chunk(grid.tp)[grid.tp_rank]                 # a tp-th of x
         started.append(work)
         operations.append(dist.P2POp(start, own, peer, grid.groups["pp"], tag))
     if started:
@@ -232,9 +232,9 @@ def start_messages(grid, messages: list[Message]) -> list[Work]:
 
 
 def gather_message(x: torch.Tensor, grid) -> torch.Tensor:
-    """PP8 (Narayanan et al. 2021, section 4.1): the tp ranks of a stage would send the same x to
-    those of the next, which is in another machine. Each sends 1 / tp of it, and the receivers
-    exchange theirs inside their machine. (With TP2, x is a part already.)"""
+    """The tp ranks of a stage have the same x for those of the next, which is in another machine.
+    Each sends 1 / tp of it, and the receivers exchange theirs inside their machine (Narayanan et
+    al. 2021, section 4.1). With sequence parallelism x is a part already."""
     if not grid.sequence_parallel:
         all_gather(x.view(-1), grid.groups["tp"]).wait()                    # in place
     return x

@@ -14,14 +14,14 @@ is the number of microbatches whose activations a stage keeps:
              .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .       2
              .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .       1
 
-PP6. Interleaved 1F1B: a stage has v chunks of the layers, a, b and so on. Chunk c of stage s has
+Interleaved 1F1B: a stage has v chunks of the layers, a, b and so on. Chunk c of stage s has
 the layers of stage c p + s of a pipeline of v p stages. An op takes 1 / v of the time, so the
 bubble is (p - 1) / (v m + p - 1). Here two stages have two chunks each:
 
              F0a F1a F0b F1b F2a .   B0b B0b F3a B1b B1b F2b B0a B0a F3b B1a B1a .   B2b B2b ...
              .   F0a F1a F0b B0b B0b F1b B1b B1b F2a B0a B0a F3a B1a B1a F2b B2b B2b F3b B3b ...
 
-PP7. ZB-H1: B leaves out the gradients of the linear layers' weights, for which no stage waits; W
+ZB-H1: B leaves out the gradients of the linear layers' weights, for which no stage waits; W
 computes them later. If F, B and W take one unit each and m >= p, the bubble is
 (p - 1) / (3 m + p - 1). Each stage keeps the activations of p microbatches, until their W. (With
 sequence parallelism it keeps more: the dy that wait for W hold all positions.)
@@ -43,7 +43,7 @@ def gpipe(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> li
 
 
 def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
-    """PP2; with chunks PP6 (PipeDream-flush, interleaved: Narayanan et al. 2021, section 2.2)."""
+    """1F1B (PipeDream-flush); with chunks interleaved (Narayanan et al. 2021, section 2.2)."""
     # Warm-up: one forward for every later stage; a backward cannot arrive before those have run.
     # Then one forward and one backward in turn, and at the end the backwards that are left. With
     # chunks, the first microbatches have to reach the last chunk, and each later stage adds two
@@ -60,7 +60,7 @@ def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1)
 
 
 def zb_h1(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
-    """PP7 (ZB-H1: Qi et al. 2024, section 2.1): 1F1B, with each W postponed by `stage`
+    """ZB-H1 (Qi et al. 2024, section 2.1): 1F1B, with each W postponed by `stage`
     microbatches. Earlier stages wait for the first gradients, so later stages run B before W."""
     ops = []
     for op, m, chunk in one_f_one_b(stage, stages, num_microbatches, chunks):

@@ -1,11 +1,11 @@
-"""Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): TP2 of tensor.py. Beyond `f`
-and `g` of parallel.py, backward of f gathers x again instead of keeping it, and activations stay in
-the order of ranks.
+"""Sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Two things differ from `f` and `g`
+of parallel.py: backward of f gathers x again instead of keeping it, and activations stay in the
+order of ranks.
 
 Between g and the next f all tensor-parallel ranks hold the same activations. Instead, let each hold
 T / tp positions of every sequence. Then f and g, and their reverses in backward, are
 
-         forward           backward                          without TP2
+         forward           backward                          without sequence parallelism
     f    all-gather        reduce-scatter, an all-gather     nothing       all-reduce
     g    reduce-scatter    all-gather                        all-reduce    nothing
 
@@ -29,8 +29,8 @@ from parallelism.collectives import Work, all_gather, all_reduce, reduce_scatter
 
 
 def gather_positions(x: torch.Tensor, grid) -> Work:
-    """For f's forward and g's backward. Without TP2, x itself; with it, all positions, by ranks:
-    (B, T / tp, C) -> (tp B, T / tp, C)."""
+    """For f's forward and g's backward. With sequence parallelism all positions, by ranks:
+    (B, T / tp, C) -> (tp B, T / tp, C). Without it, x itself."""
     if not grid.sequence_parallel:
         return Work(x)
     parts = x.new_empty(grid.tp, *x.shape)                              # (tp, B, T / tp, C)
@@ -39,16 +39,16 @@ def gather_positions(x: torch.Tensor, grid) -> Work:
 
 
 def sum_over_ranks(x: torch.Tensor, grid) -> Work:
-    """For g's forward and f's backward: the sum of the ranks' x (B, T, C), in place. With TP2, x is
-    by ranks, (tp B, T / tp, C), and the sum is that of this rank's positions, (B, T / tp, C). It is
-    a part of x, whose other parts change too, so autograd must not have saved x."""
+    """For g's forward and f's backward: the sum of the ranks' x (B, T, C), in place. With sequence
+    parallelism x is by ranks, (tp B, T / tp, C). The sum is that of this rank's positions, a part
+    (B, T / tp, C) of x. The other parts change too, so autograd must not have saved x."""
     if not grid.sequence_parallel:
         return all_reduce(x, grid.groups["tp"])
     return reduce_scatter(x, grid.groups["tp"])
 
 
 def by_ranks(x: torch.Tensor, grid) -> torch.Tensor:
-    """Without TP2, x itself; with it, (B, T, ...) -> (tp B, T / tp, ...), a view if B is 1."""
+    """With sequence parallelism (B, T, ...) -> (tp B, T / tp, ...), a view if B is 1; else x."""
     if not grid.sequence_parallel:
         return x
     return x.unflatten(1, (grid.tp, -1)).transpose(0, 1).flatten(0, 1)
@@ -62,12 +62,12 @@ def by_sequences(x: torch.Tensor, grid) -> torch.Tensor:
 
 
 def all_positions(x: torch.Tensor, grid) -> torch.Tensor:
-    """Without TP2, x itself; with it, (B, T / tp, ...) -> (B, T, ...), those of all tp ranks."""
+    """With sequence parallelism (B, T / tp, ...) -> (B, T, ...), those of all tp ranks; else x."""
     return by_sequences(gather_positions(x, grid).wait(), grid)
 
 
 def cut_positions(x: torch.Tensor, grid) -> torch.Tensor:
-    """Without TP2, x itself; with it, (B, T, ...) -> (B, T / tp, ...), those of this rank."""
+    """With sequence parallelism (B, T, ...) -> (B, T / tp, ...), those of this rank; else x."""
     if not grid.sequence_parallel:
         return x
     return x.chunk(grid.tp, dim=1)[grid.tp_rank]

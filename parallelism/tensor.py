@@ -1,16 +1,16 @@
 """Tensor parallelism (Megatron-LM, Shoeybi et al. 2019, section 3), as train.py runs it.
 
-It computes the same as the plain forms in parallel.py, which already have TP2. The differences:
+The plain forms in parallel.py compute the same, with sequence parallelism too. The differences:
 
-         difference                             gain                      where
-    TP1  a rank never builds a whole parameter  memory / tp               parameters.py
-    TP2  sequence parallelism, with fewer       activations / tp from g   sequence.py
-         copies than its plain form             to f
-    TP3  f is fused with the next product       sum of dx runs during dW  _ColumnParallel
-    TP4  the loss works in tiles of positions   logits of one tile        VocabParallelCrossEntropy
-    TP5  its forward computes its gradients     logits computed once      VocabParallelCrossEntropy
-    TP6  the token matrix's gradients add up    20 to 30% of a step       _LookupToMainGrad,
-         in place, in fp32                      (50304 tokens)            add_product
+    difference                               gain                      where
+    a rank never builds a whole parameter    memory / tp               parameters.py
+    sequence parallelism, with fewer         activations / tp from g   sequence.py
+      copies than its plain form             to f
+    f is fused with the next product         sum of dx runs during dW  _ColumnParallel
+    the loss works in tiles of positions     logits of one tile        VocabParallelCrossEntropy
+    its forward computes its gradients       logits computed once      VocabParallelCrossEntropy
+    the token matrix's gradients add up      20 to 30% of a step       _LookupToMainGrad,
+      in place, in fp32                      (50304 tokens)            add_product
 
 Shapes: B sequences, T positions, C channels, H heads, V vocabulary.
 """
@@ -35,7 +35,7 @@ class _Reduce(torch.autograd.Function):
     def forward(ctx, x, grid):
         ctx.grid = grid
         total = sum_over_ranks(x.detach(), grid).wait()
-        if grid.sequence_parallel:              # (with TP2 the result is a part of x)
+        if grid.sequence_parallel:              # (the result is a part of x)
             return total
         ctx.mark_dirty(x)
         return x
@@ -46,13 +46,13 @@ class _Reduce(torch.autograd.Function):
 
 
 def reduce(x: torch.Tensor, grid) -> torch.Tensor:
-    """g, (B, T, C) -> (B, T, C), with TP2 T / tp positions."""
+    """g, (B, T, C) -> (B, T, C), with sequence parallelism (B, T / tp, C)."""
     return _Reduce.apply(x, grid)
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """y = f(x) W^T + b. TP3: backward computes dx, starts its sum, computes dW and only then waits.
-    With TP2 it gathers x again, because saving f(x) would take tp times the memory."""
+    """y = f(x) W^T + b. Backward computes dx, starts its sum, computes dW and only then waits. With
+    sequence parallelism it gathers x again, because saving f(x) would take tp times the memory."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, grid):
@@ -81,7 +81,7 @@ class TensorParallel(nn.Module):
     """Takes over a plain module's parameters. `partition_dim` says in which dimension they are cut
     (those it does not name are whole), `stacked` how many matrices are stacked there."""
     partition_dim = {}
-    postponed = None      # the pipeline schedule ZB-H1 (PP7 in pipeline.py) keeps `multiply`'s here
+    postponed = None      # the pipeline schedule ZB-H1 keeps the factors of `multiply` here
 
     def __init__(self, plain: nn.Module, grid):
         super().__init__()
@@ -104,14 +104,14 @@ class TensorParallel(nn.Module):
 
     def weight_grad(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The op W: the gradient of the weight by the factors that `multiply` kept."""
-        if len(x) < len(dy):                        # TP2: x has this rank's positions alone
+        if len(x) < len(dy):        # with sequence parallelism x has this rank's positions alone
             x = gather_positions(x, self.grid).wait()
         return matmul(dy.flatten(0, 1).t(), x.flatten(0, 1))
 
 
 class ColumnParallelLinear(TensorParallel):
-    """(B, T, in), equal on all ranks (TP2: T / tp positions) -> (B, T, out / tp), this rank's
-    columns (TP2: by ranks)."""
+    """(B, T, in), equal on all ranks -> (B, T, out / tp), this rank's columns. With sequence
+    parallelism (B, T / tp, in) -> (tp B, T / tp, out / tp), by ranks."""
     partition_dim = {"weight": 0, "bias": 0}
 
     def forward(self, x):
@@ -129,9 +129,9 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(TensorParallel):
-    """(B, T, in / tp), this rank's rows (TP2: by ranks) -> (B, T, out), equal on all ranks (TP2:
-    T / tp positions). The bias, equal on all ranks, is added after the sum; before it, it would
-    count tp times."""
+    """(B, T, in / tp), this rank's rows -> (B, T, out), equal on all ranks. With sequence
+    parallelism (tp B, T / tp, in / tp), by ranks -> (B, T / tp, out). The bias, equal on all
+    ranks, is added after the sum; before it, it would count tp times."""
     partition_dim = {"weight": 1}
 
     def forward(self, x):
@@ -142,7 +142,7 @@ class RowParallelLinear(TensorParallel):
 
 
 class AttentionOutput(RowParallelLinear):
-    """TP2: its input is by sequences. (By ranks, backward would keep it twice.)"""
+    """Its input is always by sequences. (By ranks, backward would keep it twice.)"""
 
     def multiply(self, *args):
         return by_ranks(super().multiply(*args), self.grid)
@@ -178,7 +178,7 @@ class VocabParallelEmbedding(TensorParallel):
         is_local = (rows >= 0) & (rows < len(self.weight))
         x = self.lookup(rows.where(is_local, 0))                        # (B, T, C)
         x = reduce(x * is_local.unsqueeze(-1), self.grid)
-        # (With TP2 it is a slice; a Llama adds nothing to it, and would keep all positions.)
+        # (x may be a slice of all positions. A Llama, which adds nothing to x, would keep them.)
         return x.clone() if self.grid.sequence_parallel else x
 
     def lookup(self, rows):
@@ -188,7 +188,7 @@ class VocabParallelEmbedding(TensorParallel):
 
 
 class _LookupToMainGrad(torch.autograd.Function):
-    """TP6: F.embedding, whose gradient is added to the rows of `main_grad` that were looked up.
+    """F.embedding, whose gradient is added to the rows of `main_grad` that were looked up.
 
     zero.FlatParameters gives each weight a method `main_grad`, which returns the tensor that
     collects its gradient, in fp32 (as in Megatron-LM). The embedding, which reads few rows, and the
@@ -209,7 +209,7 @@ class _LookupToMainGrad(torch.autograd.Function):
 
 
 def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """TP6: grad (out, in) += dy^T x, for dy (N, out) and x (N, in)."""
+    """grad (out, in) += dy^T x, for dy (N, out) and x (N, in)."""
     if multiplies_in_fp32(x.dtype, x.device):
         dy, x = dy.float(), x.float()           # so the product is not rounded to 16 bits
     if grad.dtype == x.dtype:
@@ -317,10 +317,10 @@ def tile_size(positions: int, vocab: int, device_type: str, without_p: bool = Fa
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), with TP2 T / tp
-    positions, targets (B, T), W (V / tp, C) this rank's rows. TP4: it computes the logits of one
-    tile of positions at a time. TP5: with these forward also computes the gradients, those of
-    loss * loss_factor (None: no gradients). Backward returns them. The logits may have a bias
+    """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), with sequence
+    parallelism (B, T / tp, C), targets (B, T), W (V / tp, C) this rank's rows. Forward computes
+    the logits of one tile of positions at a time. With these it also computes the gradients, those
+    of loss * loss_factor (None: no gradients). Backward returns them. The logits may have a bias
     (V / tp,)."""
 
     @staticmethod
@@ -328,7 +328,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         x = gather_positions(x, grid).wait()
         shape = x.shape
         x, targets = x.flatten(0, 1), by_ranks(targets, grid).flatten()     # (N, C), (N,)
-        in_main_grad = hasattr(weight, "main_grad")                 # TP6
+        in_main_grad = hasattr(weight, "main_grad")
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = x                                          # not written without a loss_factor
         if loss_factor is not None:
@@ -387,10 +387,10 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 class VocabParallelHead(TensorParallel):
-    """x (B, T, C), with TP2 T / tp positions, and targets (B, T) -> the summed loss of model.Head,
-    the same on every rank. If you change the loss, change model.Head too. TP5: `loss_factor`, by
-    which the caller multiplies the loss before backward(), must be known in forward. `norms`: sum
-    over all positions of |x| since `set_loss_factor`, for the log."""
+    """x (B, T, C), with sequence parallelism (B, T / tp, C), and targets (B, T) -> the summed loss
+    of model.Head, the same on every rank. If you change the loss, change model.Head too. Forward
+    computes gradients, so it must know `loss_factor`, by which the caller multiplies the loss
+    before backward(). `norms`: sum over all positions of |x| since `set_loss_factor`, for logs."""
     partition_dim = {"weight": 0, "bias": 0}
 
     def __init__(self, head: nn.Module, grid):

@@ -1,20 +1,20 @@
 """Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020), as train.py runs them.
 
-parallel.py has plain forms of DP1 and DP4 to DP9: `PlainBucket`, `plain_shards`,
-`reduce_scatter_in_backward`, `PlainGathered`. Only here are DP2, DP3, DP10 and two buckets a block.
-The table compares with `plain_step` there (numbers of GPT-2 124M in 16 bits):
+parallel.py has plain forms of most rows: `PlainBucket`, `plain_shards`, `PlainGathered` and
+`reduce_scatter_in_backward`. It has one bucket a block, gradients in the parameters' type, no views
+and no block that awaits updates. The table compares with its `plain_step` (GPT-2 124M, 16 bits):
 
-         difference                              gain                          where
-    DP1  microbatches add up, one sync a step    1/m of the traffic            prepare_grad_sync
-    DP2  parameters are views into flat buckets  26 messages, not 148          buckets.py
-    DP3  gradients add up in the masters' type   no rounding (bf16: 256+1=256) grad_ready
-    DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
-    DP5  all are awaited at the end              backward goes on (ZeRO 0)     finish_grad_sync
-    DP6  the tied matrix has its own bucket      no other bucket waits for it  buckets.py
-    DP7  ZeRO 1: each of r ranks has a shard     12 of 18 bytes become 12/r    _start_grad_sync
-    DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/r       _start_grad_sync
-    DP9  ZeRO 3: and only its parameters         2 more bytes become 2/r       gather_before_use
-    DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  gather_before_use
+    difference                              gain                          where
+    microbatches add up, one sync a step    1/m of the traffic            prepare_grad_sync
+    parameters are views into flat buckets  26 messages, not 148          buckets.py
+    gradients add up in the masters' type   no rounding (bf16: 256+1=256) grad_ready
+    a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
+    all are awaited at the end              backward goes on (ZeRO 0)     finish_grad_sync
+    the tied matrix has its own bucket      no other bucket waits for it  buckets.py
+    ZeRO 1: each of r ranks has a shard     12 of 18 bytes become 12/r    _start_grad_sync
+    ZeRO 2: and keeps only its gradients    4 more bytes become 4/r       _start_grad_sync
+    ZeRO 3: and only its parameters         2 more bytes become 2/r       gather_before_use
+    ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  gather_before_use
 
 A step of m microbatches; r = dp x cp ranks, one of each replica, have the same parameters (in
 fp32 a parameter is its own master). Bytes per parameter; those sent, by a run in 16 bits (which
@@ -220,7 +220,7 @@ class FlatParameters:
                               for bucket in self.buckets])
 
     def prepare_grad_sync(self, chunk: nn.Module, last: bool) -> None:
-        """Before each backward of a chunk. DP1: only the `last` of a step communicates; from ZeRO 2
+        """Before each backward of a chunk. Only the `last` of a step communicates; from ZeRO 2
         on each does. Everything is a sum: the head has scaled the gradients (`run_schedule`)."""
         for parameter in chunk.parameters():
             parameter.bucket.pending_grads += 1
@@ -231,7 +231,7 @@ class FlatParameters:
                 self.buckets_to_sync.append(self.buckets_to_sync.pop(0))
 
     def grad_ready(self, parameter: nn.Parameter) -> None:
-        """DP3, DP4: autograd, or W, calls this hook when a parameter's gradient is complete, on the
+        """Autograd, or the op W, calls this hook when a parameter's gradient is complete, on the
         backward's thread and CUDA stream: collectives start after the kernels of the gradient."""
         # (None: a Function of tensor.py has added the gradient to main_grad itself.)
         if parameter.grad is not None:
@@ -246,7 +246,7 @@ class FlatParameters:
         total.add_(grad)
 
     def _start_grad_sync(self, bucket: Bucket) -> None:
-        """DP4, DP7 to DP9: start the communication of a complete bucket."""
+        """Start the communication of a complete bucket."""
         group = self.grid.groups[bucket.group]
         if self.zero == 0:
             self.in_flight.append((bucket, all_reduce(bucket.grad, group)))
@@ -272,9 +272,9 @@ class FlatParameters:
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
-        """DP5: wait for all buckets. Then sum two kinds of gradients that are still spread over
+        """Wait for all buckets. Then sum two kinds of gradients that are still spread over
         other ranks: the tied matrix's on the two ends of a pipeline, and those of parameters that
-        tensor parallelism replicates: with sequence parallelism (TP2) all, without it those of
+        tensor parallelism replicates: with sequence parallelism all, without it those of
         norms that see this rank's heads alone."""
         assert not self.buckets_to_sync, "a parameter got no gradient"
         self._wait_grad_sync()
@@ -423,7 +423,7 @@ def adamw_update(slices: Slices, updates: int, lr: float, beta1: float, beta2: f
 
 def gather_before_use(model: GPT, flat: FlatParameters) -> None:
     """Wrap the forward of the embedding, each block and the head in unshard and reshard. ZeRO 1 and
-    2 (DP10): the all-gather after AdamW is awaited there, bucket by bucket. ZeRO 3 (DP9):
+    2: the all-gather after AdamW is awaited there, bucket by bucket. ZeRO 3:
 
         forward    unshard block i, prefetch i + 1, run, reshard
         backward   unshard block i, prefetch i - 1, run; _start_grad_sync reduces and reshards

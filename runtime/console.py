@@ -70,9 +70,9 @@ def print_summary(run) -> None:
         f"data     {data.n_tokens:,} tokens ({data.meta['tokenizer']}) in {config.data}; "
         f"{config.steps} steps read {', '.join(epochs)}")
     if config.exact:
-        print_rank0(f"note     with --exact a step takes 1.3 to 2.5 times as long, with microbatches "
-                    f"of 1 sequence up to 18 times: here they have {config.micro_batch} "
-                    f"(--micro-batch)")
+        print_rank0(f"note     with --exact a step takes 1.3 to 2.5 times as long, with "
+                    f"microbatches of 1 sequence up to 18 times: here they have "
+                    f"{config.micro_batch} (--micro-batch)")
     for source in data.mixture.sources.values():
         if source.meta["template"] is not None:
             print_rank0(source.windows.describe())

@@ -1,8 +1,8 @@
 """How the tests start ranks and programs, and what they compare: a plugin of pytest.
 
 .pytest.ini loads it by `-p tests.harness`, and tests/commands.py, so that their fixtures are there
-for test_all.py and for every file in tests/. It is loaded before torch: it sets the environment that torch reads at its
-import. A test imports the functions that it calls: `from tests.harness import trained`.
+for test_all.py and every file in tests/. It loads before torch and sets the environment that torch
+reads at its import. A test imports the functions it calls: `from tests.harness import trained`.
 
     Ranks       Pool: eight processes, started once. An `on_ranks` test runs on each of `world`.
     Runs        trained(pool, layout, ...): train.Run on dp x tp x pp ranks; watched(config): here;

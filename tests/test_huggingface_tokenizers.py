@@ -277,7 +277,7 @@ def talk(*turns):
     return [Message(*turn) for turn in turns]
 
 
-TALK = talk(("user", "2 + 2?"), ("assistant", "4"), ("user", "more\n"), ("assistant", "5, caf\u00e9"))
+TALK = talk(("user", "2 + 2?"), ("assistant", "4"), ("user", "more\n"), ("assistant", "5, café"))
 
 
 def learnt_text(template, messages):
@@ -309,16 +309,16 @@ def test_a_template_writes_what_transformers_writes_and_answers_are_learnt(folde
 
 def test_blocks_of_generation_mark_what_the_prompt_rule_marks(folders):
     """Where a template has such blocks, transformers masks the same tokens by them."""
-    program = ("{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n'"
-               " }}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-               "{% else %}{{ '<|im_start|>user\n' + m['content'] + '<|im_end|>\n' }}{% endif %}"
-               "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-    template = JinjaTemplate(program, find_tokenizer(folders["chatml"]))
+    jinja = ("{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n'"
+             " }}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+             "{% else %}{{ '<|im_start|>user\n' + m['content'] + '<|im_end|>\n' }}{% endif %}"
+             "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    template = JinjaTemplate(jinja, find_tokenizer(folders["chatml"]))
     theirs = transformers.AutoTokenizer.from_pretrained(folders["chatml"])
     dicts = [dict(role=message.role, content=message.content) for message in TALK]
-    masked = theirs.apply_chat_template(dicts, chat_template=program, return_dict=True,
-                                        return_assistant_tokens_mask=True)
-    assert template.render(TALK) == (masked["input_ids"], list(map(bool, masked["assistant_masks"])))
+    found = theirs.apply_chat_template(dicts, chat_template=jinja, return_dict=True,
+                                       return_assistant_tokens_mask=True)
+    assert template.render(TALK) == (found["input_ids"], list(map(bool, found["assistant_masks"])))
 
 
 @pytest.mark.parametrize("messages, words", [

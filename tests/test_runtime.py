@@ -295,8 +295,8 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
 
 
 def test_the_time_left_counts_the_sequences_of_a_ramp_and_the_evaluations():
-    """A sequence takes 3 s. After step 1 of 10 five evaluations follow, of 128 sequences and a third
-    of the time each; after step 4 four, which took 100 s, or three if its own was first."""
+    """A sequence takes 3 s. After step 1 of 10 five evaluations follow, of 128 sequences and a
+    third of the time each; after step 4 four, which took 100 s, or three if its own was first."""
     config = Config(steps=10, batch_size=8, batch_ramp="4:2:16", eval_every=2)
     log = run_log.RunLog(SimpleNamespace(write=nothing))
     log.recent_seconds.append(3.0)
