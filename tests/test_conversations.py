@@ -29,7 +29,7 @@ from model import mask_of_packed
 from models.llama import LlamaConfig
 from runtime import loader
 from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
-from tests.commands import TINY, expect_mistake, run_main, write_lines
+from tests.commands import TINY, expect_mistake, meta_of, run_main, write_lines
 from tests.harness import (BOUNDS, CFG, INTERLEAVED, assert_same_state, differences, relative,
                            same_bits, saved, trained, whole_gradient, without_saves)
 from tools import huggingface
@@ -222,6 +222,7 @@ def test_other_forms_of_a_conversation_are_the_same_conversation(record, same_as
 
 @pytest.mark.parametrize("record, words", [
     (dict(text="a"), 'neither "messages" nor'), (dict(messages="x"), "not an array"),
+    (dict(messages=["x"]), "a message is str, not an object"),
     (messages(("user", "x")), "no answer that is learnt"), ("a", 'neither "messages" nor'),
     (messages(("robot", "x")), "'robot' is none of system"),
     (dict(messages=TURNS, tools=[1]), 'has "tools"'),
@@ -240,15 +241,19 @@ def test_what_is_no_conversation_is_refused(record, words):
 
 
 def test_a_template_makes_the_same_conversations_of_every_kind_of_file(make_data):
-    """Also of records that have text too."""
-    records = [dict(text="t") | pair(f"question {i}", f"answer {i}") for i in range(30)]
+    """Also of records that have text too. An answer of the prompt is not learnt, the completion of
+    10 bytes is, and the token that ends it."""
+    records = [pair([dict(role="user", content=f"{i}"), TURNS[1]], f"answer {i:3}")
+               | dict(text="t") for i in range(30)]
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     write_lines("c.jsonl", records)
     parquet.write_table(pyarrow.Table.from_pylist(records), "c.parquet")
+    flags = "--template", "plain", "--near-duplicates", "ignore"
     shards = []
     for name in ("c.jsonl", "c.parquet"):
-        make_data(name, "--template", "plain", "--out", f"{name}.out")
+        make_data(name, *flags, "--out", f"{name}.out")
+        assert sum(meta_of(f"{name}.out")["learnt"].values()) == 30 * 11
         shards.append({path.name: path.read_bytes() for path in Path(f"{name}.out").iterdir()
                        if path.suffix != ".json"})
     assert shards[0] == shards[1] and "train_000000.learn" in shards[0]

@@ -106,8 +106,6 @@ def test_a_mistake_in_the_flags_ends_in_one_line_and_exit_2(refuse_data, given, 
 
 
 WORDS = "some words in a row\n" * 50
-
-
 # Where there is no network: the message of requests has the names of five classes.
 NO_NAME = requests.ConnectionError("HTTPSConnectionPool: Max retries exceeded")
 NO_NAME.__context__ = OSError("no such name")
