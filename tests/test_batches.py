@@ -18,7 +18,9 @@ from tests.harness import batches_from, megatrons_batch_size
 
 def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
     """The shards are those that have the split as a word of their names. Without meta.json the
-    names, sizes and samples of the files tell one source from another."""
+    names, sizes and samples of the files tell one source from another. Folders copied from a Mac
+    have a ._NAME for each file."""
+    (tmp_path / "._train_2.bin").write_bytes(b"no shard")
     made = dataset(tmp_path, {"TinyStories-train": range(13), "retrieval_train_1": range(99, 102),
                               "train_2": range(100, 112), "constrained_val_0": range(9)})
     assert (made.n_tokens, made.n_windows) == (28, 5)

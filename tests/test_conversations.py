@@ -2,13 +2,10 @@
 
     python -m pytest tests/test_conversations.py
 """
-import gzip
 import io
-import json
 import math
 import random
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,9 +34,7 @@ from tests.harness import (BOUNDS, CFG, INTERLEAVED, assert_same_state, differen
                            same_bits, saved, trained, whole_gradient, without_saves)
 from tools import huggingface
 
-THREE_TURNS = [("system", " be brief "), ("user", "2 + 2?"), ("assistant", "4"), ("user", "more"),
-               ("assistant", ""), ("user", "\n<|endoftext|>"), ("assistant", " 5\n")]
-WORDS = replace(CFG, n_layer=2, seq_len=32)     # windows for the conversations of `reversals`
+WORDS = replace(CFG, n_layer=4, seq_len=32)     # windows for the conversations of `reversals`
 
 
 def pair(prompt, completion):
@@ -69,9 +64,7 @@ def reversals(tmp_path_factory):
     return folder / "data"
 
 
-# ---------------------------------------------------------------------------------------------
-# Templates
-# ---------------------------------------------------------------------------------------------
+# ---- Templates -------------------------------------------------------------------------------
 
 def written(tokens):
     """Tokens of bytes as text; the special ones as E, S and M."""
@@ -79,39 +72,22 @@ def written(tokens):
 
 
 def test_plain_writes_a_conversation_and_marks_its_answers():
-    """By literals. What is learnt are the contents of the answers, and the token that ends each."""
+    """By literals. What is learnt are the contents of the answers, and the token that ends each,
+    but of answers that are not to be learnt."""
+    turns = [("system", " be brief "), ("user", "2 + 2?"), ("assistant", "4"), ("user", "more"),
+             ("assistant", ""), ("user", "a"), ("assistant", "b", False),
+             ("user", "\n<|endoftext|>"), ("assistant", " 5\n")]
     tokens, is_learnt = PlainTemplate(get_tokenizer("bytes")).render(
-        [Message(*turn) for turn in THREE_TURNS])
+        [Message(*turn) for turn in turns])
     assert written(tokens) == (
         "Esystem:\n be brief \n\nuser:\n2 + 2?\n\nassistant:\n4Euser:\nmore\n\nassistant:\nEuser:"
-        "\n\n<|endoftext|>\n\nassistant:\n 5\nE")
+        "\na\n\nassistant:\nbEuser:\n\n<|endoftext|>\n\nassistant:\n 5\nE")
     parts = re.findall("1+", "".join(str(int(flag)) for flag in is_learnt))
     assert [len(part) for part in parts] == [2, 1, 4]
     assert written(np.array(tokens)[is_learnt]) == "4EE 5\nE"
 
 
-@pytest.fixture(scope="module")
-def marked_tokenizer(tmp_path_factory):
-    """A tokenizer.json with the two marks."""
-    tokenizers = pytest.importorskip("tokenizers")
-    path = tmp_path_factory.mktemp("marked") / "tokenizer.json"
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.train_from_iterator(["the answer is 42 "] * 9, tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    tokenizer.save(str(path))
-    path.with_name("tokenizer_config.json").write_text(json.dumps(dict(
-        tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>", chat_template=(
-            "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + "
-            "'<|im_end|>\n'}}{% endfor %}{% if add_generation_prompt %}{{'<|im_start|>assistant\n'"
-            "}}{% endif %}"))))
-    return path
-
-
-# ---------------------------------------------------------------------------------------------
-# Shards, flags and windows
-# ---------------------------------------------------------------------------------------------
+# ---- Shards, flags and windows ---------------------------------------------------------------
 
 def conversation_windows(lengths, learnt, seq_len, cut_at=()):
     """Of tokens 1, 2, 3, ...; the last `learnt` of each conversation are learnt; in shards that are
@@ -220,29 +196,6 @@ def test_without_prompts_answers_are_split_by_themselves(make_data):
     assert Path("out/val_000000.bin").stat().st_size < 10_000
 
 
-def parquet(path, records):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-    pyarrow.parquet.write_table(pa.Table.from_pylist(records), path)
-
-
-@pytest.mark.parametrize("name, make", [
-    ("c.jsonl.gz", lambda path, records: path.write_bytes(gzip.compress(
-        "".join(json.dumps(record) + "\n" for record in records).encode()))),
-    ("c.jsonl", lambda path, records: path.write_text(
-        "\n" + "".join(json.dumps(record) + "\r\n" for record in records), "utf-8-sig")),
-    ("c.json", write_lines), ("c.parquet", parquet)])
-def test_every_kind_of_file_gives_the_same_shards(make_data, name, make):
-    records = [pair(f"question {i}", f"answer {i}") for i in range(30)]
-    prepare([Path(write_lines("plain.jsonl", records))], Path("d"), "bytes", field=None)
-    make(Path(name), records)
-    make_data(name)
-    for file in Path("d").iterdir():
-        if file.name != "meta.json":
-            assert file.read_bytes() == Path("out", file.name).read_bytes()
-
-
-GOOD = pair("a", "b")
 TURNS = [dict(role="user", content="a b"), dict(role="assistant", content="c")]
 SHAREGPT = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
 SYSTEM = dict(role="system", content="s")
@@ -269,6 +222,7 @@ def test_other_forms_of_a_conversation_are_the_same_conversation(record, same_as
 
 @pytest.mark.parametrize("record, words", [
     (dict(text="a"), 'neither "messages" nor'), (dict(messages="x"), "not an array"),
+    (dict(messages=["x"]), "a message is str, not an object"),
     (messages(("user", "x")), "no answer that is learnt"), ("a", 'neither "messages" nor'),
     (messages(("robot", "x")), "'robot' is none of system"),
     (dict(messages=TURNS, tools=[1]), 'has "tools"'),
@@ -286,28 +240,27 @@ def test_what_is_no_conversation_is_refused(record, words):
         messages_of(record)
 
 
-@pytest.mark.parametrize("name, make", [("c.jsonl", write_lines), ("c.parquet", parquet)])
-def test_a_template_makes_conversations_of_records_that_have_text_too(make_data, name, make):
-    make(name, [dict(text="t") | pair(f"{i}", "a") for i in range(30)])
-    make_data(name, "--template", "plain")
-    assert list(Path("out").glob("*.learn"))
-
-
-def test_answers_that_are_not_to_be_learnt_are_read_and_have_no_loss(make_data):
-    """Every second answer, of 8 bytes and the token that ends it."""
-    records = [messages(("user", f"q {i:3}"), ("assistant", f"one  {i:3}"), ("user", "more"),
-                        ("assistant", f"two  {i:3}")) for i in range(60)]
-    for record in records:
-        record["messages"][1]["train"] = False
-    make_data(write_lines("c.jsonl", records), "--near-duplicates", "ignore")
-    assert sum(meta_of("out")["learnt"].values()) == 60 * 9
-
-
-ARRAY = [dict(instruction=f"add {i}", input="", output=f"{i}") for i in range(30)]
+def test_a_template_makes_the_same_conversations_of_every_kind_of_file(make_data):
+    """Also of records that have text too. An answer of the prompt is not learnt, the completion of
+    10 bytes is, and the token that ends it."""
+    records = [pair([dict(role="user", content=f"{i}"), TURNS[1]], f"answer {i:3}")
+               | dict(text="t") for i in range(30)]
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    write_lines("c.jsonl", records)
+    parquet.write_table(pyarrow.Table.from_pylist(records), "c.parquet")
+    flags = "--template", "plain", "--near-duplicates", "ignore"
+    shards = []
+    for name in ("c.jsonl", "c.parquet"):
+        make_data(name, *flags, "--out", f"{name}.out")
+        assert sum(meta_of(f"{name}.out")["learnt"].values()) == 30 * 11
+        shards.append({path.name: path.read_bytes() for path in Path(f"{name}.out").iterdir()
+                       if path.suffix != ".json"})
+    assert shards[0] == shards[1] and "train_000000.learn" in shards[0]
 
 
 def test_text_and_conversations_are_not_mixed_in_one_job(make_data, refuse_data):
-    chat = write_lines("c.jsonl", [GOOD, pair("c", "d")])
+    chat = write_lines("c.jsonl", [pair("a", "b"), pair("c", "d")])
     text = write_lines("t.jsonl", [dict(text="a")])
     Path("t.txt").write_text("text")
     for words, *given in (
@@ -344,19 +297,10 @@ def test_lost_or_damaged_flags_are_refused(make_data, run_train, harm, words):
     assert data.TokenDataset("out", "train", 32).n_windows > 0
 
 
-def test_text_is_not_written_beside_the_flags_of_other_shards(refuse_data):
-    Path("out").mkdir()
-    Path("out/train_000000.learn").touch()
-    Path("t.txt").write_text("text " * 1000)
-    refuse_data("train_000000.learn was made of other text", "t.txt")
+# ---- Training --------------------------------------------------------------------------------
 
-
-# ---------------------------------------------------------------------------------------------
-# Training
-# ---------------------------------------------------------------------------------------------
-
-def chat_run(pool, layout, out, folder, cfg=WORDS, **flags):
-    return trained(pool, layout, out, cfg, whole_gradient, prepare=without_saves,
+def chat_run(pool, layout, out, folder, **flags):
+    return trained(pool, layout, out, WORDS, whole_gradient, prepare=without_saves,
                    **dict(data=str(folder), steps=6, micro_batch=1, batch_size=8) | flags)
 
 
@@ -378,12 +322,8 @@ def one_process(pool, tmp_path_factory, reversals):
     pytest.param((1, 1, 2), dict(pp_schedule="zb-h1"), "fp64", marks=pytest.mark.slow)])
 def test_layouts_train_on_answers_as_one_process(pool, tmp_path, reversals, one_process, layout,
                                                  flags, dtype):
-    cfg = replace(WORDS, n_layer=4) if flags == INTERLEAVED else WORDS
-    expected = one_process[dtype]
-    if cfg != WORDS:
-        expected = chat_run(pool, (1, 1, 1), tmp_path, reversals, cfg, dtype=dtype)
-    ours = chat_run(pool, layout, tmp_path, reversals, cfg, dtype=dtype, **flags)
-    assert max(differences(ours, expected)) < BOUNDS[dtype]
+    ours = chat_run(pool, layout, tmp_path, reversals, dtype=dtype, **flags)
+    assert max(differences(ours, one_process[dtype])) < BOUNDS[dtype]
 
 
 def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_process, tmp_path):
@@ -419,14 +359,9 @@ def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_proce
     assert relative(np.mean(np.divide(losses, counts)), history[0][0]) > 1e-5
 
 
-@pytest.mark.parametrize("family, layout", [
-    ("gpt", (2, 1, 2)), pytest.param("llama", (2, 2, 1), marks=pytest.mark.slow)])
-def test_exact_layouts_have_the_same_bits(pool, tmp_path, reversals, family, layout):
-    cfg = WORDS
-    if family == "llama":
-        cfg = LlamaConfig(vocab_size=257, seq_len=32, n_layer=2, n_head=8, n_embd=32, n_kv_head=4)
-    one, other = (chat_run(pool, layout, tmp_path, reversals, cfg, exact=True, steps=3, **flags)
-                  for layout, flags in (((1, 1, 1), {}), (layout, dict(zero=2))))
+def test_exact_layouts_have_the_same_bits(pool, tmp_path, reversals):
+    one, other = (chat_run(pool, layout, tmp_path, reversals, exact=True, steps=3, **flags)
+                  for layout, flags in (((1, 1, 1), {}), ((2, 1, 2), dict(zero=2))))
     assert same_bits(one, other)
     assert all(row["skipped"] == 0 for row in one.rows)       # no sum was out of range
 
@@ -452,11 +387,16 @@ def test_the_loss_of_a_conversation_does_not_depend_on_its_neighbors(reversals, 
     assert parts > dataset.n_windows and relative(packed.item(), alone) < 1e-12
 
 
-def test_a_run_resumes_with_the_same_bits_and_keeps_its_template(tmp_path, reversals, run_train):
-    """With a ramp, accumulation and dropout; the checkpoint says the template."""
+def test_a_run_tells_what_it_cuts_and_resumes_with_the_same_bits(tmp_path, reversals, run_train):
+    """With a ramp, accumulation and dropout. Conversations longer than a window lose their end; the
+    checkpoint says the template."""
     flags = ["--data", reversals, *TINY, "--seq-len", 32, "--dropout", 0.1, "--batch-size", 8,
              "--micro-batch", 2, "--batch-ramp", "4:4:12", "--steps", 6]
-    assert run_train(*flags, "--out", tmp_path / "a")[0] == 0
+    status, out, _ = run_train(*flags, "--out", tmp_path / "a")
+    source, = data.TokenDataset(reversals, "train", 32).mixture.sources.values()
+    assert status == 0 and "tokens are learnt" in out and source.windows.n_truncated > 0
+    assert (f"{source.windows.n_truncated:,} conversations lose their end, "
+            f"{source.windows.n_left_out:,} have no answer") in out
     half = tmp_path / "a/step_00000004.pt"
     assert run_train(*flags, "--out", tmp_path / "b", "--resume", half)[0] == 0
     one, two = saved(tmp_path / "a", 6), saved(tmp_path / "b", 6)
@@ -486,25 +426,7 @@ def test_windows_without_answers_are_refused(tmp_path, run_train, reversals):
                    "no conversation has an answer in its first 16 + 1 tokens")
 
 
-def test_a_resume_on_other_data_says_so(tmp_path, reversals, shards, run_train):
-    flags = [*TINY, "--steps", 1, "--seq-len", 32, "--out", tmp_path / "o"]
-    assert run_train("--data", reversals, *flags)[0] == 0
-    expect_mistake(run_train("--data", shards, *flags), "was trained on the text")
-
-
-def test_conversations_longer_than_a_window_are_told(tmp_path, reversals, run_train):
-    status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--steps", 1,
-                               "--seq-len", 32)
-    assert status == 0 and "tokens are learnt" in out
-    source, = data.TokenDataset(reversals, "train", 32).mixture.sources.values()
-    assert source.windows.n_truncated > 0
-    assert (f"{source.windows.n_truncated:,} conversations lose their end, "
-            f"{source.windows.n_left_out:,} have no answer") in out
-
-
-# ---------------------------------------------------------------------------------------------
-# What is learnt
-# ---------------------------------------------------------------------------------------------
+# ---- What is learnt --------------------------------------------------------------------------
 
 LETTERS = replace(CFG, n_layer=2, n_head=4, n_embd=64, seq_len=64)
 
@@ -550,9 +472,7 @@ def test_a_surprise_among_losses_near_0_is_no_divergence():
     assert judge(0.06, 0.0)
 
 
-# ---------------------------------------------------------------------------------------------
-# Chatting
-# ---------------------------------------------------------------------------------------------
+# ---- Chatting --------------------------------------------------------------------------------
 
 def chat_with(monkeypatch, capsys, file, lines, *flags):
     lines = lines.encode(errors="surrogateescape")
@@ -568,21 +488,10 @@ def test_a_chat_answers_each_line_of_standard_input(first_letters, monkeypatch, 
     assert result == (0, "g\nb\nh\n", "")
 
 
-def test_a_chat_reads_line_ends_of_windows_and_survives_a_wrong_byte(first_letters, monkeypatch,
-                                                                     capsys):
-    """The line in the middle is empty. A character stands for a byte that is not UTF-8."""
-    folder, _ = first_letters
-    shown = []
-    monkeypatch.setattr(sample, "generate", lambda model, tokens, *_: shown.append(tokens) or [])
-    result = chat_with(monkeypatch, capsys, folder / "out/latest.pt", "ab\r\n\r\nc\udcffd\n")
-    assert result == (0, "\n\n", "")
-    assert [bytes(tokens[1:]).decode() for tokens in shown] == [
-        "user:\nab\n\nassistant:\n", "user:\nc\ufffdd\n\nassistant:\n"]
-
-
 def test_a_chat_shows_the_model_the_conversation_so_far(first_letters, monkeypatch, capsys):
     """Three turns: each prompt holds the questions and answers before, until they fill the window
-    and the oldest are forgotten; an empty line begins a new conversation."""
+    and the oldest are forgotten; an empty line begins a new conversation. Line ends may be those of
+    Windows; a character stands for a byte that is not UTF-8."""
     folder, _ = first_letters
     shown = []
 
@@ -592,12 +501,12 @@ def test_a_chat_shows_the_model_the_conversation_so_far(first_letters, monkeypat
         yield [ord("x")]
     monkeypatch.setattr(sample, "generate", generate)
     result = chat_with(monkeypatch, capsys, folder / "out/latest.pt",
-                       "a\n" + "b\n" + "c\n\nd\n" + 70 * "e" + "\nf\n")
+                       "a\r\n" + "b\n" + "c\udcff\r\n\r\nd\n" + 70 * "e" + "\nf\n")
     assert result[:2] == (0, "x\n" * 5)
     one, two = "user:\n{}\n\nassistant:\n", "user:\n{}\n\nassistant:\nxE"
     assert shown == ["E" + one.format("a"), "E" + two.format("a") + one.format("b"),
-                     "E" + two.format("b") + one.format("c"), "E" + one.format("d"),
-                     "E" + one.format("f")]
+                     "E" + two.format("b") + one.format("c\xef\xbf\xbd"),
+                     "E" + one.format("d"), "E" + one.format("f")]
     assert "this has 90 tokens, the model sees 64: it is left out" in result[2]
 
 
@@ -614,9 +523,7 @@ def test_a_chat_needs_a_model_of_conversations_and_takes_no_prompt(things, first
     assert (status, out) == (2, "") and "standard input, which is closed" in error
 
 
-# ---------------------------------------------------------------------------------------------
-# transformers
-# ---------------------------------------------------------------------------------------------
+# ---- transformers ----------------------------------------------------------------------------
 
 def test_loss_and_gradients_are_those_of_transformers(tmp_path, reversals, run_train):
     """GPT-2 of transformers on the same rows, with labels -100 and position_ids, after an export of
@@ -644,41 +551,3 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, reversals, run_t
     for i, block in ours.blocks.items():
         assert relative(block.attn.qkv.weight.grad.t(),
                         expected[f"transformer.h.{i}.attn.c_attn.weight"].grad) < 1e-5
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, marked_tokenizer, run_data,
-                                                          run_train, monkeypatch, capsys):
-    """The four commands of docs/conversations.md and the export, with a Qwen2 of random weights and
-    a tokenizer that has ChatML's tokens: transformers' greedy answer is that of sample.py."""
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("safetensors")
-    monkeypatch.chdir(tmp_path)
-    theirs = transformers.Qwen2Config(
-        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
-    torch.manual_seed(0)
-    transformers.Qwen2ForCausalLM(theirs).save_pretrained("hub/model")
-    shutil.copytree(marked_tokenizer.parent, "hub/model", dirs_exist_ok=True)
-    huggingface.import_model("hub/model", Path("base.pt"))
-    records = [pair(f"the {i}?", f"answer {i}") for i in range(100)]
-    chat = write_lines(tmp_path / "chat.jsonl", records)
-    assert run_data("--input", chat, "--tokenizer", "hub/model/tokenizer.json", "--out",
-                    "data/chat")[0] == 0
-    status, out, _ = run_train(
-        "--init-from", "base.pt", "--data", "data/chat", "--seq-len", 48, "--steps", 30, "--lr",
-        1e-2, "--warmup-steps", 2, "--batch-size", 8, "--out", "out/chat")
-    assert status == 0 and "python sample.py --ckpt out/chat/latest.pt --chat" in out
-    flags = ["--max-tokens", 12]
-    _, answer, _ = chat_with(monkeypatch, capsys, "out/chat/latest.pt", "the 7?\n", *flags)
-    assert answer.strip() != ""
-    huggingface.export_model(Path("out/chat/latest.pt"), Path("out/chat/hf"))
-    card = Path("out/chat/hf/README.md").read_text()
-    assert "of the answers alone" in card and "--init-from base.pt" in card
-    tokenizer = transformers.AutoTokenizer.from_pretrained("out/chat/hf")
-    tuned = transformers.AutoModelForCausalLM.from_pretrained("out/chat/hf", dtype=torch.float32)
-    prompt = tokenizer.apply_chat_template(
-        messages(("user", "the 7?"))["messages"], add_generation_prompt=True, return_dict=False,
-        return_tensors="pt")
-    drawn = tuned.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1]:]
-    assert tokenizer.decode(drawn, skip_special_tokens=True) == answer.removesuffix("\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 import checkpoint
 import sample
@@ -17,9 +18,11 @@ from corpus import encode
 from corpus.chat_records import Message
 from corpus.huggingface_tokenizers import find_tokenizer, open_file
 from corpus.shards import open_shard
-from corpus.templates import JinjaTemplate, PlainTemplate, choose_template, plain_program
+from corpus.templates import JinjaTemplate, choose_template
 from corpus.tokenizers import decode, document_start, get_tokenizer
 from tests.commands import NASTY, TINY, meta_of, write_lines, write_texts
+from tests.test_conversations import chat_with
+from tools import huggingface
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -33,10 +36,8 @@ CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['cont
 LLAMA2 = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + "
           "m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}"
           "{% endif %}{% endfor %}")
-# Of thoughts it writes the last alone, as Qwen3's does.
 THINKS = CHATML.replace("m['content'] + '<|im_end|>", "('<think>' + m.reasoning_content + "
-                        "'</think>' if m.reasoning_content and loop.last else '') + "
-                        "m['content'] + '<|im_end|>")
+                        "'</think>' if m.reasoning_content else '') + m['content'] + '<|im_end|>")
 
 
 def byte_level(prefix=None):
@@ -216,13 +217,6 @@ def test_shards_have_the_tokens_of_whole_documents(folders, make_data, kind):
     assert error == ("" if ours.end_of_text == "<|endoftext|>" else told)
 
 
-def is_utf8(raw):
-    try:
-        return raw.decode() is not None
-    except UnicodeDecodeError:
-        return False
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_survives_tokens_that_are_no_text(folders, kind):
     """Random tokens, and some that the vocabulary has not. Of bytes one behind the other, the
@@ -236,9 +230,8 @@ def test_a_stream_survives_tokens_that_are_no_text(folders, kind):
         stream = ours.stream(tokens[:number % 5 if number % 2 == 0 else 0])
         parts = [stream.add(token) for token in tokens] + [stream.end()]
         if kind == "llama2" and number % 2:
-            raw = bytes(token - 3 for token in tokens)
-            lengths = [length for length in range(len(raw) + 1) if is_utf8(raw[:length])]
-            assert "".join(parts).rstrip("\ufffd") == raw[:max(lengths)].decode()
+            text = bytes(token - 3 for token in tokens).decode(errors="replace")
+            assert "".join(parts).rstrip("\ufffd") == text.split("\ufffd")[0]
         whole = ours.backend.decode(tokens, skip_special_tokens=False)
         assert sum(map(len, parts)) <= len(whole) + 60
 
@@ -277,7 +270,8 @@ def talk(*turns):
     return [Message(*turn) for turn in turns]
 
 
-TALK = talk(("user", "2 + 2?"), ("assistant", "4"), ("user", "more\n"), ("assistant", "5, café"))
+TALK = talk(("user", "2 + 2?"), ("assistant", "4"), ("user", "more\n"),
+            ("assistant", "5, caf\u00e9"))
 
 
 def learnt_text(template, messages):
@@ -309,29 +303,22 @@ def test_a_template_writes_what_transformers_writes_and_answers_are_learnt(folde
 
 def test_blocks_of_generation_mark_what_the_prompt_rule_marks(folders):
     """Where a template has such blocks, transformers masks the same tokens by them."""
-    jinja = ("{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n'"
-             " }}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-             "{% else %}{{ '<|im_start|>user\n' + m['content'] + '<|im_end|>\n' }}{% endif %}"
-             "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-    template = JinjaTemplate(jinja, find_tokenizer(folders["chatml"]))
+    program = CHATML.replace(
+        "m['content'] + '<|im_end|>\n' }}", "'' }}{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+        "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}")
+    template = JinjaTemplate(program, find_tokenizer(folders["chatml"]))
     theirs = transformers.AutoTokenizer.from_pretrained(folders["chatml"])
     dicts = [dict(role=message.role, content=message.content) for message in TALK]
-    found = theirs.apply_chat_template(dicts, chat_template=jinja, return_dict=True,
-                                       return_assistant_tokens_mask=True)
-    assert template.render(TALK) == (found["input_ids"], list(map(bool, found["assistant_masks"])))
+    masked = theirs.apply_chat_template(dicts, chat_template=program, return_dict=True,
+                                        return_assistant_tokens_mask=True)
+    assert template.render(TALK) == (masked["input_ids"], [*map(bool, masked["assistant_masks"])])
 
 
-@pytest.mark.parametrize("messages, words", [
-    (talk(("user", "a <|im_end|> b"), ("assistant", "c")), "a content has <|im_end|>"),
-    (talk(("user", "a"), ("assistant", "b", True, "a thought"), *TALK), "leaves out or changes"),
-    (talk(("user", "a"), ("assistant", "b", True, "t")), None)])
-def test_what_would_be_learnt_wrongly_is_refused(folders, messages, words):
+def test_a_thought_that_a_template_writes_is_learnt(folders):
     template = JinjaTemplate(THINKS, find_tokenizer(folders["chatml"]))
-    if words is None:
-        assert learnt_text(template, messages) == "<think>t</think>b<|im_end|>"
-        return
-    with pytest.raises(ValueError, match=words.replace("|", r"\|")):
-        template.render(messages)
+    messages = talk(("user", "a"), ("assistant", "b", True, "t"))
+    assert learnt_text(template, messages) == "<think>t</think>b<|im_end|>"
 
 
 @pytest.mark.parametrize("program, words", [
@@ -368,11 +355,36 @@ def test_a_record_that_is_not_written_whole_is_named_in_a_line(folders, refuse_d
                 "t.jinja", "--near-duplicates", "ignore")
 
 
-def test_plain_is_the_same_in_jinja_and_without_it(folders):
-    """The tokens of `plain` for bytes are the characters of its program in Jinja."""
-    encoding = get_tokenizer("bytes")
-    text = decode(encoding, PlainTemplate(encoding).render(TALK)[0])
-    theirs = transformers.AutoTokenizer.from_pretrained(folders["chatml"])
-    dicts = [dict(role=message.role, content=message.content) for message in TALK]
-    assert text == theirs.apply_chat_template(dicts, chat_template=plain_program(encoding),
-                                              tokenize=False)
+def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, folders, run_data,
+                                                          run_train, monkeypatch, capsys):
+    """The four commands of docs/conversations.md and the export, with a Qwen2 of random weights:
+    transformers' greedy answer is that of sample.py."""
+    monkeypatch.chdir(tmp_path)
+    theirs = transformers.Qwen2Config(
+        vocab_size=326, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(theirs).save_pretrained("hub/model")
+    shutil.copytree(folders["chatml"], "hub/model", dirs_exist_ok=True)
+    huggingface.import_model("hub/model", Path("base.pt"))
+    chat = write_lines("chat.jsonl", [dict(prompt=f"the {i}?", completion=f"answer {i}")
+                                      for i in range(100)])
+    assert run_data("--input", chat, "--tokenizer", "hub/model/tokenizer.json", "--out",
+                    "data/chat")[0] == 0
+    status, out, _ = run_train(
+        "--init-from", "base.pt", "--data", "data/chat", "--seq-len", 48, "--steps", 30, "--lr",
+        1e-2, "--warmup-steps", 2, "--batch-size", 8, "--out", "out/chat")
+    assert status == 0 and "python sample.py --ckpt out/chat/latest.pt --chat" in out
+    _, answer, _ = chat_with(monkeypatch, capsys, "out/chat/latest.pt", "the 7?\n",
+                             "--max-tokens", 12)
+    assert answer.strip() != ""
+    huggingface.export_model(Path("out/chat/latest.pt"), Path("out/chat/hf"))
+    card = Path("out/chat/hf/README.md").read_text()
+    assert "of the answers alone" in card and "--init-from base.pt" in card
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out/chat/hf")
+    tuned = transformers.AutoModelForCausalLM.from_pretrained("out/chat/hf", dtype=torch.float32)
+    prompt = tokenizer.apply_chat_template(
+        [dict(role="user", content="the 7?")], add_generation_prompt=True, return_dict=False,
+        return_tensors="pt")
+    drawn = tuned.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1]:]
+    assert tokenizer.decode(drawn, skip_special_tokens=True) == answer.removesuffix("\n")

@@ -118,6 +118,8 @@ WORLD_SIZE=2 --plain | --plain, 2
 --data other --seq-len 100000 | 100000, --seq-len | --data other --seq-len 99999
 --data other=1,toy=0 | other, toy, tokenizers
 --data torn=1,other=1 | train_0.bin
+--data beyond | beyond/train_0.bin, 257
+--data beyond --plain | beyond/train_0.bin, 257
 --data beyond_val | 257
 --data beyond=1,beyond_val=1 | beyond, beyond_val | --data beyond=1
 --out /proc/nowhere | /proc/nowhere
