@@ -207,6 +207,7 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(theirs_and_ours, t
     write_form(tensors, "shards", Path("shard"))
     os.truncate("shard/model-00002-of-00002.safetensors", 9999)
     before = names_in(tmp_path)
+    capsys.readouterr()         # what transformers said of the models
     for arguments, message in [
             *((["import", number, "b.pt"], refused[3]) for number, refused in enumerate(REFUSED)),
             (["export", "a.pt", "."], " exists: give a new folder"),
