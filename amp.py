@@ -23,16 +23,22 @@ stay as they are. The step number, the learning-rate schedule and the place in t
 batch is not tried again, because a batch that always overflows would stop the run.
 """
 import math
+from typing import NamedTuple
 
 import torch
 
 
-# --dtype: (type of parameters and activations, type of gradients, masters and moments)
-PRECISIONS = {
-    "fp32": (torch.float32, torch.float32),
-    "bf16": (torch.bfloat16, torch.float32),
-    "fp16": (torch.float16, torch.float32),
-    "fp64": (torch.float64, torch.float64),
+class Precision(NamedTuple):
+    """A row of the table above."""
+    parameters: torch.dtype         # and activations
+    masters: torch.dtype            # and gradients, and moments
+
+
+PRECISIONS = {                      # by --dtype
+    "fp32": Precision(torch.float32, torch.float32),
+    "bf16": Precision(torch.bfloat16, torch.float32),
+    "fp16": Precision(torch.float16, torch.float32),
+    "fp64": Precision(torch.float64, torch.float64),
 }
 
 

@@ -31,7 +31,6 @@ then `save` and `load` of a run. runtime/checkpoint_writer.py moves the pieces t
 base/checkpoint_folder.py has a format for larger models: a folder, of which every rank writes a
 part.
 """
-import os
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
@@ -66,22 +65,16 @@ def named_tensors(model: GPT, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
         yield "exp_avg_sq", name, adam["exp_avg_sq"][:rows]
 
 
-def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: Path) -> None:
-    """Write out/step_0000000k.pt and latest.pt. `facts` are the entries of the file except the
-    tensors and the number of updates, which is Adam's."""
+def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: Path,
+               keep: int) -> None:
+    """Write out/step_0000000k.pt and latest.pt, and remove all but the newest `keep` checkpoints.
+    `facts` are the entries of the file except the tensors and the number of updates, which is
+    Adam's."""
     updates = max(int(adam["step"]) for adam in optimizer.state.values())       # all are equal
     state = facts | {key: {} for key in STATE} | {"optimizer_steps": updates}
     for key, name, tensor in named_tensors(model, optimizer):
         state[key][name] = tensor.cpu().clone()     # torch.save would write a view's whole memory
-    path = step_file(out, facts["step"])
-    aside = out / "step.pt.tmp"
-    with open(aside, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())             # on the disk before it gets its name
-    os.replace(aside, path)
-    link_file(path, out / "latest.pt")      # a second name of the same file
-    flush_folder(out)                       # both names are on the disk
+    save(state, out, keep)
 
 
 @torch.no_grad()

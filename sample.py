@@ -137,7 +137,7 @@ def main() -> None:
         text = Chat(flags, state, tokenizer, model.cfg)
     else:
         text = Samples(flags, tokenizer, model.cfg)
-    model.to(device, PRECISIONS[flags.dtype][0])
+    model.to(device, PRECISIONS[flags.dtype].parameters)
     ends = {tokenizer.eot_token, *state.get("ends", []), *text.ends}
     for tokens, most, generators in text.prompts():
         text.write(generate(model, tokens, most, ends, flags.temperature, flags.top_k,

@@ -1,7 +1,7 @@
 """How a rank of train.py is put together: its grid and process groups, and its part of the model.
 
-`build_rank` makes this rank's model and the flat buffers that hold its parameters, in this
-order, because each part needs the one before:
+`build_model`, `make_flat` and `change_blocks` make this rank's model and the flat buffers that hold
+its parameters, in this order, because each part needs the one before:
 
     1. Pipeline and tensor parallelism decide which parameters this rank has, and their shapes.
     2. Data parallelism and ZeRO move these parameters into flat buffers.
@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import parallel
+from amp import PRECISIONS
 from model import GPT, Dropout, GPTConfig
 from models.moe import Mixture
 from parallel import GROUPS, keep_stage
@@ -32,7 +33,7 @@ from parallelism.kernels import use_kernels
 from parallelism.parameters import param_specs
 from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
 from parallelism.shared_heads import SharedHeadsQKV
-from parallelism.tensor import TP_PLAN, TensorParallel
+from parallelism.tensor import TP_PLAN, TensorParallel, VocabParallelHead
 from parallelism.zero import FlatParameters, gather_before_use
 
 # ---------------------------------------------------------------------------------------------
@@ -137,40 +138,53 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
     return model
 
 
-def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
-               device: torch.device) -> tuple[GPT, FlatParameters]:
-    """This rank's part of the model, and the flat buffers that hold its parameters, in the
-    order above. `config` has train.py's flags, `dtypes` are those of parameters and of masters."""
-    host = "cpu" if config.offload else device
+def build_model(model_config: GPTConfig, grid: Grid, config, device: torch.device) -> GPT:
+    """Step 1. `config` has train.py's flags."""
     if config.exact:
         grid.exact = new_sums(model_config, config, device)
     model = build_stage(model_config, grid)
     if config.exact:
         make_exact(model, model_config, grid)
+    return model
+
+
+def make_flat(model: GPT, model_config: GPTConfig, grid: Grid, config,
+              device: torch.device) -> FlatParameters:
+    """Step 2: the flat buffers, which hold the parameters from here on."""
+    host = "cpu" if config.offload else device
     flat_type = ExactParameters if config.exact else FlatParameters
-    flat = flat_type(param_specs(model, model_config, grid), grid, *dtypes, device, config.zero,
-                     host, training=not config.eval_only)
-    if grid.cp > 1 and not config.recompute:
+    return flat_type(param_specs(model, model_config, grid), grid, *PRECISIONS[config.dtype],
+                     device, config.zero, host, training=not config.eval_only)
+
+
+def change_blocks(model: GPT, flat: FlatParameters, model_config: GPTConfig, config,
+                  device: torch.device) -> None:
+    """Steps 3 to 6: how forward and backward of a block run."""
+    if config.cp > 1 and not config.recompute:
         recompute_attention(model)
     if config.compile:
-        keep_angles(model, model_config.seq_len // grid.cp, dtypes[0], device)
+        keep_angles(model, model_config.seq_len // config.cp, PRECISIONS[config.dtype].parameters,
+                    device)
         compile_model(model)
     if config.recompute:
         recompute_blocks(model)
     if config.zero > 0:
         gather_before_use(model, flat)
-    return model, flat
 
 
-def set_factors(model: GPT, loss_factor: float, token_factor: float) -> None:
-    """Begin a step: by what the head's loss and the routers' losses, means over all tokens, are
-    multiplied. The parallel head uses its factor in forward; the same factor in backward is not
-    applied again. This also sets head.norms and the routers' loads to 0."""
+def begin_step(model: GPT, flat: FlatParameters, loss_scale: float, tokens: int,
+               targets: int) -> None:
+    """Begin a step on so many `tokens` of all ranks, of which `targets` count in the loss. Zero the
+    gradients, head.norms and the routers' loads, and give the head and the routers the factors of
+    their losses: means over the targets and over the tokens, times the loss scale. The head needs
+    its factor in forward, where it computes its gradients. Backward of the loss times the same
+    factor does not apply it again."""
+    flat.zero_grad(loss_scale, tokens, targets)
     for module in model.modules():
-        if hasattr(module, "set_loss_factor"):
-            module.set_loss_factor(loss_factor)
-        if hasattr(module, "set_token_factor"):
-            module.set_token_factor(token_factor)
+        if isinstance(module, VocabParallelHead):
+            module.set_loss_factor(loss_scale / targets)
+        elif isinstance(module, ParallelRouter):
+            module.set_token_factor(loss_scale / tokens)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""--exact: the same bits in every layout. build.build_rank calls `new_sums`, `make_exact` and
+"""--exact: the same bits in every layout. build.py calls `new_sums`, `make_exact` and
 `ExactParameters`.
 
 The claim: with one seed, batch size and --micro-batch, on one kind of machine, layouts compute the
