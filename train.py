@@ -85,7 +85,7 @@ def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, fa
                   f"norm {norm:.3f}  {speed:,.0f} tok/s", flush=True)
         if config.is_due(step, config.eval_every):
             row["val_loss"] = plain_evaluate(config, model, val_shards)
-            print(f"validation: {row['val_loss']:.4f} nats a token", flush=True)
+            print(f"step {step}/{config.steps}  validation {row['val_loss']:.4f}", flush=True)
         metrics.write(**row)
 
         stopped = stop.number is not None

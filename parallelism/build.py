@@ -135,6 +135,8 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
         block.attn.core_attention.part = grid.tp_rank
         if sharing > 1:
             block.attn.group //= sharing
+    if grid.exact is not None:
+        make_exact(model, model_config, grid)
     return model
 
 
@@ -142,10 +144,7 @@ def build_model(model_config: GPTConfig, grid: Grid, config, device: torch.devic
     """Step 1. `config` has train.py's flags."""
     if config.exact:
         grid.exact = new_sums(model_config, config, device)
-    model = build_stage(model_config, grid)
-    if config.exact:
-        make_exact(model, model_config, grid)
-    return model
+    return build_stage(model_config, grid)
 
 
 def make_flat(model: GPT, model_config: GPTConfig, grid: Grid, config,
@@ -175,10 +174,9 @@ def change_blocks(model: GPT, flat: FlatParameters, model_config: GPTConfig, con
 def begin_step(model: GPT, flat: FlatParameters, loss_scale: float, tokens: int,
                targets: int) -> None:
     """Begin a step on so many `tokens` of all ranks, of which `targets` count in the loss. Zero the
-    gradients, head.norms and the routers' loads, and give the head and the routers the factors of
-    their losses: means over the targets and over the tokens, times the loss scale. The head needs
-    its factor in forward, where it computes its gradients. Backward of the loss times the same
-    factor does not apply it again."""
+    gradients, head.norms and the routers' loads. The head's loss is a mean over the targets, that
+    of a router a mean over the tokens: both need their factor in forward, where the head computes
+    its gradients. Backward of the loss times the same factor does not apply it again."""
     flat.zero_grad(loss_scale, tokens, targets)
     for module in model.modules():
         if isinstance(module, VocabParallelHead):
