@@ -8,6 +8,7 @@ import torch
 from data import Batch, TokenDataset, split_microbatches
 from model import derive_seed
 from parallelism.context import own_positions
+from runtime import rollback
 
 
 class Loader:
@@ -22,7 +23,8 @@ class Loader:
 
     def next(self) -> Batch:
         """The batch of this step. It is usually loaded during the step before, and loaded again if
-        sequences have been left out since."""
+        it has sequences that are to be left out."""
+        rollback.skip_excluded(self.run)
         run, batch = self.run, self.prefetched
         if batch is None or batch.step != run.step or batch.start != run.batches.consumed:
             batch = self.load(run.step)

@@ -11,7 +11,7 @@ from base.processes import all_ranks
 from data import TokenDataset
 from model import GPTConfig
 from runtime import checks, console, run_state
-from runtime.directory import Metrics, Start
+from runtime.directory import Metrics, Start, find_start
 from runtime.divergence import DivergenceMonitor
 from runtime.evaluation import describe_data
 
@@ -41,9 +41,10 @@ def check_flags(given: dict, world: int) -> None:
                          "directory")
 
 
-def read_config(given: dict, begin: Start) -> tuple[Config, GPTConfig, dict]:
-    """The config and the model of a run that begins so, and what its checkpoints hold besides
-    tensors. Raises RunError if the plain forms cannot train it."""
+def read_config(given: dict) -> tuple[Config, GPTConfig, Start]:
+    """The config and the model of a run with the flags `given`, and where it begins. Raises
+    RunError if the plain forms cannot train it."""
+    begin = find_start(Path(given.get("out", Config.out)), given.get("resume", Config.resume))
     if begin.path is not None and begin.path.is_dir():
         raise RunError(f"--plain reads files, and {begin.path} is a folder: drop --plain, or make "
                        f"a file of it, `python -m tools.checkpoint {begin.path} NEW/latest.pt`, "
@@ -59,17 +60,12 @@ def read_config(given: dict, begin: Start) -> tuple[Config, GPTConfig, dict]:
         raise RunError(f"--plain moves no bias of a router, and this model has --balance-bias "
                        f"{model_config.balance_bias:g}: drop --plain, or give --balance-bias 0 in "
                        f"a new run", 2)
-    facts = run_state.make_facts(
-        config, model_config, train_data, begin.run, make_scaler(config.dtype),
-        DivergenceMonitor())        # no loss is judged
-    if begin.state is None:
-        facts["step"] = 0
+    if begin.state is not None:
+        check_continues(begin.state, config)
+    else:
         for data in (train_data, val_data):         # for tokens beyond the vocabulary
             all_ranks(lambda: data.mixture.check(model_config.vocab_size, part=0, parts=1))
-    else:
-        facts["step"] = begin.state["step"]
-        check_continues(begin.state, config)
-    return config, model_config, facts
+    return config, model_config, begin
 
 
 def check_continues(state: dict, config: Config) -> None:
@@ -93,13 +89,23 @@ def check_continues(state: dict, config: Config) -> None:
                        "continue: drop --plain", 2)
 
 
+def first_facts(config: Config, model_config: GPTConfig, begin: Start) -> dict:
+    """What the checkpoints of a run hold besides tensors; `step` is that of the one with which it
+    begins. No loss is judged, so the monitor is a new one."""
+    train_data = TokenDataset(config.data, "train", model_config.seq_len)
+    facts = run_state.make_facts(config, model_config, train_data, begin.run,
+                                 make_scaler(config.dtype), DivergenceMonitor())
+    return facts | dict(step=0 if begin.state is None else begin.state["step"])
+
+
 def open_metrics(config: Config, model_config: GPTConfig, begin: Start) -> Metrics:
     """Open metrics.jsonl and write how the run begins. Of a resume also print it."""
     metrics = all_ranks(lambda: Metrics(Path(config.out)))
     val_data = TokenDataset(config.data, "val", model_config.seq_len)
     event = dict(event="start", step=0)
     if begin.state is not None:
-        step, changed = begin.state["step"], console.changed_flags(config, begin.state)
+        step = begin.state["step"]
+        changed = console.changed_flags(config, begin.state)
         for damaged in begin.events:
             metrics.write(**damaged, step=step)
         event = dict(event="resume", step=step, path=str(begin.path), changed=changed)

@@ -3,7 +3,7 @@
 `prepare` on, every rank raises, as a RunError."""
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -146,9 +146,21 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
     return train_data, val_data
 
 
+@contextmanager
+def errors_name_step(run):
+    """The error of a lost rank in this block names the stage and the step of the run."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise dist.DistError(f"stage {run.grid.stage}, step {run.step}: {error}") from error
+
+
 def begin_training(run, begin: Start, learning_rate: Callable, stack: ExitStack) -> None:
-    """Open the log of a train.Run, report how it begins and, if it begins from a file, save its
-    starting state. `stack` closes the dashboards."""
+    """Watch for signals, open the log of a train.Run, report how it begins and, if it begins from a
+    file, save its starting state. `stack` ends all this."""
+    run.identity = begin.run
+    stack.enter_context(run.stop)
+    stack.callback(run.writer.close)
     config = run.config
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
     run.log = RunLog(metrics)
