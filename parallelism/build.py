@@ -78,6 +78,8 @@ def make_groups(grid: Grid, device=torch.device("cpu"), timeout: timedelta | Non
             group_timeout = 2 * timeout
     for kind in GROUPS:
         ranks = grid.members(kind)
+        if kind == "same_experts" and grid.ep == 1:     # the group of the replicas, once more
+            continue
         if grid.rank in ranks and len(set(ranks)) > 1:
             grid.groups[kind] = dist.new_group(
                 ranks, timeout=group_timeout, backend=backend, use_local_synchronization=True,

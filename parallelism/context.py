@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from model import GPT, CoreAttention
 from models.llama import Rotary
 from models.window import with_window
-from parallel import own_positions
+from parallel import cut_sequence
 from parallelism.collectives import all_gather, reduce_scatter
 from parallelism.kernels import upcast_for_matmul
 from parallelism.tensor import PositionEmbedding
@@ -54,7 +54,7 @@ class _GatherKeysAndValues(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dkv):
         grid = ctx.grid
-        parts = torch.stack([own_positions(dkv, rank, grid.cp, dim=-2) for rank in range(grid.cp)])
+        parts = torch.stack([cut_sequence(dkv, rank, grid.cp, dim=-2) for rank in range(grid.cp)])
         own = reduce_scatter(parts, grid.groups["cp"]).wait()       # (1, 2, B, H, T / cp, D)
         return own[0, 0], own[0, 1], None
 
@@ -117,11 +117,11 @@ class ContextParallelPositions(PositionEmbedding):
     """Local positions, 0 to T / cp - 1, become those of the whole sequence: the weight's T rows."""
 
     def own(self, positions):
-        return super().own(own_positions(positions, self.grid.cp_rank, self.grid.cp))
+        return super().own(cut_sequence(positions, self.grid.cp_rank, self.grid.cp))
 
     def lookup(self, positions):
         whole = torch.arange(0, len(self.weight), device=positions.device)
-        own = own_positions(whole, self.grid.cp_rank, self.grid.cp)
+        own = cut_sequence(whole, self.grid.cp_rank, self.grid.cp)
         return F.embedding(own[positions], self.weight)
 
 
@@ -134,7 +134,7 @@ class ContextParallelRotary(Rotary):
 
     def positions(self, T, device):
         whole = torch.arange(T * self.grid.cp, device=device)
-        return own_positions(whole, self.grid.cp_rank, self.grid.cp)
+        return cut_sequence(whole, self.grid.cp_rank, self.grid.cp)
 
 
 def recompute_attention(model: GPT) -> None:

@@ -263,7 +263,7 @@ def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_pat
     def look(module, args, y):
         if module.training and isinstance(module, model.CoreAttention):
             # Equal scores and one-hot values: the output is the softmax itself, under its mask.
-            own = context.own_positions(torch.eye(cfg.seq_len), rank // 2 % cp, cp, dim=0)
+            own = context.cut_sequence(torch.eye(cfg.seq_len), rank // 2 % cp, cp, dim=0)
             one_hot = own.expand(*args[0].shape[:2], -1, -1)
             zeros = torch.zeros_like(one_hot)
             mask = None if cp > 1 else torch.ones(cfg.seq_len, cfg.seq_len, dtype=torch.bool)
