@@ -37,7 +37,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model
-from model import GPT, CoreAttention, Dropout, GPTConfig, ceil_div, empty_embedding
+from model import GPT, CoreAttention, Dropout, GPTConfig, ceil_div
 from models.window import WindowedAttention
 
 
@@ -187,7 +187,7 @@ class Embed(nn.Module):
 
     def __init__(self, cfg: LlamaConfig):
         super().__init__()
-        self.token = empty_embedding(cfg.padded_vocab, cfg.n_embd)
+        self.token = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
         self.dropout = Dropout(cfg.dropout, "embed")
 
     def forward(self, tokens, dropout_seed=None, positions=None):

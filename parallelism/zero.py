@@ -36,7 +36,7 @@ import torch.nn as nn
 from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 
 from amp import NOT_FINITE
-from model import GPT, GPTConfig, ceil_div, initial_value, name_in_stack
+from model import GPT, GPTConfig, ceil_div, initial_value
 from parallelism.buckets import Bucket, is_owner, make_buckets
 from parallelism.collectives import (all_gather, all_reduce, copy_to_host_async, reduce_scatter,
                                      sum_dtype)
@@ -175,7 +175,7 @@ class FlatParameters:
             return spec.cut(initial_value(model_config, spec.name, spec.shape, seed), self.grid)
 
         def initial_expert(spec, number):
-            name = name_in_stack(spec.name, number)
+            name = f"{number}.{spec.name}"
             return initial_value(model_config, name, spec.shape[1:], seed)
         with torch.no_grad():
             if load_weights is None:
