@@ -74,7 +74,8 @@ def test_attention_depends_on_distances_alone():
     """The scores of q and k at positions 3, 4, ... are those at 0, 1, ..."""
     q, k = torch.randn(2, 1, 2, 6, 4, dtype=torch.float64)
     rotary = random_gpt(MODELS["llama"]).blocks["0"].attn.rotary
-    later = kv_cache.CachedRotary(rotary, kv_cache.Past(3))
+    later = copy.deepcopy(rotary)
+    later.positions = kv_cache.Past(3).positions
     scores = [torch.matmul(a, b.mT) for a, b in (rotary(q, k), later(q, k))]
     torch.testing.assert_close(*scores)
     assert not torch.allclose(scores[0], torch.matmul(q, k.mT))
