@@ -343,7 +343,7 @@ def test_plain_context_attention_equals_plain_attention(rank, world):
     dy = random_tensor(2, 3, 16, 5, seed=3)
 
     def own(x):
-        return context.own_positions(x, rank, world, dim=2)
+        return context.cut_sequence(x, rank, world, dim=2)
     mine = [own(x).detach().requires_grad_() for x in whole]
     theirs = F.scaled_dot_product_attention(*whole, is_causal=True)
     theirs.backward(dy)

@@ -79,14 +79,15 @@ def make_groups(grid: Grid, device=torch.device("cpu"), timeout: timedelta | Non
             group_timeout = 2 * timeout
     for kind in GROUPS:
         ranks = grid.members(kind)
-        if grid.rank in ranks and len(set(ranks)) > 1:
+        is_used = grid.ep > 1 or kind != "same_experts"
+        if is_used and grid.rank in ranks and len(set(ranks)) > 1:
             grid.groups[kind] = dist.new_group(
                 ranks, timeout=group_timeout, backend=backend, use_local_synchronization=True,
                 group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
     if device.type != "cpu":
         connect(grid, device)
-    # For checkpoints, which a thread sends while training goes on. All ranks make it, so its name
-    # does not depend on how many groups a rank has. After `connect`: gloo cannot sum GPU tensors.
+    # For checkpoints, which a thread sends while training goes on. After `connect`, because gloo
+    # cannot sum GPU tensors.
     if grid.world > 1:
         grid.groups["save"] = dist.new_group(timeout=timeout, backend="gloo",
                                              group_desc="all ranks")
@@ -113,8 +114,7 @@ def connect(grid: Grid, device: torch.device) -> None:
 
 def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
     """This rank's part of the GPT, on the meta device, without memory: its stage's blocks with the
-    modules of parallelism/tensor.py, whose parameters are still whole: the caller replaces them by
-    what this rank has of them (`param_specs`)."""
+    modules of parallelism/tensor.py. Their parameters are still whole. `param_specs` cuts them."""
     with torch.device("meta"):
         model = model_config.build()
     use_kernels(model)
@@ -230,7 +230,7 @@ def compile_model(model: GPT) -> None:
     if model.head is not None:
         head = model.head
         compile_method(head, "normalize")
-        # (A run makes at most four graphs of each: with and without gradients, and a last tile.)
+        # A run makes at most four graphs of each: with and without gradients, and a last tile.
         head.tile_sums = torch.compile(head.tile_sums, fullgraph=True, dynamic=False)
         head.tile_loss = torch.compile(head.tile_loss, fullgraph=True, dynamic=False)
         head.is_compiled = True

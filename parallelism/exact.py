@@ -103,7 +103,7 @@ def add_positions(embed: nn.Module, grid, x: torch.Tensor, dropout_seed,
             start = grid.tp_rank * T if grid.sequence_parallel else 0
             positions = torch.arange(start, start + T, device=x.device).expand(B, T)
         else:
-            positions = embed.position.own(positions)
+            positions = embed.position.cut_packed(positions)
         x = x + ExactLookup.apply(positions, embed.position.weight, grid.exact)
     return embed.dropout(x, dropout_seed)
 

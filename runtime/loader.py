@@ -7,7 +7,7 @@ import torch
 
 from data import Batch, TokenDataset, split_microbatches
 from model import derive_seed
-from parallelism.context import own_positions
+from parallelism.context import cut_sequence
 from runtime import rollback
 
 
@@ -57,8 +57,8 @@ class Loader:
             inputs, targets, positions = None, None, None
             if reads_rows:
                 inputs, targets, positions = as_tensors(dataset.rows(ids))
-                inputs = own_positions(inputs, grid.cp_rank, grid.cp)
-                targets = own_positions(targets, grid.cp_rank, grid.cp)
+                inputs = cut_sequence(inputs, grid.cp_rank, grid.cp)
+                targets = cut_sequence(targets, grid.cp_rank, grid.cp)
                 inputs, targets, positions = (to_device(x, self.run.device)
                                               for x in (inputs, targets, positions))
             microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))
