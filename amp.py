@@ -28,8 +28,7 @@ from typing import NamedTuple
 import torch
 
 
-class Precision(NamedTuple):
-    """A row of the table above."""
+class Precision(NamedTuple):        # a row of the table
     parameters: torch.dtype         # and activations
     masters: torch.dtype            # and gradients, and moments
 
@@ -79,8 +78,7 @@ class LossScaler:
 
     Its scale follows that of torch.amp.GradScaler step for step, also in fp32. In addition, it
     never falls below `min_scale` and never grows past what fp32 holds. `update` never raises.
-    runtime/divergence.py judges what a scale at its floor means.
-    """
+    runtime/divergence.py judges what a scale at its floor means."""
 
     def __init__(self, init_scale: float = 2.0 ** 16, growth_factor: float = 2.0,
                  backoff_factor: float = 0.5, growth_interval: int = 2000,
@@ -124,9 +122,8 @@ def _round_to_fp32(x: float) -> float:
 
 
 def clip_factor(norm: float, clip: float, loss_scale: float) -> float:
-    """The factor on the accumulated gradients. It takes the loss scale out, and brings a norm
-    above `clip` down to it (Pascanu et al. 2013). `norm` is without the scale. clip 0: no clipping.
-    """
+    """The factor on the accumulated gradients. It takes the loss scale out, and brings a norm above
+    `clip` down to it (Pascanu et al. 2013), unless `clip` is 0. `norm` is without the scale."""
     factor = 1.0
     if clip > 0:
         factor = min(1.0, clip / (norm + 1e-6))

@@ -10,9 +10,8 @@ Every room above calls it. It calls model.py, the models' tables and amp.py:
     disk                                whole files and folders on a disk that may fail
     flops                               what a model computes
 
-Programs import something from here before numpy and torch, so that a Python without the packages
-that they need, such as the system's, ends in one line, and Ctrl-C during the slow import of torch
-ends them at once.
+Programs import it before numpy and torch. So a Python without their packages, such as the system's,
+ends in one line, and Ctrl-C while torch is imported ends them at once.
 """
 import importlib.util
 import signal

@@ -1,14 +1,8 @@
 """How a rank of train.py is put together: its grid and process groups, and its part of the model.
 
-`build_model`, `make_flat` and `change_blocks` make this rank's model and the flat buffers that hold
-its parameters, in this order, because each part needs the one before:
-
-    1. Pipeline and tensor parallelism decide which parameters this rank has, and their shapes.
-    2. Data parallelism and ZeRO move these parameters into flat buffers.
-    3. With context parallelism backward computes attention again, unless step 5 does.
-    4. A block is compiled without anything of 5 and 6, which must run as written.
-    5. Recomputation runs the compiled block again in backward.
-    6. ZeRO gathers a block's parameters before its forward, or its recomputation, begins.
+`build_model` makes this rank's part of the model: pipeline and tensor parallelism decide which
+parameters it has, and their shapes. `make_flat` moves these into flat buffers, for data parallelism
+and ZeRO. Then `change_blocks` says how a block runs.
 """
 import re
 import socket
@@ -141,7 +135,7 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
 
 
 def build_model(model_config: GPTConfig, grid: Grid, config, device: torch.device) -> GPT:
-    """Step 1. `config` has train.py's flags."""
+    """This rank's part of the model, without memory. `config` has train.py's flags."""
     if config.exact:
         grid.exact = new_sums(model_config, config, device)
     return build_stage(model_config, grid)
@@ -149,7 +143,7 @@ def build_model(model_config: GPTConfig, grid: Grid, config, device: torch.devic
 
 def make_flat(model: GPT, model_config: GPTConfig, grid: Grid, config,
               device: torch.device) -> FlatParameters:
-    """Step 2: the flat buffers, which hold the parameters from here on."""
+    """The flat buffers, which hold the parameters of the model from here on."""
     host = "cpu" if config.offload else device
     flat_type = ExactParameters if config.exact else FlatParameters
     return flat_type(param_specs(model, model_config, grid), grid, *PRECISIONS[config.dtype],
@@ -158,17 +152,18 @@ def make_flat(model: GPT, model_config: GPTConfig, grid: Grid, config,
 
 def change_blocks(model: GPT, flat: FlatParameters, model_config: GPTConfig, config,
                   device: torch.device) -> None:
-    """Steps 3 to 6: how forward and backward of a block run."""
+    """Change how forward and backward of a block run. The order matters: each of these runs what
+    those above it have made, and the compiler sees none of those below."""
     if config.cp > 1 and not config.recompute:
-        recompute_attention(model)
+        recompute_attention(model)              # in backward
     if config.compile:
         keep_angles(model, model_config.seq_len // config.cp, PRECISIONS[config.dtype].parameters,
                     device)
         compile_model(model)
     if config.recompute:
-        recompute_blocks(model)
+        recompute_blocks(model)                 # in backward
     if config.zero > 0:
-        gather_before_use(model, flat)
+        gather_before_use(model, flat)          # before its forward, or the recomputation, begins
 
 
 def begin_step(model: GPT, flat: FlatParameters, loss_scale: float, tokens: int,
