@@ -133,8 +133,8 @@ class FlatParameters:
         is_awaited = bucket.pending_grads > 0 or bucket.grows_in_forward
         if self.grads_are_summed or (bucket.grad is None and not is_awaited):
             raise RuntimeError(f"main_grad of {spec.name} is this rank's part of a sum, while "
-                               f"backward runs: call full_tensors.full_gradient(flat, "
-                               f"{spec.name!r}) after finish_grad_sync, on every rank")
+                               f"backward runs: call full_tensors.full_gradients(flat) after "
+                               f"finish_grad_sync, on every rank")
         if bucket.grad is None:
             if bucket.grows_in_forward:     # what the last backward has sent of it is as large
                 self._wait_grad_sync()
@@ -146,8 +146,8 @@ class FlatParameters:
         parallelism, or freed memory, with ZeRO 3. With ZeRO 1 and 2 wait for the last update."""
         if self.grid.tp * self.grid.pp > 1 or self.zero == 3:
             raise RuntimeError("state_dict() of one rank is not the model's: read a checkpoint's "
-                               "parameters, or call full_tensors.full_state(flat, 'master', name) "
-                               "on every rank")
+                               "parameters, or call full_tensors.full_tensors(flat, 'master') on "
+                               "every rank")
         self.wait_params()
 
     @torch.no_grad()

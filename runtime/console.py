@@ -112,8 +112,8 @@ def report_begin(run, begin: Start, learning_rate: Callable) -> None:
 
 
 def circumstances(run) -> dict:
-    """What a start or a resume writes of the data and machines. Only rank 0, which writes the event,
-    reads the shards."""
+    """What a start or a resume writes of the data and machines. Only rank 0, which writes it, reads
+    the shards."""
     if run.grid.rank > 0:
         return {}
     return dict(data=describe_data(run.val_data, run.config, run.model_config),
