@@ -33,7 +33,7 @@ from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
 from runtime import (console, directory, evaluation, flipped_bits, plain_run, rollback, run_state,
                      startup)
-from runtime.directory import Metrics, lock_output_dir
+from runtime.directory import Metrics, Start, lock_output_dir
 from runtime.divergence import DivergenceMonitor
 from runtime.loader import Loader
 from runtime.signals import StopSignal
@@ -48,15 +48,15 @@ def plain_step(config: Config, model: GPT, optimizer: torch.optim.Optimizer, sha
 
         from train import Config, GPT, GPTConfig, open_shards, plain_adamw, plain_step
         shards = open_shards("data/python", "train")
-        config = Config(steps=20, lr=4e-3)
+        config = Config(steps=20, lr=4e-3)              # nano's default learning rate
         model = GPT(GPTConfig()).initialize(config.seed)
         optimizer = plain_adamw(config, model)
         for step in range(1, 21):       # the losses of `python train.py --plain --steps 20`
             print(plain_step(config, model, optimizer, shards, step))
     """
-    # Shards are arrays of tokens. Window i of a shard has the T + 1 tokens from i T to (i + 1) T.
-    # The seed shuffles all windows, and each step takes the next batch_size. The first T tokens are
-    # the inputs, the last T the targets: each position predicts the token that follows.
+    # Shards are arrays of tokens. Window i of a shard is its tokens i T, i T + 1, ..., (i + 1) T,
+    # where T is seq_len. The seed shuffles all windows, and each step takes the next batch_size.
+    # The first T tokens are the inputs, the last T the targets: each position predicts the next.
     consumed = (step - 1) * config.batch_size
     rows = plain_batch(shards, model.cfg.seq_len, config.seed, consumed, config.batch_size)
     rows = torch.from_numpy(rows).to(next(model.parameters()).device)       # (B, T + 1)
@@ -76,7 +76,7 @@ def plain_step(config: Config, model: GPT, optimizer: torch.optim.Optimizer, sha
 
 
 def plain_adamw(config: Config, model: GPT) -> torch.optim.AdamW:
-    """PyTorch's AdamW, with weight decay for matrices only. Each step sets the learning rate."""
+    """PyTorch's AdamW, with weight decay for matrices only. plain_step sets the learning rate."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]       # biases, LayerNorm
     return torch.optim.AdamW([dict(params=matrices, weight_decay=config.weight_decay),
@@ -88,7 +88,7 @@ def plain_adamw(config: Config, model: GPT) -> torch.optim.AdamW:
 def plain_evaluate(config: Config, model: GPT, shards: list) -> float:
     """The mean loss in nats on evenly spaced windows, the same in every evaluation."""
     seq_len, device = model.cfg.seq_len, next(model.parameters()).device
-    n_windows = sum((len(tokens) - 1) // seq_len for tokens in shards)      # they overlap by one
+    n_windows = sum((len(tokens) - 1) // seq_len for tokens in shards)      # they share a token
     count = min(n_windows, 128)
     if config.eval_tokens is not None:
         count = min(n_windows, math.ceil(config.eval_tokens / seq_len))
@@ -103,14 +103,14 @@ def plain_evaluate(config: Config, model: GPT, shards: list) -> float:
     return loss_sum / (count * seq_len)
 
 
-def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, facts: dict,
+def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, begin: Start,
                 metrics: Metrics, stop: StopSignal) -> None:
-    """Train from the step after facts["step"] to step config.steps, or until a signal arrives."""
+    """Train from the step after begin.step to step config.steps, or until a signal arrives."""
     train_shards = open_shards(config.data, "train")
     val_shards = open_shards(config.data, "val")
     tokens_per_step = config.batch_size * model.cfg.seq_len
     log_every = 10 if config.log_every is None else config.log_every
-    for step in range(facts["step"] + 1, config.steps + 1):
+    for step in range(begin.step + 1, config.steps + 1):
         start = time.perf_counter()
         loss, norm = plain_step(config, model, optimizer, train_shards, step)
         speed = tokens_per_step / (time.perf_counter() - start)
@@ -126,7 +126,7 @@ def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, fa
 
         stopped = stop.number is not None
         if stopped or config.is_due(step, config.save_every):
-            facts.update(step=step, tokens=row["tokens"], consumed_samples=step * config.batch_size)
+            facts = plain_run.make_facts(config, model.cfg, begin, step)    # all but the tensors
             checkpoint.plain_save(model, optimizer, facts, Path(config.out), config.keep)
         if stopped and step < config.steps:
             metrics.write(event="stop", step=step)
@@ -137,33 +137,31 @@ def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, fa
 
 
 def plain_main(given: dict, device: torch.device) -> None:
-    """`python train.py --plain`. It shares --out with a `Run`: either resumes the other's
-    checkpoints. `given` are the flags of the command line."""
-    # begin.path is the newest whole checkpoint in --out, or None. A flag has the value of the
-    # command line, otherwise of the checkpoint, otherwise its default.
+    """`python train.py --plain`. This program and `Run` can resume each other's checkpoints.
+    `given` are the flags of the command line. They win over those of the newest whole checkpoint in
+    --out, begin.path, if there is one, and these over the defaults."""
     config, model_config, begin = plain_run.read_config(given)
-    # What a checkpoint holds besides tensors: the last finished step, the flags, the data ...
-    facts = plain_run.first_facts(config, model_config, begin)
     with lock_output_dir(Path(config.out)):             # no other run may write there
         dtype = PRECISIONS[config.dtype].parameters     # fp32 or fp64
         model = model_config.build().initialize(config.seed).to(device, dtype)
         optimizer = plain_adamw(config, model)
         if begin.path is not None:
             checkpoint.plain_load(model, optimizer, begin.path)
-        if facts["step"] >= config.steps:
-            print(f"{begin.path} is step {facts['step']} of {config.steps}: nothing left to do")
+        if begin.step >= config.steps:
+            print(f"{begin.path} is step {begin.step} of {config.steps}: nothing left to do")
             return
         metrics = plain_run.open_metrics(config, model_config, begin)       # metrics.jsonl
-        with StopSignal() as stop:      # remembers Ctrl-C or SIGTERM, which ends the process here
-            plain_train(config, model, optimizer, facts, metrics, stop)
+        # Ctrl-C or SIGTERM sets stop.number. The process then ends when this block does.
+        with StopSignal() as stop:
+            plain_train(config, model, optimizer, begin, metrics, stop)
 
 
 # ---- The learning rate of both programs -----------------------------------------------------
 
 def learning_rate(config: Config, step: int) -> float:
     """Linear warm-up to `lr` in warmup_steps, then decay to lr * min_lr_ratio at the last step.
-    "wsd" (warm-up, stable, decay: Hu et al. 2024, section 4) decays over the last decay_ratio of
-    the steps alone. So a run can be extended from a checkpoint taken before."""
+    "wsd" (warm-up, stable, decay: Hu et al. 2024, section 4) decays in the last decay_ratio of the
+    steps alone. A checkpoint from before the decay can be continued with more --steps."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     decay_start = config.warmup_steps
@@ -181,31 +179,32 @@ def learning_rate(config: Config, step: int) -> float:
 
 # ---- The same on many ranks -----------------------------------------------------------------
 #
-# Each process is a rank. With --tp 2 --pp 2, eight ranks are two replicas of the whole model:
+# For training in one process you can stop here. Now each process is a rank. With --tp 2 --pp 2,
+# eight ranks are two replicas of the whole model:
 #
-#                      replica 0: half of the rows         replica 1: the other half
-#     stage 0,         rank 0  <-- tp -->  rank 1          rank 2  <-- tp -->  rank 3
-#     first layers       | pp                | pp            | pp                | pp
-#     stage 1, last    rank 4  <-- tp -->  rank 5          rank 6  <-- tp -->  rank 7
+#                    replica 0: half of the rows         replica 1: the other half
+#     first layers   rank 0  <-- tp -->  rank 1          rank 2  <-- tp -->  rank 3      stage 0
+#                      | pp                | pp            | pp                | pp
+#     last layers    rank 4  <-- tp -->  rank 5          rank 6  <-- tp -->  rank 7      stage 1
 #
 # Ranks at the same place in different replicas, such as 0 and 2, train the same parameters. With
-# --zero 0 each updates all of them, otherwise one shard (parallel.py, section 4). --cp divides the
+# --zero 0 each updates all of them, otherwise a part (parallel.py, section 4). --cp divides the
 # positions of a replica's sequences among ranks, --ep the experts of a mixture among replicas.
 #
 #     the plain program       Run, on each rank
 #
 #     plain_train             train, and evaluate_and_save
-#       plain_batch             Loader.next: this rank's rows of the batch, in microbatches
 #       plain_step              compute_gradients:
+#         plain_batch             Loader.next: this rank's rows of the batch, in microbatches
 #         zero_grad               in the flat buffers of zero.FlatParameters
 #         forward, backward       for each microbatch, with pp in the order of a schedule
 #                                 finish_grad_sync: waits for the sums of gradients over replicas
 #         norm                    step_stats: loss and squared norm, summed over all ranks
 #                               update:
 #         clipping                all ranks clip by the same factor, or all skip the step
-#         AdamW                   on all of the rank's parameters, or on a shard
+#         AdamW                   on all of the rank's parameters, or on a part
 #       plain_evaluate          evaluation.evaluate
-#       plain_save              checkpoint_writer.Writer: the same file, from all ranks' shards
+#       plain_save              checkpoint_writer.Writer: the same file, from all ranks' parts
 
 
 class Run:
@@ -216,27 +215,27 @@ class Run:
         self.config, self.model_config = config, model_config
         self.grid, self.device = grid, device
         self.train_data, self.val_data = train_data, val_data
-        self.identity = directory.new_run("seed")       # its id and origin
+        self.identity = directory.new_run("seed")       # an id, and that it begins from the seed
         self.log = None                     # startup.begin_training opens it
         self.stop = StopSignal()            # remembers a signal to this process
 
-        # 1. The blocks of this stage (pp), with layers that hold a slice (tp), exchange keys and
-        #    values (cp), or exchange tokens (ep).
+        # 1. The blocks of this stage (pp), whose layers hold a slice of each matrix (tp), exchange
+        #    keys and values (cp), or exchange tokens (ep).
         self.model = build_model(model_config, grid, config, device)
-        # 2. Their parameters move into flat buffers, whose hooks sum the gradients (dp, ZeRO).
+        # 2. Their parameters become views of flat buffers, which are few and large. Hooks sum the
+        #    gradients over the replicas as soon as backward has filled a buffer (dp, ZeRO).
         self.flat = make_flat(self.model, model_config, grid, config, device)
         # 3. A block may be compiled, run again in backward (--recompute), or begin with a gather
         #    of its parameters (ZeRO).
         change_blocks(self.model, self.flat, model_config, config, device)
-        # What one stage sends to the next has the shape and dtype of this empty tensor.
+        # An empty tensor: what one stage sends to the next has its shape and dtype.
         self.activation_like = like_activations(config, model_config, grid, device)
         self.writer = run_state.make_writer(self)       # of checkpoints
         self.restore(state)
 
     def restore(self, state: dict | None) -> None:
         """Load the state of a checkpoint. Without one, begin before step 1. On the CPU, in the same
-        layout and with the same number of threads, a resumed run ends bit-identical to an
-        uninterrupted one."""
+        layout and with as many threads, a resumed run has the bits of an uninterrupted one."""
         config = self.config
         self.scaler = make_scaler(config.dtype)
         if state is None:
@@ -260,7 +259,7 @@ class Run:
     def train(self) -> None:
         """Train until step --steps, or until a signal arrives."""
         self.model.train()
-        # Each step's sums over all ranks tell all of them of a signal to one: self.stop.agreed.
+        # A signal may reach one rank alone. The sums of a step tell all of it: self.stop.agreed.
         while self.step <= self.config.steps and not self.stop.agreed:
             start = time.perf_counter()
             batch = self.loader.next()          # this rank's rows. Also advances self.batches
@@ -298,7 +297,7 @@ class Run:
     def compute_gradients(self, batch: Batch) -> StepStats:
         """Forward and backward, and the sums over the ranks. No state of a checkpoint changes."""
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
-        # Of all ranks. They differ in conversations alone, where only answers are targets.
+        # Of all ranks. These two differ in conversations alone, where only answers are targets.
         tokens_in_batch = batch.size * self.model_config.seq_len
         targets_in_batch = self.train_data.count_targets(batch.window_ids)
 
@@ -306,8 +305,8 @@ class Run:
         #    makes it the microbatch's share of the mean loss of the batch, times the loss scale. So
         #    the gradients of all microbatches and replicas simply add up.
         loss_factor = self.scaler.scale / targets_in_batch
-        # Zero the gradients. The parallel head, which computes its gradients in forward, and the
-        # routers of a mixture of experts, which have losses of their own, get their factors now.
+        # Zero the gradients, and give their factors to the modules that need them in forward: the
+        # parallel head computes its gradients there, and the routers of a mixture have own losses.
         begin_step(model, flat, self.scaler.scale, tokens_in_batch, targets_in_batch)
         if grid.pp == 1:
             loss_sum = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
@@ -320,7 +319,7 @@ class Run:
                 (loss * loss_factor).backward()
                 loss_sum += loss.detach()
         else:       # a pipeline: the same work in the order of a schedule, with messages between
-                    # stages. The last stage multiplies the loss by loss_factor, which its head has
+                    # stages. The last one applies loss_factor, which begin_step gave to its head
             schedule = make_schedule(config.pp_schedule, grid, len(batch.microbatches))
             loss_sum = run_schedule(schedule, model, grid, batch.microbatches,
                                     self.activation_like, flat)
@@ -353,7 +352,7 @@ class Run:
 # ---- Start ----------------------------------------------------------------------------------
 
 def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> None:
-    """Build this rank's run, and train or evaluate. `stack` closes what they open."""
+    """Build this rank's run, and train or evaluate. `stack` closes at exit what is opened here."""
     config, model_config, begin = startup.prepare(given, job, device, stack)
     train_data, val_data = startup.open_data(config, model_config, begin.state, job)
     grid = startup.join_ranks(config, job, device, stack)

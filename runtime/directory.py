@@ -104,6 +104,11 @@ class Start(NamedTuple):
     events: list            # of damaged checkpoints that were passed over
     given: dict = {}        # the flags of the command, before a checkpoint's and defaults
 
+    @property
+    def step(self) -> int:
+        """The last finished step; 0 in a run without a state."""
+        return 0 if self.state is None else self.state["step"]
+
 
 def find_start(out: Path, resume: str, init_from: str | None = None, eval_only: bool = False,
                restarted: bool = False) -> Start:

@@ -89,28 +89,30 @@ def check_continues(state: dict, config: Config) -> None:
                        "continue: drop --plain", 2)
 
 
-def first_facts(config: Config, model_config: GPTConfig, begin: Start) -> dict:
-    """What the checkpoints of a run hold besides tensors; `step` is that of the one with which it
-    begins. No loss is judged, so the monitor is a new one."""
-    train_data = TokenDataset(config.data, "train", model_config.seq_len)
+def make_facts(config: Config, model_config: GPTConfig, begin: Start, step: int) -> dict:
+    """What the checkpoint of a step holds besides tensors and the number of updates. No loss is
+    judged, so the monitor is a new one."""
+    sequences = step * config.batch_size
+    train_data = all_ranks(lambda: TokenDataset(config.data, "train", model_config.seq_len))
     facts = run_state.make_facts(config, model_config, train_data, begin.run,
                                  make_scaler(config.dtype), DivergenceMonitor())
-    return facts | dict(step=0 if begin.state is None else begin.state["step"])
+    return facts | dict(step=step, consumed_samples=sequences,
+                        tokens=sequences * model_config.seq_len)
 
 
 def open_metrics(config: Config, model_config: GPTConfig, begin: Start) -> Metrics:
     """Open metrics.jsonl and write how the run begins. Of a resume also print it."""
     metrics = all_ranks(lambda: Metrics(Path(config.out)))
     val_data = TokenDataset(config.data, "val", model_config.seq_len)
-    event = dict(event="start", step=0)
+    event = dict(event="start")
     if begin.state is not None:
-        step = begin.state["step"]
-        changed = console.changed_flags(config, begin.state)
         for damaged in begin.events:
-            metrics.write(**damaged, step=step)
-        event = dict(event="resume", step=step, path=str(begin.path), changed=changed)
-        print(", ".join([f"resume   {begin.path}, after step {step}", *console.describe(changed)]))
-    metrics.write(**event, config=dataclasses.asdict(config),
+            metrics.write(**damaged, step=begin.step)
+        changed = console.changed_flags(config, begin.state)
+        event = dict(event="resume", path=str(begin.path), changed=changed)
+        print(", ".join([f"resume   {begin.path}, after step {begin.step}",
+                         *console.describe(changed)]))
+    metrics.write(**event, step=begin.step, config=dataclasses.asdict(config),
                   data=describe_data(val_data, config, model_config),
                   environment=console.environment([socket.gethostname()]))
     return metrics
