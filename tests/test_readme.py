@@ -114,7 +114,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         config, cfg = checks.validate(given, None, world, "cuda")
         if "n_layer" not in given:
             assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 28
+    assert len(commands) == 25
 
 
 def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsys):
@@ -123,10 +123,10 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     made = [data_flags.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [
-        "data/python", "data/python", "data/mine", "data/fineweb", "data/tinystories",
-        "data/shakespeare", "data/words", "data/chat", "data/mine", "data/own", "data/more",
-        "data/c4", "data/$source", "data/mine-bytes", "data/smollm2", "data/python", "data/mine",
-        "data/python"]
+        "data/python", "data/python", "data/mine", "data/fineweb", "data/shakespeare",
+        "data/words", "data/chat", "data/mine", "data/own", "data/more", "data/c4", "data/$source",
+        "data/mine-bytes", "data/smollm2", "data/python", "data/mine", "data/tinystories",
+        "data/python", "data/python"]
     drawings = readme_commands("tools.schedule")
     assert len(drawings) == 4
     for _, flags in drawings:
