@@ -23,16 +23,21 @@ stay as they are. The step number, the learning-rate schedule and the place in t
 batch is not tried again, because a batch that always overflows would stop the run.
 """
 import math
+from typing import NamedTuple
 
 import torch
 
 
-# --dtype: (type of parameters and activations, type of gradients, masters and moments)
-PRECISIONS = {
-    "fp32": (torch.float32, torch.float32),
-    "bf16": (torch.bfloat16, torch.float32),
-    "fp16": (torch.float16, torch.float32),
-    "fp64": (torch.float64, torch.float64),
+class Precision(NamedTuple):        # a row of the table
+    parameters: torch.dtype         # and activations
+    masters: torch.dtype            # and gradients, and moments
+
+
+PRECISIONS = {                      # by --dtype
+    "fp32": Precision(torch.float32, torch.float32),
+    "bf16": Precision(torch.bfloat16, torch.float32),
+    "fp16": Precision(torch.float16, torch.float32),
+    "fp64": Precision(torch.float64, torch.float64),
 }
 
 
@@ -73,8 +78,7 @@ class LossScaler:
 
     Its scale follows that of torch.amp.GradScaler step for step, also in fp32. In addition, it
     never falls below `min_scale` and never grows past what fp32 holds. `update` never raises.
-    runtime/divergence.py judges what a scale at its floor means.
-    """
+    runtime/divergence.py judges what a scale at its floor means."""
 
     def __init__(self, init_scale: float = 2.0 ** 16, growth_factor: float = 2.0,
                  backoff_factor: float = 0.5, growth_interval: int = 2000,
@@ -118,9 +122,8 @@ def _round_to_fp32(x: float) -> float:
 
 
 def clip_factor(norm: float, clip: float, loss_scale: float) -> float:
-    """The factor on the accumulated gradients. It takes the loss scale out, and brings a norm
-    above `clip` down to it (Pascanu et al. 2013). `norm` is without the scale. clip 0: no clipping.
-    """
+    """The factor on the accumulated gradients. It takes the loss scale out, and brings a norm above
+    `clip` down to it (Pascanu et al. 2013), unless `clip` is 0. `norm` is without the scale."""
     factor = 1.0
     if clip > 0:
         factor = min(1.0, clip / (norm + 1e-6))

@@ -31,13 +31,12 @@ then `save` and `load` of a run. runtime/checkpoint_writer.py moves the pieces t
 base/checkpoint_folder.py has a format for larger models: a folder, of which every rank writes a
 part.
 """
-import os
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from base.checkpoint_files import read_state, reading, remove_old, step_file, verify
+from base.checkpoint_files import errors_as_corrupt, read_state, remove_old, step_file, verify
 from base.checkpoint_folder import FolderTensors, add_tensors, shapes_of
 from base.disk import flush_folder, link_file, retry_transient, write_file
 from model import GPT, OF_VOCABULARY, GPTConfig
@@ -55,33 +54,28 @@ OPTIONAL = ("tokenizer_file", "template", "template_file", "ends")
 # ---- In one process -------------------------------------------------------------------------
 
 def named_tensors(model: GPT, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
-    """Yields (key of the file, global name, tensor). A tensor is a view of the parameter or moment
-    that leaves out the padding of the vocabulary."""
+    """Yields (key of the file, global name, tensor). The tensors are views of the parameters and
+    moments, without the padding of the vocabulary."""
     shapes = parameter_shapes(model.cfg)
     for name, parameter in model.named_parameters():        # tied weights once
         rows = shapes[name][0]
-        adam = optimizer.state[parameter]
+        moments = optimizer.state[parameter]
         yield "parameters", name, parameter.detach()[:rows]
-        yield "exp_avg", name, adam["exp_avg"][:rows]
-        yield "exp_avg_sq", name, adam["exp_avg_sq"][:rows]
+        yield "exp_avg", name, moments["exp_avg"][:rows]
+        yield "exp_avg_sq", name, moments["exp_avg_sq"][:rows]
 
 
-def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: Path) -> None:
-    """Write out/step_0000000k.pt and latest.pt. `facts` are the entries of the file except the
-    tensors and the number of updates, which is Adam's."""
-    updates = max(int(adam["step"]) for adam in optimizer.state.values())       # all are equal
-    state = facts | {key: {} for key in STATE} | {"optimizer_steps": updates}
+def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: Path,
+               keep: int) -> None:
+    """Write out/step_0000000k.pt and latest.pt, and remove all but the newest `keep` checkpoints.
+    `facts` are the entries of the file except the tensors and the number of updates, which Adam
+    counts."""
+    adam = next(iter(optimizer.state.values()))     # the count is the same of all parameters
+    state = {**facts, "optimizer_steps": int(adam["step"]),
+             "parameters": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for key, name, tensor in named_tensors(model, optimizer):
         state[key][name] = tensor.cpu().clone()     # torch.save would write a view's whole memory
-    path = step_file(out, facts["step"])
-    aside = out / "step.pt.tmp"
-    with open(aside, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())             # on the disk before it gets its name
-    os.replace(aside, path)
-    link_file(path, out / "latest.pt")      # a second name of the same file
-    flush_folder(out)                       # both names are on the disk
+    save(state, out, keep)
 
 
 @torch.no_grad()
@@ -110,8 +104,8 @@ def restore(state: dict, flat: FlatParameters) -> None:
 
 
 def load_shards(tensors: Mapping, flat: FlatParameters, kind: str) -> None:
-    """Fill this rank's shard[kind] of each bucket from full tensors. It reads only these slices of
-    them. Every rank calls it. A file's position table may be longer than the model's."""
+    """Fill this rank's shard[kind] of each bucket from full tensors, of which it reads only these
+    slices. A file's position table may be longer than the model's."""
     if isinstance(tensors, FolderTensors):
         tensors.load_shards(flat, kind)
     else:
@@ -120,48 +114,50 @@ def load_shards(tensors: Mapping, flat: FlatParameters, kind: str) -> None:
 
 # ---- The files of a run ---------------------------------------------------------------------
 
-def save(state: dict, out: Path, keep: int, named: Container[str] = ()) -> Path:
+def save(state: dict, out: Path, keep: int, protected: Container[str] = ()) -> Path:
     """Write out/step_0000000k.pt and latest.pt. Then remove old checkpoints, except the newest
-    `keep` and the files whose names are in `named`.
-
-    Raises OSError if a file cannot be written, as on a full disk. Earlier files are then untouched.
-    """
+    `keep` and the files whose names are in `protected`. Raises OSError if a file cannot be written,
+    as on a full disk. Earlier files are then untouched."""
     out.mkdir(parents=True, exist_ok=True)      # somebody may have removed it
     path = step_file(out, state["step"])
     write_file(state, out / "step.pt.tmp", path)
     link_file(path, out / "latest.pt")
     flush_folder(out)
-    remove_old(path, keep, named)
+    remove_old(path, keep, protected)
     return path
 
 
 @retry_transient
 def load(path: Path) -> dict:
     """Load the state in a file: its tensors are mapped from disk, not yet read nor verified. Those
-    of a folder are read when they are asked for.
-
-    Raises CorruptCheckpoint if the file is no checkpoint, contradicts itself, or holds anything but
-    tensors and plain types. Raises ValueError if another version of this code wrote it.
-    """
-    with reading(path, "is refused"):
+    of a folder are read when they are asked for. Raises CorruptCheckpoint if the file is no
+    checkpoint, contradicts itself, or holds anything but tensors and plain types. Raises ValueError
+    if another version of this code wrote it."""
+    with errors_as_corrupt(path, "is refused"):
         state = read_state(path)
         if path.is_dir():
             state = add_tensors(state, path, STATE)
         if not isinstance(state, dict) or "format" not in state:
             raise ValueError("it is not a checkpoint of this project")
+        if state["format"] == FORMAT:
+            check_entries(state)
     if state["format"] != FORMAT:               # not damaged: it must not be passed over
         raise ValueError(f"{path} has format {state['format']}, this code reads format {FORMAT}: "
                          f"use the version of the code that wrote it")
-    with reading(path, "is refused"):
-        if set(state) - set(OPTIONAL) != KEYS:
-            raise ValueError(f"its keys differ: {sorted((set(state) - set(OPTIONAL)) ^ KEYS)}")
-        weights_only = not state["exp_avg"] and not state["exp_avg_sq"]
-        shapes = parameter_shapes(make_config(**state["model"]))
-        for key in STATE:
-            found = shapes_of(state[key])
-            if found != shapes and (key == "parameters" or not weights_only):
-                raise ValueError(f"its {key} are not those of its model")
     return state
+
+
+def check_entries(state: dict) -> None:
+    """Raise ValueError if the keys of a checkpoint, or the names and shapes of its tensors, are not
+    those of its model. One of weights alone has no moments."""
+    difference = (set(state) - set(OPTIONAL)) ^ KEYS
+    if difference:
+        raise ValueError(f"its keys differ: {sorted(difference)}")
+    shapes = parameter_shapes(make_config(**state["model"]))
+    weights_only = not state["exp_avg"] and not state["exp_avg_sq"]
+    for key in STATE:
+        if shapes_of(state[key]) != shapes and (key == "parameters" or not weights_only):
+            raise ValueError(f"its {key} are not those of its model")
 
 
 def parameter_shapes(model_config: GPTConfig) -> dict[str, tuple]:

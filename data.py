@@ -50,8 +50,8 @@ def plain_prepare(texts, tokenizer, directory: Path, seed=0) -> None:
     salt = seed.to_bytes(16, "little")
     for text in dict.fromkeys(texts):               # of equal texts the first
         digest = hashlib.blake2b(text.encode(), digest_size=16, salt=salt).digest()
-        validates = int.from_bytes(digest[:8], "little") < 2**64 // 20      # 5% of the texts
-        split = "val" if validates else "train"
+        number = int.from_bytes(digest[:8], "little")           # as if drawn from 0 to 2^64 - 1
+        split = "val" if number < 2**64 // 20 else "train"      # 5% of the texts validate
         tokens[split] += [tokenizer.eot_token, *tokenizer.encode_ordinary(text)]
     for split, ids in tokens.items():
         header = np.zeros(256, "<i4")
@@ -93,11 +93,11 @@ def plain_batch(shards: list[np.ndarray], seq_len: int, seed: int, consumed: int
 def epoch_windows(sequences: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Which of n windows each of these sequences is, int64 (k,) -> int64 (k,). Epoch 0 is sequences
     0 to n - 1, epoch 1 is sequences n to 2 n - 1. Each reads every window once."""
-    epochs, places = np.divmod(sequences, n)
-    windows = np.empty_like(places)
+    epochs, numbers = np.divmod(sequences, n)           # numbers within the epoch, 0 to n - 1
+    windows = np.empty_like(numbers)
     for epoch in np.unique(epochs).tolist():
         in_epoch = epochs == epoch
-        windows[in_epoch] = permute(places[in_epoch], n, seed, epoch)
+        windows[in_epoch] = permute(numbers[in_epoch], n, seed, epoch)
     return windows
 
 
@@ -107,8 +107,7 @@ class TokenDataset:
     """The windows of one split, T+1 tokens each, T = seq_len.
 
     `data` is a directory, or a mixture "A=0.7,B=0.3" of several. Raises FileNotFoundError or
-    ValueError for missing, damaged or short shards.
-    """
+    ValueError for missing, damaged or short shards."""
 
     def __init__(self, data, split: str, seq_len: int):
         self.seq_len = seq_len
@@ -122,8 +121,8 @@ class TokenDataset:
         """int64 (count,): the windows that are sequences start, start + 1, ... of a run with this
         seed."""
         ids = np.empty(count, np.int64)
-        for source, gives, numbers in self.mixture.turns(start, count):
-            ids[gives] = source.first + epoch_windows(numbers, source.n_windows, seed)
+        for source, is_from_it, numbers in self.mixture.divide_sequences(start, count):
+            ids[is_from_it] = source.first + epoch_windows(numbers, source.n_windows, seed)
         return ids
 
     def read(self, window_ids) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -176,8 +175,7 @@ class Batches:
 
     consumed            sequences before the next batch, including those that were left out
     sequences_trained   sequences of all batches so far, without those that were left out. The ramp
-                        of the batch size depends on it
-    """
+                        of the batch size depends on it"""
 
     def __init__(self, data: TokenDataset, config, consumed=0, sequences_trained=0):
         """`config` has train.py's flags."""
@@ -202,10 +200,9 @@ class Batches:
 
 def split_microbatches(window_ids: np.ndarray, micro_batch: int, dp_rank: int,
                        dp: int) -> np.ndarray:
-    """(B,) -> (m, micro_batch): the microbatches of one of dp ranks. The ranks take turns, so the
-    first microbatches of all of them are the first windows of the batch."""
-    in_turns = window_ids.reshape(-1, dp, micro_batch)              # (m, dp, micro_batch)
-    return in_turns[:, dp_rank]
+    """(B,) -> (m, micro_batch): the microbatches of one of dp ranks. The first microbatches of all
+    ranks are the first windows of the batch, and so on."""
+    return window_ids.reshape(-1, dp, micro_batch)[:, dp_rank]      # of (m, dp, micro_batch)
 
 
 def pad_window_ids(window_ids: np.ndarray, multiple: int) -> np.ndarray:

@@ -10,9 +10,8 @@ The shape legend of the whole project:
     B sequences, T positions, C channels (n_embd), H heads, D channels of a head (C = H D),
     V vocabulary
 
-Papers: GPT-2 (Radford et al. 2019, section 2.3) for the architecture and its initialization,
-GPT-3 (Brown et al. 2020, table 2.1) and OPT (Zhang et al. 2022, table 1) for the sizes and their
-learning rates.
+Papers: GPT-2 (Radford et al. 2019, section 2.3), GPT-3 (Brown et al. 2020, table 2.1) and OPT
+(Zhang et al. 2022, table 1) for sizes and learning rates.
 
 This file needs only PyTorch, and can be used by itself:
 
@@ -65,7 +64,7 @@ class GPTConfig:
     def build(self) -> "GPT":
         return GPT(self)
 
-    # A GPT has no choice in these. The models of models/ have one.
+    # The same in every GPT. Other models (models/) have fields of these names.
     gated = False
     tied = True
 
@@ -94,7 +93,7 @@ class Dropout(nn.Module):
         if self.p == 0 or not self.training:
             return x
         if dropout_seed is None:
-            return F.dropout(x, self.p)
+            return F.dropout(x, self.p)         # from torch's own generator
         mask = torch.empty_like(x)
         for i, row in enumerate(mask):
             seed_dropout(x.device, dropout_seed + i, *self.name)
@@ -102,18 +101,13 @@ class Dropout(nn.Module):
         return x * mask.div_(1 - self.p)
 
 
-def empty_embedding(rows: int, channels: int) -> nn.Embedding:
-    """`initialize` fills it. nn.Embedding(rows, channels) would spend time on other values."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, channels), freeze=False)
-
-
 class Embed(nn.Module):
     """tokens (B, T) -> x (B, T, C): the token's row plus the position's row."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.token = empty_embedding(cfg.padded_vocab, cfg.n_embd)
-        self.position = empty_embedding(cfg.seq_len, cfg.n_embd)
+        self.token = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
+        self.position = nn.Embedding(cfg.seq_len, cfg.n_embd)
         self.dropout = Dropout(cfg.dropout, "embed")
 
     def forward(self, tokens, dropout_seed=None, positions=None):
@@ -133,9 +127,8 @@ class CoreAttention(Dropout):
         return softmax(scores) @ v
 
     with dropout on the softmax. A mask (B, 1, T, T) is True where q attends to k. k and v may have
-    fewer heads than q (GQA). A q of one position is the last: it attends to all of k.
-    """
-    part = 0        # which part of the heads this is: each draws dropout masks of its own
+    fewer heads than q (GQA). A q of one position is the last: it attends to all of k."""
+    part = 0        # the tensor-parallel rank: different heads draw different dropout masks
 
     def forward(self, q, k, v, dropout_seed=None, mask=None):
         if self.p == 0 or not self.training or dropout_seed is None:
@@ -158,14 +151,13 @@ class Attention(nn.Module):
     """Causal multi-head self-attention, x (B, T, C) -> (B, T, C).
 
     One matrix product computes q, k and v. Its 3C output channels are ordered (3, H, D): all heads
-    of q, then of k, then of v. To cut the matrix by heads, cut each third by itself.
-    """
+    of q, then of k, then of v. To cut the matrix by heads, cut each third by itself."""
 
     def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
         self.head_dim = cfg.head_dim
         self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd)
-        self.qkv.stacked = 3        # matrices: each is cut by heads on its own
+        self.qkv.stacked = 3        # matrices, each of which is cut by heads
         self.core_attention = CoreAttention(cfg.dropout, "layer", layer, "attention")
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd)
 
@@ -216,8 +208,7 @@ class Head(nn.Module):
 
     x (B, T, C) -> logits (B, T, V). With targets (B, T) -> the loss: the sum over positions of the
     cross-entropy in nats, in fp32 or wider. It is a sum because the sums of microbatches of any
-    size can be added. Targets of IGNORE_INDEX add nothing.
-    """
+    size can be added. Targets of IGNORE_INDEX add nothing."""
 
     def __init__(self, cfg: GPTConfig, weight: nn.Parameter):
         super().__init__()
@@ -251,10 +242,8 @@ class GPT(nn.Module):
     def forward(self, x, targets=None, dropout_seed=None, positions=None):
         """tokens (B, T) -> logits (B, T, V), or the summed loss in nats given targets (B, T).
 
-        In training mode the dropout masks of row i are a function of `dropout_seed` + i, an int,
-        if it is given.
-        If a row holds several packed texts, `positions` (B, T) restart at 0 with each of them.
-        """
+        Given an int `dropout_seed`, the dropout masks of row i are a function of dropout_seed + i.
+        If a row holds several packed texts, `positions` (B, T) restart at 0 with each of them."""
         mask = None if positions is None else mask_of_packed(positions)
         if self.embed is not None:
             x = self.embed(x, dropout_seed, positions)
@@ -281,11 +270,10 @@ def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
     It is a function of (seed, name) alone, so each rank of any layout can draw its parameters, one
     at a time. Biases are 0, LayerNorm weights 1. Matrices have a standard deviation of 0.02. For
     the two projections that write to the residual stream it is 0.02 / sqrt(2L), so that the
-    stream's variance does not depend on the depth. Of stacked matrices (E, out, in), the experts of
-    models/moe.py, each is drawn by a name of its own.
-    """
+    stream's variance does not depend on the depth. Stacked matrices (E, out, in), the experts of
+    models/moe.py, are drawn one by one, each by a name of its own."""
     if len(shape) == 3:
-        return torch.stack([initial_value(cfg, name_in_stack(name, number), shape[1:], seed)
+        return torch.stack([initial_value(cfg, f"{number}.{name}", shape[1:], seed)
                             for number in range(shape[0])])
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -297,15 +285,6 @@ def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
     return torch.empty(shape).normal_(0, std, generator=generator)
 
 
-def name_in_stack(name: str, number: int) -> str:
-    return f"{number}.{name}"
-
-
-# ---------------------------------------------------------------------------------------------
-# Packed texts, seeds and sizes
-# ---------------------------------------------------------------------------------------------
-
-
 def mask_of_packed(positions: torch.Tensor) -> torch.Tensor:
     """positions (B, T), which restart at 0 with each text of a row -> whether a token attends to
     another, bool (B, 1, T, T): a row for each token, a column for each other."""
@@ -315,15 +294,13 @@ def mask_of_packed(positions: torch.Tensor) -> torch.Tensor:
 
 
 def derive_seed(*what) -> int:
-    """A 63-bit seed that is a pure function of its arguments, which are ints and strings, on every
-    machine and in every process. Python's own `hash` of a string is not."""
+    """A 63-bit seed of ints and strings, which is the same everywhere, unlike Python's `hash`."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little") >> 1
 
 
 def seed_dropout(device: torch.device, dropout_seed: int, *name) -> None:
     """Make the next dropout mask on `device` a function of (dropout_seed, name), so that it can be
-    drawn again. torch.manual_seed would seed the generators of all devices, which takes 0.4 to 2 ms
-    with a GPU."""
+    drawn again. torch.manual_seed would seed all devices, which takes 0.4 to 2 ms with a GPU."""
     if device.type == "cpu":
         generator = torch.default_generator
     elif device.type == "mps":

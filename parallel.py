@@ -6,8 +6,8 @@ sequence, context and expert parallelism and ZeRO. It runs on CPUs.
 
 trains the quick start's model on its data for 20 steps. With the same seed and global batch every
 layout has the same losses and gradients, up to the order of additions. They agree with those of
-train.py to 1e-5. The sections below are the program, and flags choose what runs. Nothing is tuned
-for speed, but buckets overlap communication with backward. Read it, run it, change it.
+train.py to 1e-5. The sections below are the program, and flags choose what runs. Read it, run it,
+change it.
 
     1. Ranks                    their grid, their groups, their collectives
     2. Tensor parallelism       each matrix is cut             --tp, --sequence-parallel
@@ -26,6 +26,7 @@ import argparse
 import os
 import sys
 import time
+from collections import defaultdict
 from functools import partial
 
 import torch
@@ -47,22 +48,20 @@ from model import GPT, GPTConfig, ceil_div
 #       stage 1       4   5       6   7          same weights       (0 2) (1 3) (4 6) (5 7)
 #                                                pipelines          (0 4) (1 5) (2 6) (3 7)
 #
-# A machine has consecutive ranks, so those that send each other most are neighbors. Tensor
-# parallelism sends most: each block and microbatch needs two all-reduces in forward and two in
-# backward. Context parallelism exchanges keys and values in each block, expert parallelism tokens.
-# Data parallelism reduces gradients once a step, and more often with ZeRO 2 and 3. Pipelines
-# usually send least: one activation for each microbatch, and its gradient. So the boundary of two
-# stages is the cheapest place to cut a job into machines (Narayanan et al. 2021, section 3). The
-# order is Megatron-LM's.
+# A machine has consecutive ranks, so the ranks that send each other most are neighbors. Tensor
+# parallelism sends most: two all-reduces in the forward of each block, and two in its backward.
+# Context and expert parallelism exchange one message in each, data parallelism one in a step.
+# Pipelines send least: one activation for each microbatch, and its gradient. So a boundary of
+# stages is the cheapest place to cut a job into machines (Narayanan et al. 2021, section 3).
 # ---------------------------------------------------------------------------------------------
 
 
 GROUPS = ("tp", "cp", "replicas", "ep", "same_experts", "pp", "world", "embedding")
+TIED = ("embed.token.weight", "head.weight")    # one matrix, which both ends of a pipeline have
 
 
 class Grid:
-    """The layout, this rank's place in it, and its process groups (None for a group of one). With
-    `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers.
+    """The layout, this rank's coordinates in it, and its process groups. A group of one is None.
 
     A replica is a full copy of the model, on pp x tp ranks. There are dp x cp replicas: dp cuts the
     rows of the batch, and cp cuts their positions. With cp 2 each replica of the drawing becomes
@@ -75,10 +74,10 @@ class Grid:
         self.rank = rank
         self.world = dp * pp * cp * tp
         self.ranks = torch.arange(self.world).view(pp, dp, cp, tp)
-        place = (self.ranks == rank).nonzero()[0].tolist()
-        self.stage, self.dp_rank, self.cp_rank, self.tp_rank = place
-        self.replicas = dp * cp
-        self.replica = self.dp_rank * cp + self.cp_rank
+        coordinates = (self.ranks == rank).nonzero()[0].tolist()
+        self.stage, self.dp_rank, self.cp_rank, self.tp_rank = coordinates
+        self.replicas = dp * cp                                 # how many there are
+        self.replica = self.dp_rank * cp + self.cp_rank         # the number of this rank's
         self.ep_rank = self.replica % ep
         self.is_first = self.stage == 0
         self.is_last = self.stage == pp - 1
@@ -88,27 +87,23 @@ class Grid:
     def members(self, kind: str) -> list[int]:
         """The ranks in this rank's group of this kind."""
         p, d, c, t = self.stage, self.dp_rank, self.cp_rank, self.tp_rank
-        replicas = self.ranks[p, :, :, t].reshape(-1, self.ep)          # a row shares the experts
-        same_experts = replicas[:, self.ep_rank]
-        if self.ep == 1:        # experts are like all other weights: no second group of replicas
-            same_experts = self.ranks[p, d, c, t]
+        replicas = self.ranks[p, :, :, t].reshape(-1, self.ep)      # a row has all experts together
         members = dict(
-            tp=self.ranks[p, d, c, :],                  # share each matrix
-            cp=self.ranks[p, d, :, t],                  # share each sequence
-            replicas=replicas,                          # hold the same weights: one of each replica
-            ep=replicas[self.replica // self.ep],       # hold all experts together
-            same_experts=same_experts,                  # hold the same experts
-            pp=self.ranks[:, d, c, t],                  # share the layers
+            tp=self.ranks[p, d, c, :],                      # share each matrix
+            cp=self.ranks[p, d, :, t],                      # share each sequence
+            replicas=replicas,                              # have the same weights
+            ep=replicas[self.replica // self.ep],           # share the experts
+            same_experts=replicas[:, self.ep_rank],         # have the same experts
+            pp=self.ranks[:, d, c, t],                      # share the layers
             world=self.ranks,
-            embedding=self.ranks[[0, -1], d, c, t])     # hold the tied matrix: first and last stage
+            embedding=self.ranks[[0, -1], d, c, t])         # have the tied matrix: the end stages
         return members[kind].flatten().tolist()
 
 
 def make_groups(grid: Grid) -> None:
-    """Create this rank's process groups. Only the members of a group create it.
-
-    PyTorch names a new group by the number of groups that the process has created. All members must
-    find the same name. Stages in the middle do not create "embedding", so it comes last."""
+    """Create this rank's process groups. Only the members of a group create it. PyTorch names a
+    group by how many the process has created before, and the name must be the same on all members.
+    So "embedding", which stages in the middle do not create, comes last."""
     for kind in GROUPS:
         ranks = grid.members(kind)
         if grid.rank in ranks and len(set(ranks)) > 1:
@@ -121,17 +116,16 @@ def make_groups(grid: Grid) -> None:
 #       rank a   a0 a1       a0+b0  -            a0+b0  a1+b1        a0+b0  a1+b1
 #       rank b   b0 b1       -      a1+b1        a0+b0  a1+b1        a0+b0  a1+b1
 #
-# So an all-reduce costs as much as the other two together. A rank alone has None as its group, and
-# its collectives return x unchanged.
+# So an all-reduce costs as much as the other two together. Without a group x is returned unchanged.
 
 
-def all_reduce(x: torch.Tensor, group) -> torch.Tensor:
-    """The sum of x over the ranks of a group."""
+def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> torch.Tensor:
+    """The sum of x over the ranks of a group, or the result of another operation."""
     if group is None:
         return x
-    total = x.clone()
-    dist.all_reduce(total, group=group)
-    return total
+    result = x.clone()
+    dist.all_reduce(result, op, group)
+    return result
 
 
 def reduce_scatter(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
@@ -139,9 +133,9 @@ def reduce_scatter(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
     if group is None:
         return x
     slices = [part.contiguous() for part in x.chunk(group.size(), dim)]
-    own = torch.empty_like(slices[0])
-    dist.reduce_scatter(own, slices, group=group)
-    return own
+    total = torch.empty_like(slices[0])
+    dist.reduce_scatter(total, slices, group=group)
+    return total
 
 
 def all_gather(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
@@ -158,9 +152,8 @@ class Conjugate(torch.autograd.Function):
     """A collective in forward. In backward another one, its conjugate, makes the gradient of x from
     that of the result.
 
-    The conjugate of an all-gather is a reduce-scatter. Every rank uses this rank's slice for work
-    of its own, so the gradient of the slice is the sum of the gradients of all ranks. The conjugate
-    of a reduce-scatter is an all-gather. Sections 2 and 6 have more pairs."""
+    The conjugate of an all-gather is a reduce-scatter. All ranks compute with this rank's slice, so
+    its gradient is the sum of theirs. The conjugate of a reduce-scatter is an all-gather."""
 
     @staticmethod
     def forward(ctx, x, collective, conjugate, group):
@@ -191,12 +184,10 @@ class Conjugate(torch.autograd.Function):
 #
 # Attention is cut the same way: each rank has some heads instead of some columns. nn.Linear stores
 # its weight as (out, in), so "by columns" cuts dimension 0. In train.py: parallelism/tensor.py.
-# ---------------------------------------------------------------------------------------------
-
-
-# Sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f (bias,
-# residual addition, LayerNorm) all tp ranks do the same work on the same activations. Instead, let
-# each hold some positions there. For two ranks and positions 0 to 3:
+#
+# Sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f stand
+# bias, residual addition and LayerNorm: all tp ranks do the same work on the same activations.
+# Instead, let each hold some positions there. For two ranks and positions 0 to 3:
 #
 #                 norm               f     qkv, attention, proj     g      norm
 #       rank a    0 1     ->   0 1 2 3     with half of the heads   ->     0 1
@@ -205,11 +196,10 @@ class Conjugate(torch.autograd.Function):
 #   f: all-gather forward,     reduce-scatter backward
 #   g: reduce-scatter forward, all-gather backward
 #
-# f and g together send as much as one all-reduce, so no more than without it. The activations from
-# g to f take 1 / tp of the memory. A LayerNorm, a bias after g and the position embedding see this
-# rank's positions alone, so `plain_3d_step` sums their gradients over the tp ranks.
-# In train.py: parallelism/sequence.py.
-
+# f and g together send as much as one all-reduce, and the activations from g to f take 1 / tp of
+# the memory. A parameter that is used there gets a gradient from this rank's positions alone:
+# `plain_3d_step` sums it over the tp ranks. In train.py: parallelism/sequence.py.
+# ---------------------------------------------------------------------------------------------
 
 gather_positions = partial(all_gather, dim=1)           # (B, T / tp, C) -> (B, T, C)
 scatter_positions = partial(reduce_scatter, dim=1)      # (B, T, C) -> (B, T / tp, C)
@@ -236,12 +226,10 @@ def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
 def cut(parameter: nn.Parameter, dim: int, grid: Grid, stacked: int = 1) -> nn.Parameter:
     """This rank's part of a parameter, along `dim`. If several matrices are stacked there, as q, k
     and v are, each is cut by itself: (3C, C) -> (3C / tp, C)."""
-    parts = [matrix.chunk(grid.tp, dim)[grid.tp_rank] for matrix in parameter.chunk(stacked, dim)]
-    own = nn.Parameter(torch.cat(parts, dim).detach())
-    # Every tp rank has a different part. Parameters without this mark are whole on each of them, so
-    # the norm counts them once, and with sequence parallelism their gradients are summed.
-    own.is_cut = True
-    return own
+    pieces = [matrix.chunk(grid.tp, dim)[grid.tp_rank] for matrix in parameter.chunk(stacked, dim)]
+    part = nn.Parameter(torch.cat(pieces, dim).detach())
+    part.is_cut = True      # parameters without this mark are whole on every tp rank
+    return part
 
 
 class PlainColumnLinear(nn.Module):
@@ -270,13 +258,10 @@ class PlainRowLinear(nn.Module):
         return g(F.linear(x, self.weight), self.grid) + self.bias
 
 
-# The token matrix, which embedding and head share, is cut by rows: a rank has V / tp tokens. V is
-# padded to a multiple of 128, so that it can be cut. The last rows belong to no token.
-
-
 def find_local(tokens: torch.Tensor, weight: torch.Tensor, grid: Grid) -> tuple:
-    """(the row of each token in this rank's part of the matrix, whether the part has the token). If
-    not, the row is 0."""
+    """The token matrix, which embedding and head share, is cut by rows: a rank has V / tp tokens.
+    (V is padded to a multiple of 128. The last rows belong to no token.) Returns the row of each
+    token in this rank's part, and whether the part has the token. If not, the row is 0."""
     rows = tokens - grid.tp_rank * len(weight)
     is_local = (rows >= 0) & (rows < len(weight))
     return rows.where(is_local, 0), is_local
@@ -297,27 +282,25 @@ class PlainVocabEmbedding(nn.Module):
 
 
 class PlainPositionEmbedding(nn.Module):
-    """With sequence or context parallelism, a rank holds some positions of the sequence. The model
-    numbers them 0, 1, 2 ..., and own[i] is where number i stands in the sequence. Every sequence is
-    as long as the matrix."""
+    """The rows of this rank's positions: all, or with sequence and context parallelism some of
+    them. Every sequence is as long as the matrix."""
 
     def __init__(self, whole: nn.Embedding, grid: Grid):
         super().__init__()
         self.weight = whole.weight                                              # (T, C)
         positions = torch.arange(len(self.weight))
-        own = own_positions(positions, grid.cp_rank, grid.cp)       # (T / cp): all, if cp is 1
+        self.positions = cut_sequence(positions, grid.cp_rank, grid.cp)         # (T / cp,)
         if grid.sequence_parallel:
-            own = own.chunk(grid.tp)[grid.tp_rank]                  # (T / cp / tp)
-        self.own = own
+            self.positions = self.positions.chunk(grid.tp)[grid.tp_rank]        # (T / cp / tp,)
 
-    def forward(self, positions):
-        return F.embedding(self.own[positions], self.weight)
+    def forward(self, _):       # the model counts from 0, as if x had the first positions
+        return F.embedding(self.positions, self.weight)
 
 
 class PlainVocabHead(nn.Module):
     """x (B, T, C), targets (B, T) -> the summed loss of model.Head. All targets count in the loss.
-    No rank holds all V logits z of a position. The ranks exchange three numbers for it, m, the sum
-    and z_target:
+    Each rank computes V / tp of the logits z of a position. The ranks exchange three numbers of a
+    position: m, the sum and z_target.
 
         loss = log sum_v exp(z_v) - z_target = m + log sum_v exp(z_v - m) - z_target
 
@@ -333,14 +316,12 @@ class PlainVocabHead(nn.Module):
         z = F.linear(f(self.norm(x), self.grid), self.weight)           # (B, T, V / tp)
         tokens = torch.arange(len(self.weight)) + self.grid.tp_rank * len(self.weight)
         z = z.masked_fill(tokens >= self.vocab_size, -torch.inf)        # padding: probability 0
-        m = z.detach().amax(-1)                                         # (B, T), as all below
-        if group is not None:
-            dist.all_reduce(m, dist.ReduceOp.MAX, group)
-        own_total = (z - m.unsqueeze(-1)).exp().sum(-1)
-        total = Conjugate.apply(own_total, all_reduce, identity, group)
+        m = all_reduce(z.detach().amax(-1), group, dist.ReduceOp.MAX)   # (B, T), as all below
+        total = (z - m.unsqueeze(-1)).exp().sum(-1)
+        total = Conjugate.apply(total, all_reduce, identity, group)
         columns, is_local = find_local(targets, self.weight, self.grid)
-        z_here = z.gather(-1, columns.unsqueeze(-1)).squeeze(-1)
-        z_target = Conjugate.apply(z_here.where(is_local, 0), all_reduce, identity, group)
+        z_target = z.gather(-1, columns.unsqueeze(-1)).squeeze(-1).where(is_local, 0)
+        z_target = Conjugate.apply(z_target, all_reduce, identity, group)
         return (m + total.log() - z_target).sum()
 
 
@@ -397,8 +378,7 @@ def keep_stage(model: GPT, grid: Grid, layers) -> None:
 
 
 def plain_gpipe(stage: int, stages: int, m: int) -> list[tuple]:
-    """What a stage does, in order: all forwards, then all backwards, the last one first. The
-    backwards could have any other order that is the same on all stages."""
+    """What a stage does, in order: all forwards, then all backwards, the last one first."""
     return [("F", i) for i in range(m)] + [("B", i) for i in reversed(range(m))]
 
 
@@ -418,20 +398,16 @@ SCHEDULES = {"gpipe": plain_gpipe, "1f1b": plain_1f1b}
 def plain_pipeline(stage: GPT, batch: list, order: list, tokens_in_batch: int,
                    grid: Grid) -> float:
     """Run the stage's forwards and backwards in this order. They accumulate the gradients of the
-    mean loss over all tokens of the batch. Returns the sum of the losses, on the last stage. Other
-    stages return 0.
+    mean loss over all tokens of the batch. Returns the sum of the losses on the last stage, else 0.
 
-    stage   maps tokens, or activations (B, T, C), to activations. The last stage maps them and the
-            targets to the sum of the losses
+    stage   maps tokens (B, T), or activations (B, T, C), to activations. The last stage maps
+            activations and targets to the sum of the losses
     batch   microbatches, (tokens (B, T), targets (B, T))
     order   what the stage does: ("F" or "B", number of the microbatch)
 
     `recv` waits for its message. `isend` returns at once. With a blocking send 1F1B would hang: two
-    neighbors send to each other, and each would wait for the other to receive. On NCCL the messages
-    must also start together: see `start_messages` in parallelism/pipeline.py."""
-    ranks_of_stage = grid.replicas * grid.tp        # consecutive, by the order of section 1
-    previous = grid.rank - ranks_of_stage
-    following = grid.rank + ranks_of_stage
+    neighbors send to each other, and each would wait for the other to receive."""
+    pipeline = grid.members("pp")       # its ranks, by stage
     parts = grid.tp if grid.sequence_parallel else 1        # an activation has T / parts positions
     loss_sum = 0.0
     kept = {}           # microbatch: (x, y), the stage's input and output, from F to B
@@ -444,13 +420,13 @@ def plain_pipeline(stage: GPT, batch: list, order: list, tokens_in_batch: int,
             else:
                 x = torch.empty(len(tokens), tokens.shape[1] // parts, stage.cfg.n_embd,
                                 dtype=next(stage.parameters()).dtype)
-                dist.recv(x, src=previous)
-                x.requires_grad_()      # a leaf: backward ends here, with x.grad for `previous`
+                dist.recv(x, src=pipeline[grid.stage - 1])
+                x.requires_grad_()      # a leaf: backward ends here, with the gradient in x.grad
             y = stage(x, targets)
             if grid.is_last:
                 loss_sum += y.item()
             else:
-                sends.append(dist.isend(y.detach(), dst=following))
+                sends.append(dist.isend(y.detach(), dst=pipeline[grid.stage + 1]))
             kept[i] = x, y
         else:
             x, y = kept.pop(i)
@@ -458,10 +434,10 @@ def plain_pipeline(stage: GPT, batch: list, order: list, tokens_in_batch: int,
                 (y / tokens_in_batch).backward()
             else:
                 dy = torch.empty_like(y)
-                dist.recv(dy, src=following)
+                dist.recv(dy, src=pipeline[grid.stage + 1])
                 y.backward(dy)
             if not grid.is_first:
-                sends.append(dist.isend(x.grad, dst=previous))
+                sends.append(dist.isend(x.grad, dst=pipeline[grid.stage - 1]))
     for send in sends:
         send.wait()
     return loss_sum
@@ -489,12 +465,12 @@ def plain_step(model, optimizer, tokens, targets):
 
 class PlainBucket:
     """Gradients that are sent in one message, which is faster than many small ones. Autograd calls
-    the hook of a parameter after it has accumulated into .grad. The last hook starts the
-    all-reduce, which runs while backward computes the gradients of the next bucket. All replicas
-    complete the buckets in the order of backward:
+    the hook of a parameter after it has accumulated into .grad. The last hook of a bucket starts
+    its all-reduce, which runs while backward computes the gradients of the next bucket:
 
-        backward      head       block 1         block 0         embedding
-        all-reduce               head.norm ->    block 1 ----->  block 0 ----->  positions, tokens >
+        time          ------------------------------------------>
+        backward      head    block 1    block 0    embedding
+        all-reduce            head       block 1    block 0     embedding
     """
 
     def __init__(self, parameters: list, group):
@@ -520,15 +496,19 @@ class PlainBucket:
             parameter.grad = total.view(parameter.shape)
 
 
+def kind_of_group(parameter: nn.Parameter) -> str:
+    """The group of ranks that have the parameter: the replicas, or for an expert (section 6) those
+    of them that have the same experts."""
+    return "same_experts" if hasattr(parameter, "is_expert") else "replicas"
+
+
 def plain_buckets(model: GPT, grid: Grid) -> list[PlainBucket]:
-    """A bucket for each block, the token matrix, the position matrix and the last LayerNorm. The
-    gradient of the token matrix is complete last: head and embedding add to it. Experts, which not
-    all replicas have (section 6), are in buckets of their own."""
-    contents = {}
+    """A bucket for each block (its experts have another), the last LayerNorm, the position matrix
+    and the token matrix, whose gradient is complete last: head and embedding add to it."""
+    contents = defaultdict(list)
     for name, parameter in model.named_parameters():            # lists the tied matrix once
         module = ".".join(name.split(".")[:2])                  # blocks.0, embed.token, head.norm
-        kind = "same_experts" if hasattr(parameter, "is_expert") else "replicas"
-        contents.setdefault((module, kind), []).append(parameter)
+        contents[module, kind_of_group(parameter)].append(parameter)
     return [PlainBucket(parameters, grid.groups[kind])
             for (_, kind), parameters in contents.items() if grid.groups[kind] is not None]
 
@@ -545,8 +525,7 @@ def plain_buckets(model: GPT, grid: Grid) -> list[PlainBucket]:
 #   ZeRO 3   n / r       n / r      2n / r     reduce-scatter, in each backward   all-gather, in use
 #
 # With ZeRO 3 a microbatch gathers each parameter twice, for forward and for backward. In this file
-# the shards of ZeRO 1 and 2 are copies, so ZeRO 1 keeps 2n / r more than this table, and ZeRO 2
-# keeps n / r more. In zero.py the shards are views.
+# the shards of ZeRO 1 and 2 are copies, which take more memory. In zero.py they are views.
 
 
 def flatten(x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -614,48 +593,47 @@ class PlainGathered(nn.Module):
         return torch.func.functional_call(self.module, parameters, inputs)
 
     def forward(self, *inputs):
-        # Autograd would keep the gathered parameters for backward. The checkpoint drops them. In
-        # backward it gathers them and runs forward again. FSDP and zero.py only gather again.
+        # `checkpoint` keeps only the inputs for backward. There it gathers and runs forward again.
+        # FSDP and zero.py only gather again.
         return checkpoint(self.gather_and_run, *inputs, use_reentrant=False)
 
 
 def gather_in_use(model: GPT, shards: dict, grid: Grid) -> None:
     """ZeRO 3: embedding, blocks and head keep nothing but their shards. Embedding and head gather
     the same shard of the tied matrix, and add to its gradient."""
-    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    shard_of = {parameter: shards[name] for name, parameter in model.named_parameters()}
 
-    def gathered(module):
-        own = [shards[name_of[parameter]] for parameter in module.parameters()]
-        return PlainGathered(module, own, grid.groups["replicas"])
+    def keep_shards(module):
+        shards_of_module = [shard_of[parameter] for parameter in module.parameters()]
+        return PlainGathered(module, shards_of_module, grid.groups["replicas"])
 
     for layer, block in list(model.blocks.items()):
-        model.blocks[layer] = gathered(block)
+        model.blocks[layer] = keep_shards(block)
     if model.embed is not None:
-        model.embed = gathered(model.embed)
+        model.embed = keep_shards(model.embed)
     if model.head is not None:
-        model.head = gathered(model.head)
+        model.head = keep_shards(model.head)
 
 
 # ---------------------------------------------------------------------------------------------
 # 5. Context parallelism (Llama 3, Grattafiori et al. 2024, section 3.3.2)
 #
-# The activations of a long sequence do not fit on one rank. So the sequence is cut, too. A rank
-# runs the whole model on some of its positions, from the embedding to the loss. The gradients of
-# parameters are summed over the ranks, as in data parallelism. Only attention reads other
-# positions: the keys and values of earlier ones. A later position attends to more keys. For equal
-# work each rank has an early and a late piece of the sequence. For two ranks and 12 positions:
+# The activations of a long sequence do not fit on one rank. So the sequence is cut, too: a rank
+# runs the whole model on some of its positions, from the embedding to the loss, and the gradients
+# are summed over the ranks, as in data parallelism. Only attention needs other positions: it reads
+# the keys and values of all earlier ones. Late positions have more work, so each rank has an early
+# and a late piece of the sequence. For two ranks and 12 positions:
 #
 #     position            0 1 2    3 4 5    6 7 8    9 10 11
 #     rank                0        1        1        0
 #     number of keys      1 2 3    4 5 6    7 8 9    10 11 12        39 on either rank
 #
-# The plain form computes the masked scores, too, so it does not gain from this. For backward it
-# keeps the gathered keys and values of every block. Other activations have this rank's T / cp
-# positions alone. In train.py: parallelism/context.py, which skips later keys and gathers again.
+# In train.py: parallelism/context.py. The plain form is slower, because it computes the scores of
+# later keys and then masks them.
 # ---------------------------------------------------------------------------------------------
 
 
-def own_positions(x: torch.Tensor, rank: int, cp: int, dim: int = -1) -> torch.Tensor:
+def cut_sequence(x: torch.Tensor, rank: int, cp: int, dim: int = -1) -> torch.Tensor:
     """A copy of the positions of x, T along `dim`, that a rank of cp holds: pieces `rank` and
     2 cp - 1 - `rank` of 2 cp. T must be a multiple of 2 cp, unless cp is 1."""
     pieces = x.tensor_split(2 * cp, dim)
@@ -680,9 +658,9 @@ class PlainContextAttention(nn.Module):
     def forward(self, q, k, v, dropout_seed=None, mask=None):
         # The arguments of model.CoreAttention. Dropout and packed texts are left out.
         k, v = gather_in_order(k, self.grid), gather_in_order(v, self.grid)     # (B, H, T, D)
-        positions = torch.arange(k.shape[2])
-        own = own_positions(positions, self.grid.cp_rank, self.grid.cp)
-        mask = own.unsqueeze(1) >= positions    # (T / cp, T): a row for a query, columns for keys
+        of_keys = torch.arange(k.shape[2])
+        of_queries = cut_sequence(of_keys, self.grid.cp_rank, self.grid.cp)
+        mask = of_queries.unsqueeze(1) >= of_keys                               # (T / cp, T)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
@@ -695,17 +673,15 @@ def plain_context_parallel(model: GPT, grid: Grid) -> None:
 # ---------------------------------------------------------------------------------------------
 # 6. Expert parallelism (GShard, Lepikhin et al. 2020)
 #
-# In a mixture of experts (models/moe.py) a token uses few of the E experts. So most of the memory
-# is for experts that have few tokens of this rank. Let each of `ep` replicas keep E / ep experts.
-# A replica sends its tokens to the ranks that have the experts which they chose, and gets the
-# results back:
+# In a mixture of experts (models/moe.py) each token chooses K of the E experts. Experts are most of
+# the memory, and each computes few of a rank's tokens. So let each of `ep` replicas keep E / ep
+# experts. A replica sends its tokens to the experts that they chose, and gets the results back:
 #
 #     replica 0    tokens for experts 0 1 | 2 3    ->    experts 0 1 of both    ->    own tokens
 #     replica 1    tokens for experts 0 1 | 2 3    ->    experts 2 3 of both    ->    own tokens
 #
-# The gradient of an expert is then that of the tokens of ep replicas. It is summed over those
-# replicas that have the same experts. All other gradients are summed over all replicas. In
-# train.py: parallelism/experts.py.
+# An expert's gradient is then already a sum over ep replicas. It remains to sum it over those that
+# have the same experts. In train.py: parallelism/experts.py.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -718,33 +694,30 @@ def exchange(x: torch.Tensor, group, sent: list, received: list) -> torch.Tensor
 
 
 def plain_experts(experts: nn.Module, grid: Grid, x: torch.Tensor, counts: torch.Tensor):
-    """The `run` of a moe.Experts of which this rank keeps E / ep experts. Its forward sorts the
-    tokens by expert before it calls `run`. x (n, C), counts (E,): how many rows of x are for each
-    expert -> (n, C), what the experts compute for these rows."""
+    """Replaces `run` of a moe.Experts of which this rank keeps E / ep. x (n, C) are this rank's
+    tokens, sorted by the expert that they chose, and counts (E,) are the rows of each expert.
+    Returns what the experts compute for these rows, (n, C)."""
     group = grid.groups["ep"]
-    counts = counts.view(grid.ep, -1)                   # (ep, E / ep): for each rank's experts
-    ones = [1] * grid.ep
-    theirs = exchange(counts, group, ones, ones)        # (ep, E / ep): of each rank, for mine
-    sent, received = counts.sum(1).tolist(), theirs.sum(1).tolist()
+    counts = counts.view(grid.ep, -1)               # (ep, E / ep): a row for each rank's experts
+    arriving = torch.empty_like(counts)             # (ep, E / ep): a row from each rank
+    dist.all_to_all_single(arriving, counts, group=group)
+    sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
     to_experts = partial(exchange, sent=sent, received=received)
     back = partial(exchange, sent=received, received=sent)      # the gradients go back, too
     x = Conjugate.apply(x, to_experts, back, group)
-    # The rows that arrive are sorted by rank, then by expert. Sort them by expert alone. With ep 2,
-    # two experts on this rank and `theirs` [[2, 1], [1, 2]], `expert` is 0 0 1 and 0 1 1.
-    expert = torch.arange(theirs.shape[1]).repeat(grid.ep).repeat_interleave(theirs.flatten())
-    order = expert.argsort(stable=True)
-    y = experts.mlp(x[order], theirs.sum(0))
-    return Conjugate.apply(y[order.argsort()], back, to_experts, group)
+    # What arrives from a rank is sorted by expert, so the experts compute one rank after another.
+    parts = zip(x.split(received), arriving)
+    y = torch.cat([experts.mlp(rows, counts_of_rows) for rows, counts_of_rows in parts])
+    return Conjugate.apply(y, back, to_experts, group)
 
 
 def plain_expert_parallel(model: GPT, grid: Grid) -> None:
-    """Divide the experts of every block: the first rank of an ep group keeps the first E / ep, and
-    so on."""
+    """Divide the experts of every block: rank i of an ep group keeps the i-th E / ep of them."""
     for block in model.blocks.values():
         experts = block.mlp.experts
         for layer in (experts.up, experts.down):
-            own = layer.weight.detach().chunk(grid.ep)[grid.ep_rank]
-            layer.weight = nn.Parameter(own.clone())
+            part = layer.weight.detach().chunk(grid.ep)[grid.ep_rank]
+            layer.weight = nn.Parameter(part.clone())
             layer.weight.is_expert = True
         experts.run = partial(plain_experts, experts, grid)
 
@@ -755,20 +728,16 @@ def plain_expert_parallel(model: GPT, grid: Grid) -> None:
 
 
 def plain_norm_squared(owned: dict, grid: Grid, zero: int) -> torch.Tensor:
-    """This rank's share of the squared gradient norm: summed over all ranks, the shares count each
-    parameter of the whole model once."""
+    """This rank's share of the squared norm of the whole gradient: the shares of all ranks add up
+    to it. If several ranks have a number of the gradient, each has a part of its square."""
     squares = torch.zeros((), dtype=torch.float64)
     for name, parameter in owned.items():
-        first_replicas = 1          # these hold each number once: one replica, of experts ep
-        if hasattr(parameter, "is_expert"):
-            first_replicas = grid.ep
-        if grid.replica >= first_replicas and zero == 0:
-            continue                            # replicas have the same gradients
-        is_counted = grid.tp_rank == 0 or hasattr(parameter, "is_cut")
-        if name == "head.weight":
-            is_counted = False      # the last stage's copy of the tied matrix, which stage 0 counts
-        if is_counted:
-            squares += parameter.grad.double().square().sum()
+        copies = 1 if hasattr(parameter, "is_cut") else grid.tp
+        if zero == 0:                       # with ZeRO replicas have different shards
+            copies *= len(grid.members(kind_of_group(parameter)))
+        if name in TIED and grid.pp > 1:
+            copies *= 2
+        squares += parameter.grad.double().square().sum() / copies
     return squares
 
 
@@ -779,8 +748,8 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
     the parameters, or with ZeRO their shards. `buckets` are those of ZeRO 0."""
     # This rank's rows and positions of the batch, in at most four microbatches.
     rows = tokens.chunk(grid.dp)[grid.dp_rank]                          # (B / dp, T + 1)
-    inputs = own_positions(rows[:, :-1], grid.cp_rank, grid.cp)         # (B / dp, T / cp)
-    targets = own_positions(rows[:, 1:], grid.cp_rank, grid.cp)
+    inputs = cut_sequence(rows[:, :-1], grid.cp_rank, grid.cp)          # (B / dp, T / cp)
+    targets = cut_sequence(rows[:, 1:], grid.cp_rank, grid.cp)
     batch = list(zip(inputs.chunk(4), targets.chunk(4)))
 
     # Forward and backward. The gradients of the microbatches add up.
@@ -792,30 +761,26 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
         bucket.begin_step(len(batch))
     loss_sum = plain_pipeline(model, batch, order, tokens_in_batch, grid)
 
-    # Sum the gradients over the replicas. With ZeRO 2 and 3 backward has done it.
+    # Sum the gradients over the replicas. With ZeRO 2 and 3 backward has done it. Then sum those
+    # that have terms on other ranks: of the tied matrix, and with sequence parallelism of what all
+    # tp ranks have.
     for bucket in buckets:
         bucket.finish()
     if zero == 1:
         reduce_scatter_gradients(model, owned, grid)
     for name, parameter in owned.items():
-        # The tied matrix has two copies, the embedding on the first stage and the head on the last:
-        # sum their gradients. Where one stage has both, autograd has added them.
-        if name in ("embed.token.weight", "head.weight"):
+        if name in TIED:
             parameter.grad = all_reduce(parameter.grad, grid.groups["embedding"])
-        # With sequence parallelism, a parameter that is whole on every tp rank has a gradient from
-        # this rank's positions alone.
         if grid.sequence_parallel and not hasattr(parameter, "is_cut"):
             parameter.grad = all_reduce(parameter.grad, grid.groups["tp"])
 
-    # Sum the loss and the norm. All ranks of a tp group have the same loss: count it once.
-    if grid.tp_rank > 0:
-        loss_sum = 0.0
-    loss_sum = torch.tensor(loss_sum, dtype=torch.float64)
-    sums = torch.stack([loss_sum, plain_norm_squared(owned, grid, zero)])
-    loss_sum, squares = all_reduce(sums, grid.groups["world"]).tolist()
+    # Sum the loss and the norm over all ranks. The tp ranks have the same loss: each gives a share.
+    loss_share = torch.tensor(loss_sum / grid.tp, dtype=torch.float64)
+    shares = torch.stack([loss_share, plain_norm_squared(owned, grid, zero)])
+    loss_sum, norm_squared = all_reduce(shares, grid.groups["world"]).tolist()
 
     # Clip the global norm to 1, and AdamW: every rank updates what it owns.
-    factor = min(1.0, 1.0 / (squares ** 0.5 + 1e-6))
+    factor = min(1.0, 1.0 / (norm_squared ** 0.5 + 1e-6))
     for parameter in owned.values():
         parameter.grad *= factor
     optimizer.step()
@@ -826,9 +791,8 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
 
 def train_plainly(dataset, config: GPTConfig, steps: int, grid: Grid, zero: int = 0,
                   schedule=plain_gpipe) -> None:
-    """Train a GPT, or a mixture of experts, on this rank's part of a data.TokenDataset with
-    train.py's defaults: its batch size, seed, optimizer, and learning rate, which rises for 50
-    steps. The decay of train.py, which starts after step 50, is left out."""
+    """Train a GPT, or a mixture of experts, on a data.TokenDataset with train.py's defaults. The
+    decay of its learning rate, which begins after step 50, is left out."""
     batch_size, seed, peak_lr, warmup_steps = 16, 1337, 4e-3, 50
     model = config.build().initialize(seed)     # the whole model
 
@@ -841,22 +805,18 @@ def train_plainly(dataset, config: GPTConfig, steps: int, grid: Grid, zero: int 
         plain_context_parallel(model, grid)
     keep_stage(model, grid, stage_layers(config.n_layer, grid.pp, grid.stage))
     matrices = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
-    owned = dict(model.named_parameters())
-    buckets = []
-    if zero == 0:
-        buckets = plain_buckets(model, grid)
-    if zero > 0:
-        owned = plain_shards(model, grid)
+    owned = plain_shards(model, grid) if zero > 0 else dict(model.named_parameters())
+    buckets = plain_buckets(model, grid) if zero == 0 else []
     if zero == 2:
         reduce_scatter_in_backward(model, owned, grid)
     if zero == 3:
         gather_in_use(model, owned, grid)
 
     # AdamW, with weight decay for matrices, not for vectors: biases, LayerNorm.
-    decayed = [parameter for name, parameter in owned.items() if name in matrices]
-    others = [parameter for name, parameter in owned.items() if name not in matrices]
-    optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=0.1),
-                                   dict(params=others, weight_decay=0.0)], betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW([
+        dict(params=[owned[name] for name in owned if name in matrices], weight_decay=0.1),
+        dict(params=[owned[name] for name in owned if name not in matrices], weight_decay=0.0),
+    ], betas=(0.9, 0.95))
     for step in range(1, steps + 1):
         window_ids = dataset.window_ids(seed, (step - 1) * batch_size, batch_size)
         tokens = torch.from_numpy(dataset.tokens_of(window_ids))        # (B, T + 1)
@@ -872,8 +832,7 @@ def read_flags(world: int) -> argparse.Namespace:
     def refuse(message):
         raise ValueError(message)
 
-    parser = argparse.ArgumentParser(
-        "parallel.py", description="3D parallelism in plain forms, on CPUs.")
+    parser = argparse.ArgumentParser()
     parser.error = refuse
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each matrix")
     parser.add_argument("--sequence-parallel", action="store_true",
@@ -882,8 +841,7 @@ def read_flags(world: int) -> argparse.Namespace:
     parser.add_argument("--pp-schedule", choices=SCHEDULES, default="gpipe",
                         help="the order of forwards and backwards")
     parser.add_argument("--zero", type=int, choices=range(4), default=0,
-                        help="what to shard. 1: AdamW's moments; 2: also gradients; "
-                             "3: also parameters")
+                        help="1: shard AdamW's moments; 2: also gradients; 3: also parameters")
     parser.add_argument("--cp", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--mixture", action="store_true",
                         help="train a tiny mixture of experts, on replicas alone")
@@ -894,11 +852,8 @@ def read_flags(world: int) -> argparse.Namespace:
     tp, pp, cp = args.tp, args.pp, args.cp
     layout = f"--tp {tp} --pp {pp} --cp {cp}"
     config = GPTConfig()
-    if world > 1 and "MASTER_ADDR" not in os.environ:
-        refuse(f"WORLD_SIZE is {world}, but the other variables of torchrun are not set: start "
-             f"by torchrun --nproc_per_node={world} parallel.py, or unset it")
-    if min(tp, pp, cp) < 1:
-        refuse(f"{layout}: give at least 1 of each")
+    if min(tp, pp, cp, args.ep) < 1:
+        refuse(f"{layout} --ep {args.ep}: give at least 1 of each")
     size = tp * pp * cp             # ranks that share each row of the batch
     if world % size or 16 % (world // size):
         refuse(f"{layout} need {size} processes, or times a dp that divides the batch of 16, "
@@ -907,13 +862,10 @@ def read_flags(world: int) -> argparse.Namespace:
         refuse(f"{layout}: tp must divide the model's {config.n_head} heads, pp be at most its "
              f"{config.n_layer} layers, and 2 x cp x tp divide its {config.seq_len} positions")
     if args.mixture and (size > 1 or args.zero > 0):
-        refuse(f"--mixture with {layout} --zero {args.zero}: its plain form has replicas and "
-             f"--ep alone; train.py has all of them")
-    if args.ep > 1 and not args.mixture:
-        refuse(f"--ep {args.ep} divides the experts of --mixture: give it, too")
-    if args.ep < 1 or world % args.ep or 8 % args.ep:
-        refuse(f"--ep {args.ep} must divide the 8 experts of --mixture, and the {world} "
-             f"processes")
+        refuse(f"--mixture is for replicas alone, here without {layout} --zero {args.zero}")
+    experts = 8 if args.mixture else 1
+    if world % args.ep or experts % args.ep:
+        refuse(f"--ep {args.ep} must divide {world} processes, and the experts: 8 with --mixture")
     return args
 
 
@@ -924,6 +876,8 @@ def main() -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         args = read_flags(world)
+        if world > 1:
+            dist.init_process_group("gloo")
         dataset = TokenDataset("data/python", "train", GPTConfig().seq_len)
     except (ValueError, OSError) as error:      # a mistake: one line, not a traceback of each rank
         if rank > 0:
@@ -931,8 +885,6 @@ def main() -> None:
         else:
             print(f"parallel.py: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    if world > 1:
-        dist.init_process_group("gloo")
     dp = world // (args.tp * args.pp * args.cp)
     grid = Grid(dp, args.pp, args.tp, rank, cp=args.cp, ep=args.ep,
                 sequence_parallel=args.sequence_parallel)

@@ -10,25 +10,21 @@
 `plain_generate` is this loop. `generate` adds a cache, several samples at once, and two filters.
 runtime/sample_and_chat.py has what stands around it: prompts, conversations, and printing.
 """
-import signal
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":      # Ctrl-C at any time, also while torch is imported
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-# First: without torch it ends the program in one line.
+# Before torch: it exits with one line if torch is missing.
 from base.sample_flags import parse_flags
 
 import torch
 
 from amp import PRECISIONS
 from base.devices import pick_device
-from base.errors import errors_in_one_line, named
+from base.errors import errors_in_one_line, errors_with_path
 from checkpoint import load_model
 from corpus.tokenizers import get_tokenizer
 from models.kv_cache import CachedModel
-from runtime.sample_and_chat import Chat, Samples, memory_errors
+from runtime.sample_and_chat import Chat, Samples, explain_memory_errors
 
 
 @torch.inference_mode()
@@ -60,27 +56,21 @@ def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
 
     top_k keeps the k most probable tokens. Of these, top_p keeps the smallest set that reaches its
     part of their probability (nucleus sampling, Holtzman et al. 2020). Of equally probable tokens
-    the lowest come first. top_k 0 and top_p 1 keep all.
-    """
+    the lowest come first. top_k 0 and top_p 1 keep all."""
     logits = logits.float()
     logits = logits - logits.amax(-1, keepdim=True)                 # at most 0: no overflow
-    if 0 < top_k < logits.shape[-1]:
-        kth = logits.topk(top_k).values[..., -1:]                   # the k-th largest logit
-        is_above = logits > kth
-        is_equal = logits == kth                                    # the first of these fill up k
-        room = top_k - is_above.sum(-1, keepdim=True)
-        is_kept = is_above | (is_equal & (is_equal.cumsum(-1) <= room))
-        logits = logits.where(is_kept, -torch.inf)
-    probabilities = (logits / temperature).softmax(dim=-1)
+    if top_k == 0 and top_p == 1:
+        return (logits / temperature).softmax(dim=-1)
+    ordered, tokens = logits.sort(descending=True, stable=True)     # the most probable first
+    if top_k > 0:
+        ordered[..., top_k:] = -torch.inf
+    probabilities = (ordered / temperature).softmax(dim=-1)
     if top_p < 1:
-        _, token = logits.sort(descending=True, stable=True)        # the most probable first
-        ordered = probabilities.gather(-1, token)
-        before = ordered.cumsum(-1) - ordered                       # the sum of those before
-        is_enough = before >= top_p * (1 - 1e-6)                    # 1e-6: in spite of rounding
-        ordered = ordered.masked_fill(is_enough, 0)
-        ordered /= ordered.sum(-1, keepdim=True)
-        probabilities = torch.zeros_like(logits).scatter(-1, token, ordered)
-    return probabilities
+        sum_before = probabilities.cumsum(-1) - probabilities       # of more probable tokens
+        is_enough = sum_before >= top_p * (1 - 1e-6)                # 1e-6: in spite of rounding
+        probabilities = probabilities.masked_fill(is_enough, 0)
+        probabilities /= probabilities.sum(-1, keepdim=True)
+    return torch.zeros_like(logits).scatter(-1, tokens, probabilities)
 
 
 @torch.inference_mode()
@@ -88,12 +78,9 @@ def generate(model, tokens: list[int], max_tokens: int, ends: set[int], temperat
              top_k: int = 0, top_p: float = 1.0, generators=(None,)):
     """Continue `tokens` once with each of the `generators`, as one batch with one cache. Yields up
     to `max_tokens` times the new token of each sample, as a list. A sample that draws one of the
-    tokens `ends` has ended: from then on its place in the list is None.
-
-    The cache makes a new token cost one position. A full window continues with its newest half,
-    which moves to the first positions and is computed again. Raises FloatingPointError if a logit
-    is not finite.
-    """
+    tokens `ends` has ended: from then on its place in the list is None. The cache makes a new token
+    cost one position. A full window continues with its newest half, which moves to the first
+    positions and is computed again. Raises FloatingPointError if a logit is not finite."""
     seq_len = model.cfg.seq_len
     device = next(model.parameters()).device
     count = len(generators)
@@ -126,22 +113,22 @@ def generate(model, tokens: list[int], max_tokens: int, ends: set[int], temperat
 
 
 @errors_in_one_line("sample.py")
-@memory_errors()
+@explain_memory_errors()
 def main() -> None:
     flags = parse_flags(sys.argv[1:])
     device = pick_device(flags.device)
-    with named(flags.ckpt):
+    with errors_with_path(flags.ckpt):
         model, state = load_model(Path(flags.ckpt))
     tokenizer = get_tokenizer(state["tokenizer"], state.get("tokenizer_file"))
     if flags.chat:
-        text = Chat(flags, state, tokenizer, model.cfg)
+        session = Chat(flags, state, tokenizer, model.cfg)
     else:
-        text = Samples(flags, tokenizer, model.cfg)
-    model.to(device, PRECISIONS[flags.dtype][0])
-    ends = {tokenizer.eot_token, *state.get("ends", []), *text.ends}
-    for tokens, most, generators in text.prompts():
-        text.write(generate(model, tokens, most, ends, flags.temperature, flags.top_k,
-                            flags.top_p, generators))
+        session = Samples(flags, tokenizer, model.cfg)
+    model.to(device, PRECISIONS[flags.dtype].parameters)
+    ends = {tokenizer.eot_token, *state.get("ends", []), *session.ends}
+    for tokens, max_tokens, generators in session.prompts():
+        session.write(generate(model, tokens, max_tokens, ends, flags.temperature, flags.top_k,
+                               flags.top_p, generators))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ Every room above calls it. It calls model.py, the models' tables and amp.py:
     disk                                whole files and folders on a disk that may fail
     flops                               what a model computes
 
-Programs import something from here before numpy and torch, so that a Python without the packages
-that they need, such as the system's, ends in one line.
+Programs import it before numpy and torch. So a Python without their packages, such as the system's,
+ends in one line, and Ctrl-C while torch is imported ends them at once.
 """
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 
@@ -29,3 +30,5 @@ if missing:
           f"does, as `. .venv/bin/activate` (README.md), or `pip install -r requirements.txt`",
           file=sys.stderr)
     sys.exit(2)
+if program in ("train.py", "sample.py"):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

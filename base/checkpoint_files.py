@@ -49,8 +49,8 @@ def facts_file(path: Path) -> Path:
 # ---- Reading a file --------------------------------------------------------------------------
 
 @contextmanager
-def reading(path: Path, problem: str):
-    """Turn an exception of the block that reads `path` into a CorruptCheckpoint that names the
+def errors_as_corrupt(path: Path, problem: str):
+    """An exception of the block that reads `path` becomes a CorruptCheckpoint that names the
     problem: damaged bytes make zipfile and torch.load raise exceptions of many types. Errors of the
     file system are raised as they are."""
     if (path.parent / FACTS).exists():
@@ -120,7 +120,7 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
     """Read a checkpoint once and compare its bytes with their CRCs: those of the zip, and of a
     folder those in facts.pt. Of a folder each rank reads some of the files, if all ranks of `world`
     call this; a file is for rank 0. Raises CorruptCheckpoint."""
-    with reading(path, "is damaged, cut off, or no checkpoint"):
+    with errors_as_corrupt(path, "is damaged, cut off, or no checkpoint"):
         if rank == 0:
             verify_zip(facts_file(path))
         if path.is_dir():
@@ -177,10 +177,10 @@ def read_order(path: Path) -> tuple[int, int] | None:
         raise cause                                 # not damage: list_checkpoints tries again
 
 
-def remove_old(path: Path, keep: int, named: Container[str]) -> None:
+def remove_old(path: Path, keep: int, protected: Container[str]) -> None:
     """After the checkpoint `path` has been written, remove those beside it, except the newest
-    `keep` and those whose name is in `named`. Remove also what killed saves and the other format
-    have left. A failure costs a warning: `path` is whole."""
+    `keep` and those whose name is in `protected`. Remove also what killed saves and the other
+    format have left. A failure costs a warning: `path` is whole."""
     out = path.parent
     try:
         remove(out / LATEST["file" if path.is_dir() else "folder"])
@@ -190,7 +190,7 @@ def remove_old(path: Path, keep: int, named: Container[str]) -> None:
         replaced = [file for file in files
                     if file.suffix == ".old" and file.with_suffix("").exists()]
         others = [file for file in files if file not in replaced]
-        old = [file for file in others[keep:] if file.name not in named]
+        old = [file for file in others[keep:] if file.name not in protected]
         for file in replaced + old:
             remove(file)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Errors of a user or of the machine, in one line. `named` gives those of the system a path."""
+"""Errors of a user or of the machine, in one line."""
 import errno
 import os
 import re
@@ -84,7 +84,7 @@ def is_failure(error: BaseException) -> bool:
 
 
 @contextmanager
-def named(path):
+def errors_with_path(path):
     """An OSError in this block has the path, which one of reading or writing lacks."""
     try:
         yield

@@ -49,8 +49,7 @@ def flops_per_token(cfg: GPTConfig, recompute: bool = False) -> int:
     It also leaves out the experts that a token does not use.
     Attention's two products take 4 H D T forward in each layer and twice that backward, although
     half of it is masked. With a sliding window T is the window. Recomputation repeats a block's
-    forward but for its last product: for a GPT, where H D is C, that is 16 C^2 + 4 C T.
-    """
+    forward but for its last product: for a GPT, where H D is C, that is 16 C^2 + 4 C T."""
     width = cfg.n_head * cfg.head_dim
     reach = cfg.seq_len
     if getattr(cfg, "window", 0) > 0:

@@ -18,7 +18,7 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-from base.errors import named
+from base.errors import errors_with_path
 from corpus.chat_records import Refused, check_characters, form_of, messages_of
 from corpus.file_formats import BLOCK, LINES, TABLES, kind_of, open_bytes, read_table
 
@@ -35,7 +35,7 @@ def read_documents(path: Path, field: str | None = "text"):
     """Yield every document of a file as an iterable: of strings, which joined are its text, or
     without a field of the messages of a conversation. A Refused among them says why the rest cannot
     be read. Raises ValueError if the file is damaged."""
-    with named(path):
+    with errors_with_path(path):
         if kind_of(path) not in (*LINES, *TABLES):
             if field is None:
                 raise ValueError(f"{path}: conversations are lines of JSON or rows of Parquet: "

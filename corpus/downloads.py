@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from base.errors import named
+from base.errors import errors_with_path
 from corpus.notes_and_progress import progress
 
 HUB = "https://huggingface.co"
@@ -27,7 +27,7 @@ def sha256_of(*paths) -> str:
     """The sha256 of these files' bytes, one file after the other."""
     digest = hashlib.sha256()
     for path in paths:
-        with named(path), open(path, "rb") as file:
+        with errors_with_path(path), open(path, "rb") as file:
             hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
@@ -83,7 +83,7 @@ def download(url: str, path: Path, sha256: str | None = None) -> None:
         headers = {"Range": f"bytes={size}-", "Accept-Encoding": "identity"}
         try:
             with (requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply,
-                  named(part), open(part, "ab") as file):
+                  errors_with_path(part), open(part, "ab") as file):
                 if reply.status_code in (200, 416):     # the whole file; nothing after this byte
                     size = file.truncate(0)
                 reply.raise_for_status()

@@ -85,15 +85,15 @@ class Mixture:
                     weight_left -= weight
         return counts
 
-    def turns(self, start: int, count: int) -> Iterator[tuple[Source, np.ndarray, np.ndarray]]:
-        """Yield (source, gives, numbers) of each source. `gives`, bool (count,), says which of the
-        sequences start, start + 1, ... the source gives. `numbers`, int64 (k,), says of each of
-        these how many it gave before."""
+    def divide_sequences(self, start: int, count: int) -> Iterator[tuple]:
+        """Yield (source, is_from_it, numbers) of each source. `is_from_it`, bool (count,): which of
+        the sequences start, start + 1, ... the source gives. `numbers`, int64 (k,): how many it
+        gave before each of these."""
         counts = self.counts(np.arange(start, start + count + 1))
         for key, source in self.sources.items():
             before, after = counts[key][:-1], counts[key][1:]
-            gives = after > before
-            yield source, gives, before[gives]
+            is_from_it = after > before
+            yield source, is_from_it, before[is_from_it]
 
     def epochs(self, n: int) -> dict[str, float]:
         """{name of a source: how many times the first n sequences have read it}."""

@@ -9,7 +9,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from base.errors import named
+from base.errors import errors_with_path
 from corpus.dedup_and_split import Index, index_documents
 from corpus.documents import EOT
 from corpus.downloads import sha256_of
@@ -112,7 +112,7 @@ def check_held(out: Path, source: str) -> None:
 def publish(folder: Path, out: Path, meta: dict) -> None:
     """Move the complete files to `out`, meta.json last."""
     meta_path = out / "meta.json"
-    with named(meta_path):
+    with errors_with_path(meta_path):
         # If this is interrupted, the meta.json that has the source alone is refused.
         meta_path.write_text(json.dumps(dict(source=meta["source"])))
         for path in folder.iterdir():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from base.errors import named
+from base.errors import errors_with_path
 
 SPLITS = ("train", "val")
 DEFAULT_OUT = Path("data/python")
@@ -37,13 +37,13 @@ def append_tokens(directory: Path, split: str, tokens, written: int, shard_token
         number, held = divmod(written, shard_tokens)        # the shard, and its tokens so far
         part = tokens[:shard_tokens - held]
         path = directory / f"{split}_{number:06d}.bin"
-        with named(path), open(path, "r+b" if held else "wb") as file:
+        with errors_with_path(path), open(path, "r+b" if held else "wb") as file:
             file.write(np.array([*FORMATS[f"<u{itemsize}"], held + len(part)], "<i4"))
             file.seek(HEADER_BYTES + itemsize * held)   # the bytes in between read as zeros
             file.write(part)
         if flags is not None:
             path = path.with_suffix(FLAGS_SUFFIX)
-            with named(path), open(path, "ab") as file:
+            with errors_with_path(path), open(path, "ab") as file:
                 file.write(flags[:len(part)])
             flags = flags[len(part):]
         written += len(part)
@@ -128,7 +128,7 @@ def read_meta(directory: Path) -> dict:
     refuse_old(meta["tokenizer"], f"{path}: ")
     for key in ("tokenizer_file", "template_file"):
         if meta.get(key) is not None:
-            with named(directory / meta[key]):
+            with errors_with_path(directory / meta[key]):
                 needed[key] = (directory / meta[key]).read_text(encoding="utf-8")
     return needed
 
@@ -147,7 +147,7 @@ def sha256_of_samples(paths) -> str:
     seconds, where reading 100 GB takes minutes."""
     digest = hashlib.sha256()
     for path in paths:
-        with named(path), open(path, "rb") as file:
+        with errors_with_path(path), open(path, "rb") as file:
             digest.update(repr((path.name, path.stat().st_size)).encode() + file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 

@@ -13,7 +13,7 @@ In the copy these modules are replaced:
     module              by                  which
     core_attention      CachedAttention     attends to the keys and values of all tokens so far
     embed.position      CachedPositions     counts positions from the first new token on
-    rotary              CachedRotary        does the same
+    rotary.positions    Past.positions      does the same
     head                LastHead            computes the logits of the last position alone
 """
 import copy
@@ -23,13 +23,16 @@ import torch
 import torch.nn as nn
 
 from model import GPT
-from models.llama import Rotary
 
 
 @dataclass
 class Past:
     """The tokens before the new ones, whose keys and values the cache has."""
     length: int = 0
+
+    def positions(self, T, device):
+        """The positions of T new tokens."""
+        return torch.arange(self.length, self.length + T, device=device)
 
 
 class CachedModel:
@@ -45,7 +48,7 @@ class CachedModel:
             attention.core_attention = CachedAttention(
                 attention.core_attention, head.weight.new_empty(shape), self.past)
             if hasattr(attention, "rotary"):
-                attention.rotary = CachedRotary(attention.rotary, self.past)
+                attention.rotary.positions = self.past.positions
         if hasattr(self.model.embed, "position"):
             self.model.embed.position = CachedPositions(self.model.embed.position, self.past)
         self.model.head = LastHead(self.model.head)
@@ -87,15 +90,6 @@ class CachedPositions(nn.Module):
 
     def forward(self, positions):
         return self.plain(self.past.length + positions)
-
-
-class CachedRotary(Rotary):
-    def __init__(self, plain: Rotary, past: Past):
-        super().__init__(plain.cfg)
-        self.past = past
-
-    def positions(self, T, device):
-        return torch.arange(self.past.length, self.past.length + T, device=device)
 
 
 class LastHead(nn.Module):

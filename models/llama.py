@@ -10,8 +10,7 @@
 
 The first four are the ideas of this file. Llama 1 and the small Llama 2 have G = 1. The relatives
 differ from Llama in some of these, in a norm of q and k, in the residual, or in a bias of the
-logits. Mistral 7B has a sliding window (window.py). llama_sizes.py says how the families differ,
-and has the sizes by their names.
+logits. Mistral 7B has a sliding window: window.py. llama_sizes.py has the families and the sizes.
 Most classes replace the class of that name in model.py. They keep the names of its modules and the
 four conventions of model.py's header, so whatever runs a GPT runs a Llama.
 
@@ -37,7 +36,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model
-from model import GPT, CoreAttention, Dropout, GPTConfig, ceil_div, empty_embedding
+from model import GPT, CoreAttention, Dropout, GPTConfig, ceil_div
 from models.window import WindowedAttention
 
 
@@ -65,8 +64,7 @@ class Rotary(nn.Module):
     on their positions only through the difference. So packed texts need no positions that restart.
 
     In a Llama n is D. Su et al. and Meta's code pair the channels 2i and 2i + 1, which is the same
-    model with permuted channels.
-    """
+    model with permuted channels."""
 
     def __init__(self, cfg: LlamaConfig):
         super().__init__()
@@ -99,8 +97,7 @@ class Rotary(nn.Module):
 
         Llama 3.1 extends a model that was trained on `original` positions. Pairs that make fewer
         than `low` rotations over `original` positions are slowed by `factor`. Pairs that make more
-        than `high` rotations are unchanged. Between the two, the speed is interpolated.
-        """
+        than `high` rotations are unchanged. Between the two, the speed is interpolated."""
         n = self.cfg.rotated
         twice_i = torch.arange(0, n, 2, device=device).float()
         speeds = 1 / self.cfg.rope_theta ** (twice_i / n)
@@ -117,8 +114,7 @@ class Attention(nn.Module):
     of k and v. With K = H it is multi-head attention, with K = 1 multi-query attention.
 
     The output channels of qkv are ordered (K, G + 2, D), unlike a GPT's: for each head of k its G
-    heads of q, then k, then v. So a tensor-parallel rank takes whole groups.
-    """
+    heads of q, then k, then v. So a tensor-parallel rank takes whole groups."""
 
     def __init__(self, cfg: LlamaConfig, layer: int):
         super().__init__()
@@ -187,7 +183,7 @@ class Embed(nn.Module):
 
     def __init__(self, cfg: LlamaConfig):
         super().__init__()
-        self.token = empty_embedding(cfg.padded_vocab, cfg.n_embd)
+        self.token = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
         self.dropout = Dropout(cfg.dropout, "embed")
 
     def forward(self, tokens, dropout_seed=None, positions=None):
@@ -253,10 +249,6 @@ class Llama(GPT):
         self.head = BiasedHead(cfg, weight) if cfg.head_bias else model.Head(cfg, weight)
         self.head.norm = make_norm(cfg)
 
-
-# ---------------------------------------------------------------------------------------------
-# Options
-# ---------------------------------------------------------------------------------------------
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": partial(F.gelu, approximate="tanh"),
                "gelu_erf": F.gelu}

@@ -38,8 +38,7 @@ mean over tokens of (log sum_e exp z_e)^2.
     loss = model(tokens, targets) / targets.numel()     # the cross-entropy alone. Its gradient has
                                                         # the router's losses of each block, too
 Shapes, besides those of model.py and llama.py:
-    E experts, K of them active for a token (the K of llama.py does not occur here), F hidden
-    channels of each, N = B T tokens
+    E experts, K of them active for a token, F hidden channels of each, N = B T tokens
 
 Papers: Shazeer et al. 2017, Switch (Fedus et al. 2021), Mixtral (Jiang et al. 2024), OLMoE
 (Muennighoff et al. 2024), DeepSeekMoE (Dai et al. 2024), DeepSeek-V3 (2024), Qwen3 (2025).
@@ -65,8 +64,7 @@ class Router(nn.Module):
         load     (B, E)   how many tokens of each sequence chose an expert
         losses   ()       the balancing loss and z_loss, summed over the tokens
 
-    Padding (`is_text` (B, T) is False; None: there is none) is in neither of them.
-    """
+    Padding is in neither of them: there `is_text` (B, T) is False. None: there is no padding."""
     is_text = None
 
     def __init__(self, cfg: MoEConfig):
@@ -109,7 +107,7 @@ class Router(nn.Module):
         return count_choices(chosen.flatten(1), self.cfg.n_expert, counted.flatten(1))
 
     def own_text(self):
-        """`is_text` of the positions of x. (parallelism/experts.py cuts it.)"""
+        """`is_text` of the positions of x, which parallelism/experts.py cuts."""
         return self.is_text
 
     def sum_losses(self, logits, scores, counts, positions):
@@ -123,20 +121,19 @@ class Router(nn.Module):
             weights = self.own_text() * positions / length                  # (B, T)
             scores, squares = scores * weights.unsqueeze(-1), squares * weights
             positions = length
-        return self.balance_loss(scores, counts, positions) + self.cfg.z_loss * squares.sum()
-
-    def balance_loss(self, scores, counts, positions):
-        """The balancing loss of sequences that have so many tokens of text, () or (B, 1)."""
         factor = self.cfg.balance_loss * self.cfg.n_expert / (self.cfg.n_active * positions)
-        return (factor * (counts * scores.sum(1))).sum()
+        balance_loss = (factor * (counts * scores.sum(1))).sum()
+        return balance_loss + self.cfg.z_loss * squares.sum()
 
 
 def count_choices(chosen: torch.Tensor, n_expert: int,
                   counted: torch.Tensor | None = None) -> torch.Tensor:
     """chosen (..., n) -> (..., E): how often each expert is among the n, or among those that are 1
-    and not 0 in `counted`. (On a GPU `bincount` would wait for the result.)"""
+    and not 0 in `counted`. On a GPU `bincount` would wait for the result."""
+    if counted is None:
+        counted = torch.ones_like(chosen)
     counts = chosen.new_zeros(*chosen.shape[:-1], n_expert)
-    return counts.scatter_add_(-1, chosen, torch.ones_like(chosen) if counted is None else counted)
+    return counts.scatter_add_(-1, chosen, counted)
 
 
 def is_text(mask: torch.Tensor) -> torch.Tensor:
@@ -164,8 +161,8 @@ class ExpertLinear(nn.Module):
 
 class Experts(nn.Module):
     """x (B, T, C) -> the weighted sum (B, T, C) of what its chosen experts compute. The tokens are
-    sorted by expert, so each expert multiplies all of its tokens at once. (The steps are methods
-    of their own because parallelism/ replaces `permute` and `run`, and compiles two others.)"""
+    sorted by expert, so each expert multiplies all of its tokens at once. The steps are methods,
+    because parallelism/ replaces `permute` and `run`, and compiles two others."""
 
     def __init__(self, cfg: MoEConfig):
         super().__init__()
@@ -185,7 +182,7 @@ class Experts(nn.Module):
         return self.weighted_sum(y, weights)
 
     def permute(self, rows, order, inverse):
-        return rows[order]          # (parallelism/experts.py needs the inverse, for backward.)
+        return rows[order]          # parallelism/experts.py needs the inverse, for backward
 
     def run(self, x, counts):
         """x (n, C), sorted by expert -> (n, C). counts (E,): the rows of each expert."""
@@ -238,8 +235,7 @@ class MoE(Llama):
     """The whole model. Given targets, its value is the cross-entropy alone. Its gradient is that of
     the cross-entropy and of the losses of all routers. The caller divides the value by the number
     of targets that count. Then the gradient is that of the mean cross-entropy of these targets plus
-    the mean losses of all tokens: those without a target, as in conversations, have a router, too.
-    """
+    the mean losses of all tokens: those without a target, as in conversations, are routed, too."""
     block_type = Block
 
     def forward(self, x, targets=None, dropout_seed=None, positions=None):
@@ -253,11 +249,6 @@ class MoE(Llama):
             losses = losses * (targets != IGNORE_INDEX).to(losses.dtype).mean()
             y = y + (losses - losses.detach())      # adds 0, and the gradient of the losses
         return y
-
-
-# ---------------------------------------------------------------------------------------------
-# Options, families and sizes
-# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ class Bucket:
     num_shards, shard_rank      the number of ZeRO's shards, and which this rank has
     is_wide         its data is of the masters' type: a router's, because rounding would choose
                     other experts
+    grows_in_forward    it has the token matrix, whose gradient the head computes in forward
     data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
     grad            (numel,) their gradients; with ZeRO 2 and 3, None from a sync to the next one
     shard           {name: (numel / num_shards,)} of what this rank updates:
@@ -45,6 +46,7 @@ class Bucket:
         self.num_shards = max(1, num_shards // ep)
         self.shard_rank = shard_rank // ep
         self.is_wide = name.endswith(".router")
+        self.grows_in_forward = name in ("tied", "head")
         self.name = name
         self.specs = specs
         self.data = None

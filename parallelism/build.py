@@ -1,14 +1,8 @@
 """How a rank of train.py is put together: its grid and process groups, and its part of the model.
 
-`build_rank` makes this rank's model and the flat buffers that hold its parameters, in this
-order, because each part needs the one before:
-
-    1. Pipeline and tensor parallelism decide which parameters this rank has, and their shapes.
-    2. Data parallelism and ZeRO move these parameters into flat buffers.
-    3. With context parallelism backward computes attention again, unless step 5 does.
-    4. A block is compiled without anything of 5 and 6, which must run as written.
-    5. Recomputation runs the compiled block again in backward.
-    6. ZeRO gathers a block's parameters before its forward, or its recomputation, begins.
+`build_model` makes this rank's part of the model: pipeline and tensor parallelism decide which
+parameters it has, and their shapes. `make_flat` moves these into flat buffers, for data parallelism
+and ZeRO. Then `change_blocks` says how a block runs.
 """
 import re
 import socket
@@ -20,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import parallel
+from amp import PRECISIONS
 from model import GPT, Dropout, GPTConfig
 from models.moe import Mixture
 from parallel import GROUPS, keep_stage
@@ -32,7 +27,7 @@ from parallelism.kernels import use_kernels
 from parallelism.parameters import param_specs
 from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
 from parallelism.shared_heads import SharedHeadsQKV
-from parallelism.tensor import TP_PLAN, TensorParallel
+from parallelism.tensor import TP_PLAN, TensorParallel, VocabParallelHead
 from parallelism.zero import FlatParameters, gather_before_use
 
 # ---------------------------------------------------------------------------------------------
@@ -78,14 +73,15 @@ def make_groups(grid: Grid, device=torch.device("cpu"), timeout: timedelta | Non
             group_timeout = 2 * timeout
     for kind in GROUPS:
         ranks = grid.members(kind)
-        if grid.rank in ranks and len(set(ranks)) > 1:
+        is_used = grid.ep > 1 or kind != "same_experts"
+        if is_used and grid.rank in ranks and len(set(ranks)) > 1:
             grid.groups[kind] = dist.new_group(
                 ranks, timeout=group_timeout, backend=backend, use_local_synchronization=True,
                 group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
     if device.type != "cpu":
         connect(grid, device)
-    # For checkpoints, which a thread sends while training goes on. All ranks make it, so its name
-    # does not depend on how many groups a rank has. After `connect`: gloo cannot sum GPU tensors.
+    # For checkpoints, which a thread sends while training goes on. After `connect`, because gloo
+    # cannot sum GPU tensors.
     if grid.world > 1:
         grid.groups["save"] = dist.new_group(timeout=timeout, backend="gloo",
                                              group_desc="all ranks")
@@ -112,8 +108,7 @@ def connect(grid: Grid, device: torch.device) -> None:
 
 def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
     """This rank's part of the GPT, on the meta device, without memory: its stage's blocks with the
-    modules of parallelism/tensor.py, whose parameters are still whole: the caller replaces them by
-    what this rank has of them (`param_specs`)."""
+    modules of parallelism/tensor.py. Their parameters are still whole. `param_specs` cuts them."""
     with torch.device("meta"):
         model = model_config.build()
     use_kernels(model)
@@ -134,43 +129,55 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
         block.attn.core_attention.part = grid.tp_rank
         if sharing > 1:
             block.attn.group //= sharing
+    if grid.exact is not None:
+        make_exact(model, model_config, grid)
     return model
 
 
-def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
-               device: torch.device) -> tuple[GPT, FlatParameters]:
-    """This rank's part of the model, and the flat buffers that hold its parameters, in the
-    order above. `config` has train.py's flags, `dtypes` are those of parameters and of masters."""
-    host = "cpu" if config.offload else device
+def build_model(model_config: GPTConfig, grid: Grid, config, device: torch.device) -> GPT:
+    """This rank's part of the model, without memory. `config` has train.py's flags."""
     if config.exact:
         grid.exact = new_sums(model_config, config, device)
-    model = build_stage(model_config, grid)
-    if config.exact:
-        make_exact(model, model_config, grid)
+    return build_stage(model_config, grid)
+
+
+def make_flat(model: GPT, model_config: GPTConfig, grid: Grid, config,
+              device: torch.device) -> FlatParameters:
+    """The flat buffers, which hold the parameters of the model from here on."""
+    host = "cpu" if config.offload else device
     flat_type = ExactParameters if config.exact else FlatParameters
-    flat = flat_type(param_specs(model, model_config, grid), grid, *dtypes, device, config.zero,
-                     host, training=not config.eval_only)
-    if grid.cp > 1 and not config.recompute:
-        recompute_attention(model)
+    return flat_type(param_specs(model, model_config, grid), grid, *PRECISIONS[config.dtype],
+                     device, config.zero, host, training=not config.eval_only)
+
+
+def change_blocks(model: GPT, flat: FlatParameters, model_config: GPTConfig, config,
+                  device: torch.device) -> None:
+    """Change how forward and backward of a block run. The order matters: each of these runs what
+    those above it have made, and the compiler sees none of those below."""
+    if config.cp > 1 and not config.recompute:
+        recompute_attention(model)              # in backward
     if config.compile:
-        keep_angles(model, model_config.seq_len // grid.cp, dtypes[0], device)
+        keep_angles(model, model_config.seq_len // config.cp, PRECISIONS[config.dtype].parameters,
+                    device)
         compile_model(model)
     if config.recompute:
-        recompute_blocks(model)
+        recompute_blocks(model)                 # in backward
     if config.zero > 0:
-        gather_before_use(model, flat)
-    return model, flat
+        gather_before_use(model, flat)          # before its forward, or the recomputation, begins
 
 
-def set_factors(model: GPT, loss_factor: float, token_factor: float) -> None:
-    """Begin a step: by what the head's loss and the routers' losses, means over all tokens, are
-    multiplied. The parallel head uses its factor in forward; the same factor in backward is not
-    applied again. This also sets head.norms and the routers' loads to 0."""
+def begin_step(model: GPT, flat: FlatParameters, loss_scale: float, tokens: int,
+               targets: int) -> None:
+    """Begin a step on so many `tokens` of all ranks, of which `targets` count in the loss. Zero the
+    gradients, head.norms and the routers' loads. The head's loss is a mean over the targets, that
+    of a router a mean over the tokens: both need their factor in forward, where the head computes
+    its gradients. Backward of the loss times the same factor does not apply it again."""
+    flat.zero_grad(loss_scale, tokens, targets)
     for module in model.modules():
-        if hasattr(module, "set_loss_factor"):
-            module.set_loss_factor(loss_factor)
-        if hasattr(module, "set_token_factor"):
-            module.set_token_factor(token_factor)
+        if isinstance(module, VocabParallelHead):
+            module.set_loss_factor(loss_scale / targets)
+        elif isinstance(module, ParallelRouter):
+            module.set_token_factor(loss_scale / tokens)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -218,7 +225,7 @@ def compile_model(model: GPT) -> None:
     if model.head is not None:
         head = model.head
         compile_method(head, "normalize")
-        # (A run makes at most four graphs of each: with and without gradients, and a last tile.)
+        # A run makes at most four graphs of each: with and without gradients, and a last tile.
         head.tile_sums = torch.compile(head.tile_sums, fullgraph=True, dynamic=False)
         head.tile_loss = torch.compile(head.tile_loss, fullgraph=True, dynamic=False)
         head.is_compiled = True

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from model import GPT, CoreAttention
 from models.llama import Rotary
 from models.window import with_window
-from parallel import own_positions
+from parallel import cut_sequence
 from parallelism.collectives import all_gather, reduce_scatter
 from parallelism.kernels import upcast_for_matmul
 from parallelism.tensor import PositionEmbedding
@@ -54,9 +54,9 @@ class _GatherKeysAndValues(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dkv):
         grid = ctx.grid
-        parts = torch.stack([own_positions(dkv, rank, grid.cp, dim=-2) for rank in range(grid.cp)])
-        own = reduce_scatter(parts, grid.groups["cp"]).wait()       # (1, 2, B, H, T / cp, D)
-        return own[0, 0], own[0, 1], None
+        parts = torch.stack([cut_sequence(dkv, rank, grid.cp, dim=-2) for rank in range(grid.cp)])
+        sums = reduce_scatter(parts, grid.groups["cp"]).wait()      # (1, 2, B, H, T / cp, D)
+        return sums[0, 0], sums[0, 1], None
 
 
 def attend_to_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float,
@@ -116,13 +116,13 @@ class ContextParallelAttention(CoreAttention):
 class ContextParallelPositions(PositionEmbedding):
     """Local positions, 0 to T / cp - 1, become those of the whole sequence: the weight's T rows."""
 
-    def own(self, positions):
-        return super().own(own_positions(positions, self.grid.cp_rank, self.grid.cp))
+    def cut_packed(self, positions):
+        return super().cut_packed(cut_sequence(positions, self.grid.cp_rank, self.grid.cp))
 
     def lookup(self, positions):
         whole = torch.arange(0, len(self.weight), device=positions.device)
-        own = own_positions(whole, self.grid.cp_rank, self.grid.cp)
-        return F.embedding(own[positions], self.weight)
+        of_rank = cut_sequence(whole, self.grid.cp_rank, self.grid.cp)
+        return F.embedding(of_rank[positions], self.weight)
 
 
 class ContextParallelRotary(Rotary):
@@ -134,7 +134,7 @@ class ContextParallelRotary(Rotary):
 
     def positions(self, T, device):
         whole = torch.arange(T * self.grid.cp, device=device)
-        return own_positions(whole, self.grid.cp_rank, self.grid.cp)
+        return cut_sequence(whole, self.grid.cp_rank, self.grid.cp)
 
 
 def recompute_attention(model: GPT) -> None:

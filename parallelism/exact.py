@@ -1,4 +1,4 @@
-"""--exact: the same bits in every layout. build.build_rank calls `new_sums`, `make_exact` and
+"""--exact: the same bits in every layout. build.py calls `new_sums`, `make_exact` and
 `ExactParameters`.
 
 The claim: with one seed, batch size and --micro-batch, on one kind of machine, layouts compute the
@@ -103,7 +103,7 @@ def add_positions(embed: nn.Module, grid, x: torch.Tensor, dropout_seed,
             start = grid.tp_rank * T if grid.sequence_parallel else 0
             positions = torch.arange(start, start + T, device=x.device).expand(B, T)
         else:
-            positions = embed.position.own(positions)
+            positions = embed.position.cut_packed(positions)
         x = x + ExactLookup.apply(positions, embed.position.weight, grid.exact)
     return embed.dropout(x, dropout_seed)
 

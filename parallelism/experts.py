@@ -46,7 +46,7 @@ import torch
 import torch.nn as nn
 
 from models.moe import Experts, Router
-from parallel import own_positions
+from parallel import cut_sequence
 from parallelism.all_heads_norm import norm_of_heads
 from parallelism.collectives import WithGradient, all_reduce, all_to_all, sum_dtype
 from parallelism.kernels import expert_linear, expert_weight_grad
@@ -131,7 +131,7 @@ class ParallelRouter(Router):
         return all_reduce(chosen, self.grid.groups["tp"]).wait()
 
     def own_text(self):
-        text = own_positions(self.is_text, self.grid.cp_rank, self.grid.cp)
+        text = cut_sequence(self.is_text, self.grid.cp_rank, self.grid.cp)
         return cut_positions(text, self.grid) if self.has_own_positions else text
 
     def share(self, counts, positions):

@@ -13,8 +13,8 @@ what it owns into zeros of the full shape, and an all-reduce adds them: x + 0 = 
 It is meant for inspection, not for every step: every rank needs memory for the full parameter,
 twice.
 
-The functions communicate: all ranks must make the same calls in the same order, not rank 0 alone.
-On every rank they raise KeyError for an unknown name, and RuntimeError if there is nothing to read.
+The functions communicate: all ranks must make the same calls in the same order, and take all that
+they yield, not rank 0 alone. On every rank they raise RuntimeError if there is nothing to read.
 """
 from collections.abc import Iterator
 
@@ -23,34 +23,37 @@ import torch.distributed as dist
 
 from parallelism.buckets import Bucket, is_owner
 from parallelism.collectives import all_reduce, comm_errors
-from parallelism.parameters import TIED, ParamSpec
+from parallelism.parameters import ParamSpec
 from parallelism.zero import FlatParameters
 
 
-def full_gradient(flat: FlatParameters, name: str) -> torch.Tensor:
-    """The gradient of the batch's mean loss with respect to a parameter, before clipping and
-    without the loss scale, in fp32 (float64 with --dtype fp64 or --exact).
+def full_gradients(flat: FlatParameters) -> Iterator[tuple[str, torch.Tensor]]:
+    """(global name, gradient of the batch's mean loss) of every parameter; the tied matrix is there
+    once. Before clipping and without the loss scale, in fp32 (float64 with --dtype fp64 or --exact).
 
-    It is there from `finish_grad_sync` to the next `zero_grad`. `adamw_step` multiplies it in
+    They are there from `finish_grad_sync` to the next `zero_grad`. `adamw_step` multiplies them in
     place by the clip factor, which is divided out again: one more rounding."""
     if not flat.grads_are_summed:
         raise RuntimeError("this step's gradients are not summed over the ranks: call it after "
                            "finish_grad_sync, before the next zero_grad")
-    return full_tensor(flat, "grad", name).div_(flat.grad_factor)
+    for name, gradient in full_tensors(flat, "grad"):
+        yield name, gradient.div_(flat.grad_factor)
 
 
-def full_gradients(flat: FlatParameters) -> Iterator[tuple[str, torch.Tensor]]:
-    """(global name, `full_gradient`) of every parameter; the tied matrix is there once."""
-    for name in full_shapes(flat):
-        yield name, full_gradient(flat, name)
-
-
-def full_state(flat: FlatParameters, kind: str, name: str) -> torch.Tensor:
-    """A parameter as AdamW updates it, "master", or one of its moments, "exp_avg" and
-    "exp_avg_sq"."""
+@torch.no_grad()
+def full_tensors(flat: FlatParameters, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """(global name, full tensor on this rank's device) of every parameter, without padding. `kind`:
+    "master", as AdamW updates it, or its moments "exp_avg" and "exp_avg_sq"."""
     if kind not in flat.buckets[0].shard:
-        raise RuntimeError(f"full_state: there is no {kind} without training")
-    return full_tensor(flat, kind, name)
+        raise RuntimeError(f"full_tensors: there is no {kind} without training")
+    owned = {spec.name: (bucket, spec) for bucket in flat.buckets for spec in bucket.specs
+             if is_owner(spec, flat.grid, flat.num_shards)}
+    for name, shape in full_shapes(flat).items():
+        full = torch.zeros(shape, dtype=flat.buckets[0].shard[kind].dtype,
+                           device=flat.buckets[0].data.device)
+        if name in owned:
+            full.copy_(own_part(flat, *owned[name], kind))
+        yield name, all_reduce(full, flat.grid.groups["world"]).wait()
 
 
 def full_shapes(flat: FlatParameters) -> dict[str, tuple]:
@@ -62,22 +65,6 @@ def full_shapes(flat: FlatParameters) -> dict[str, tuple]:
         with comm_errors("exchange with all ranks"):
             dist.all_gather_object(shapes, own)
     return {name: shape for of_rank in shapes for name, shape in of_rank.items()}
-
-
-@torch.no_grad()
-def full_tensor(flat: FlatParameters, kind: str, name: str) -> torch.Tensor:
-    """The full tensor of shard[kind], without padding, on this rank's device. `name` may be the one
-    that a tied parameter has at the other end of the model."""
-    shapes = full_shapes(flat)
-    if name not in shapes:
-        name = TIED[name]
-    full = torch.zeros(shapes[name], dtype=flat.buckets[0].shard[kind].dtype,
-                       device=flat.buckets[0].data.device)
-    for bucket in flat.buckets:
-        for spec in bucket.specs:
-            if spec.name == name and is_owner(spec, flat.grid, flat.num_shards):
-                full.copy_(own_part(flat, bucket, spec, kind))
-    return all_reduce(full, flat.grid.groups["world"]).wait()
 
 
 def own_part(flat: FlatParameters, bucket: Bucket, spec: ParamSpec, kind: str) -> torch.Tensor:

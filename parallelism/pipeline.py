@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
+from amp import PRECISIONS
 from model import GPT
 from parallel import stage_layers
 from parallelism.collectives import Work, all_gather, comm_errors, on_hosts, sum_dtype
@@ -60,13 +61,13 @@ def recompute_blocks(model: GPT) -> None:
 OP_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}       # for errors
 
 
-def like_activations(config, model_config, grid, dtype, device) -> torch.Tensor:
+def like_activations(config, model_config, grid, device) -> torch.Tensor:
     """A tensor with the shape and type of what one stage sends to the next."""
     positions = model_config.seq_len // grid.cp
     if grid.sequence_parallel:
         positions //= grid.tp
-    return torch.empty(config.micro_batch, positions, model_config.n_embd, dtype=dtype,
-                       device=device)
+    return torch.empty(config.micro_batch, positions, model_config.n_embd,
+                       dtype=PRECISIONS[config.dtype].parameters, device=device)
 
 
 def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch.Tensor,

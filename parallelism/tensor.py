@@ -63,7 +63,7 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        # (With ZB-H1 the weight is detached: see `TensorParallel.multiply`.)
+        # With ZB-H1 the weight is detached: see `TensorParallel.multiply`.
         gathering = gather_positions(x, ctx.grid) if ctx.needs_input_grad[1] else None
         dx = sum_over_ranks(matmul(dy, weight), ctx.grid)       # overlaps with the all-gather of x
         dy = dy.flatten(0, 1)                                   # (B T, out / tp)
@@ -142,7 +142,7 @@ class RowParallelLinear(TensorParallel):
 
 
 class AttentionOutput(RowParallelLinear):
-    """Its input is always by sequences. (By ranks, backward would keep it twice.)"""
+    """Its input is always by sequences. By ranks, backward would keep it twice."""
 
     def multiply(self, *args):
         return by_ranks(super().multiply(*args), self.grid)
@@ -154,12 +154,12 @@ class PositionEmbedding(TensorParallel):
 
     def forward(self, positions):
         if positions.dim() == 2:
-            return lookup(self.own(positions), self.weight)
+            return lookup(self.cut_packed(positions), self.weight)
         first = self.grid.tp_rank * len(positions) if self.grid.sequence_parallel else 0
         return self.lookup(positions + first)
 
-    def own(self, positions):
-        """This rank's part of those of all ranks."""
+    def cut_packed(self, positions):
+        """The positions of packed texts, (B, T) -> this rank's part of them, (B, n)."""
         return cut_positions(positions, self.grid)
 
     def lookup(self, positions):
@@ -178,7 +178,7 @@ class VocabParallelEmbedding(TensorParallel):
         is_local = (rows >= 0) & (rows < len(self.weight))
         x = self.lookup(rows.where(is_local, 0))                        # (B, T, C)
         x = reduce(x * is_local.unsqueeze(-1), self.grid)
-        # (x may be a slice of all positions. A Llama, which adds nothing to x, would keep them.)
+        # x may be a slice of all positions. A Llama, which adds nothing to x, would keep them.
         return x.clone() if self.grid.sequence_parallel else x
 
     def lookup(self, rows):
@@ -273,18 +273,17 @@ def softmax_over_ranks(sums: TileSums, group) -> tuple:
 
 
 def tile_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor, sums: TileSums,
-              of_all_ranks: tuple, loss_factor: torch.Tensor | None) -> tuple:
+              global_sums: tuple, loss_factor: torch.Tensor | None) -> tuple:
     """The summed cross-entropy of n positions in nats, the same on all ranks. `logits`, `p` and
-    `targets` are those given to `tile_sums`, `sums` is its result, `of_all_ranks` that of
+    `targets` are those given to `tile_sums`, `sums` is its result, `global_sums` that of
     `softmax_over_ranks`.
 
         loss = log sum_v exp(z_v) - z_target        gradient = softmax(z), less 1 at the target
 
     If `loss_factor` is given, the gradient of loss * loss_factor overwrites the logits, except in
-    `sums.columns`. Returns the loss and the gradients in these columns, (n, 1); None without a
-    factor. The caller writes them there: done here, a compiled kernel would have to write all of p
-    to memory first."""
-    largest, total, target = of_all_ranks
+    the columns of the targets. Returns the loss and the gradients for these columns, (n, 1), or
+    None. Written here, a compiled kernel would have to write all of p to memory first."""
+    largest, total, target = global_sums
     counted = (targets != IGNORE_INDEX).unsqueeze(1)
     loss = (total.log() - target).where(counted, 0).sum()
     if loss_factor is None:
@@ -312,8 +311,19 @@ def tile_size(positions: int, vocab: int, device_type: str, without_p: bool = Fa
     limit = MAX_LOGITS["cpu"]
     if device_type != "cpu":
         limit = MAX_LOGITS["gpu, without p" if without_p else "gpu"]
-    most = max(1, limit // vocab)
-    return ceil_div(positions, ceil_div(positions, most))       # of about equal size
+    tiles = ceil_div(positions, max(1, limit // vocab))
+    return ceil_div(positions, tiles)           # all of about equal size
+
+
+def tile_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: int,
+                out: torch.Tensor) -> torch.Tensor:
+    """The logits (n, V / tp) of x (n, C), written to `out`. Columns after the first `tokens` are
+    padding: they get the smallest number. -inf would give NaN where a rank has nothing else."""
+    logits = matmul(x, weight.t(), out=out)
+    if bias is not None:
+        logits += bias
+    logits[:, max(tokens, 0):] = torch.finfo(logits.dtype).min
+    return logits
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -330,7 +340,6 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         x, targets = x.flatten(0, 1), by_ranks(targets, grid).flatten()     # (N, C), (N,)
         in_main_grad = hasattr(weight, "main_grad")
         wide = torch.promote_types(x.dtype, torch.float32)
-        dx = x                                          # not written without a loss_factor
         if loss_factor is not None:
             # A tensor, because a compiler takes a number for a constant.
             loss_factor = x.new_full((), loss_factor, dtype=wide)
@@ -340,27 +349,25 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         loss = 0.0
         without_p = head.is_compiled and wide != x.dtype
         size = tile_size(len(x), len(weight), x.device.type, without_p)
-        memory = x.new_empty(size, len(weight))                             # of all tiles
+        memory = x.new_empty(size, len(weight))                 # of one tile after another
         p = None        # Compiled, p is computed twice: that is faster than to write it to memory.
         if not head.is_compiled:
             p = memory if wide == x.dtype else torch.empty_like(memory, dtype=wide)
         first = grid.tp_rank * len(weight)                      # this rank's first token
-        for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
-            logits = matmul(x_i, weight.t(), out=memory[:len(x_i)])         # (n, V / tp)
-            if bias is not None:
-                logits += bias
-            # The columns from here on are padding. (-inf would give NaN where a rank has no other.)
-            logits[:, max(head.vocab_size - first, 0):] = torch.finfo(logits.dtype).min
-            p_i = None if p is None else p[:len(x_i)]
-            sums = head.tile_sums(logits, p_i, targets_i, first)
-            of_all_ranks = softmax_over_ranks(sums, grid.groups["tp"])
-            loss_i, at_columns = head.tile_loss(logits, p_i, targets_i, sums, of_all_ranks,
-                                                loss_factor)
-            loss += loss_i
+        for start in range(0, len(x), size):
+            tile = slice(start, start + size)
+            n = len(x[tile])
+            logits = tile_logits(x[tile], weight, bias, head.vocab_size - first, memory[:n])
+            tile_p = None if p is None else p[:n]
+            sums = head.tile_sums(logits, tile_p, targets[tile], first)
+            global_sums = softmax_over_ranks(sums, grid.groups["tp"])
+            part_of_loss, target_grads = head.tile_loss(logits, tile_p, targets[tile], sums,
+                                                        global_sums, loss_factor)
+            loss += part_of_loss
             if loss_factor is not None:
-                dz = logits.scatter_(1, sums.columns, at_columns.to(logits.dtype))
-                matmul(dz, weight, out=dx_i)
-                add_product(dw, dz, x_i)
+                dz = logits.scatter_(1, sums.columns, target_grads.to(logits.dtype))
+                matmul(dz, weight, out=dx[tile])
+                add_product(dw, dz, x[tile])
                 if bias is not None:
                     db += dz.sum(0, dtype=wide)
 
@@ -389,8 +396,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 class VocabParallelHead(TensorParallel):
     """x (B, T, C), with sequence parallelism (B, T / tp, C), and targets (B, T) -> the summed loss
     of model.Head, the same on every rank. If you change the loss, change model.Head too. Forward
-    computes gradients, so it must know `loss_factor`, by which the caller multiplies the loss
-    before backward(). `norms`: sum over all positions of |x| since `set_loss_factor`, for logs."""
+    computes the gradients of loss * loss_factor, so `set_loss_factor` comes before it, and
+    backward() begins from this product. `norms`: sum over positions of |x| since then, for logs."""
     partition_dim = {"weight": 0, "bias": 0}
 
     def __init__(self, head: nn.Module, grid):

@@ -36,7 +36,7 @@ import torch.nn as nn
 from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 
 from amp import NOT_FINITE
-from model import GPT, GPTConfig, ceil_div, initial_value, name_in_stack
+from model import GPT, GPTConfig, ceil_div, initial_value
 from parallelism.buckets import Bucket, is_owner, make_buckets
 from parallelism.collectives import (all_gather, all_reduce, copy_to_host_async, reduce_scatter,
                                      sum_dtype)
@@ -50,9 +50,8 @@ class FlatParameters:
 
     A training step calls zero_grad, then prepare_grad_sync before each backward, and at the end
     finish_grad_sync, grad_norm_squares and adamw_step. In ZeRO 1 and 2 `adamw_step` only starts to
-    gather the updated parameters: `gather_before_use` or `wait_params` waits for them. (With
-    --exact exact.ExactParameters replaces add_grad, is_in_parts, sum_squares, grad_norm and
-    update_shards.)
+    gather the updated parameters: `gather_before_use` or `wait_params` waits for them. With --exact
+    exact.ExactParameters replaces add_grad, is_in_parts, sum_squares, grad_norm, update_shards.
 
     grads_are_summed    from finish_grad_sync to the next zero_grad
     grad_factor         by which the gradients are then multiplied: the loss scale; after
@@ -130,27 +129,25 @@ class FlatParameters:
 
     def main_grad(self, bucket: Bucket, spec: ParamSpec) -> torch.Tensor:
         """Where a parameter's gradient adds up. From ZeRO 2 on this memory is created by the first
-        gradient and freed by the sync. The head adds in forward, so under GPipe the first backward
-        syncs all microbatches' head gradients and the later ones find none."""
-        is_awaited = bucket.pending_grads > 0 or bucket.name in ("tied", "head")
+        gradient and freed by the sync."""
+        is_awaited = bucket.pending_grads > 0 or bucket.grows_in_forward
         if self.grads_are_summed or (bucket.grad is None and not is_awaited):
             raise RuntimeError(f"main_grad of {spec.name} is this rank's part of a sum, while "
-                               f"backward runs: call full_tensors.full_gradient(flat, "
-                               f"{spec.name!r}) after finish_grad_sync, on every rank")
+                               f"backward runs: call full_tensors.full_gradients(flat) after "
+                               f"finish_grad_sync, on every rank")
         if bucket.grad is None:
-            if bucket.name in ("tied", "head"):     # the embedding's, of the last microbatch, is as
-                self._wait_grad_sync()              # large; it was sent while the blocks ran
+            if bucket.grows_in_forward:     # what the last backward has sent of it is as large
+                self._wait_grad_sync()
             bucket.grad = torch.zeros_like(bucket.data, dtype=bucket.shard["grad"].dtype)
         return bucket.view(bucket.grad, spec)
 
     def before_state_dict(self, *_) -> None:
-        """A hook of the modules: a state_dict() that would be a part of the weights (tensor and
-        pipeline parallelism), or freed memory (ZeRO 3), is refused; else it waits for an update
-        under way (ZeRO 1 and 2)."""
+        """Refuse a state_dict() that would be a part of the weights, with tensor and pipeline
+        parallelism, or freed memory, with ZeRO 3. With ZeRO 1 and 2 wait for the last update."""
         if self.grid.tp * self.grid.pp > 1 or self.zero == 3:
             raise RuntimeError("state_dict() of one rank is not the model's: read a checkpoint's "
-                               "parameters, or call full_tensors.full_state(flat, 'master', name) "
-                               "on every rank")
+                               "parameters, or call full_tensors.full_tensors(flat, 'master') on "
+                               "every rank")
         self.wait_params()
 
     @torch.no_grad()
@@ -175,8 +172,7 @@ class FlatParameters:
             return spec.cut(initial_value(model_config, spec.name, spec.shape, seed), self.grid)
 
         def initial_expert(spec, number):
-            name = name_in_stack(spec.name, number)
-            return initial_value(model_config, name, spec.shape[1:], seed)
+            return initial_value(model_config, f"{number}.{spec.name}", spec.shape[1:], seed)
         with torch.no_grad():
             if load_weights is None:
                 self.load_parts("master", initial)
@@ -203,7 +199,7 @@ class FlatParameters:
 
     def _start_gather(self, bucket: Bucket) -> None:
         assert bucket.unsharding is None, "the last update's parameters are still on their way"
-        if self.zero in (1, 2):                 # (ZeRO 3 gathers in `unshard`)
+        if self.zero in (1, 2):                 # ZeRO 3 gathers in `unshard`
             bucket.unsharding = all_gather(bucket.data, self.grid.groups[bucket.group])
 
     def wait_params(self) -> None:
@@ -220,8 +216,8 @@ class FlatParameters:
                               for bucket in self.buckets])
 
     def prepare_grad_sync(self, chunk: nn.Module, last: bool) -> None:
-        """Before each backward of a chunk. Only the `last` of a step communicates; from ZeRO 2
-        on each does. Everything is a sum: the head has scaled the gradients (`run_schedule`)."""
+        """Before each backward of a chunk. Only the `last` of a step communicates, from ZeRO 2 on
+        each. Everything is a sum, because the loss is already multiplied by its factor."""
         for parameter in chunk.parameters():
             parameter.bucket.pending_grads += 1
         self.buckets_to_sync = []
@@ -231,10 +227,9 @@ class FlatParameters:
                 self.buckets_to_sync.append(self.buckets_to_sync.pop(0))
 
     def grad_ready(self, parameter: nn.Parameter) -> None:
-        """Autograd, or the op W, calls this hook when a parameter's gradient is complete, on the
-        backward's thread and CUDA stream: collectives start after the kernels of the gradient."""
-        # (None: a Function of tensor.py has added the gradient to main_grad itself.)
-        if parameter.grad is not None:
+        """A hook of autograd, and of the op W of a schedule: the gradient is complete. It runs on
+        backward's thread and CUDA stream, so collectives start after the gradient's kernels."""
+        if parameter.grad is not None:      # else a Function of tensor.py has added it to main_grad
             self.add_grad(parameter.main_grad(), parameter.grad)
             parameter.grad = None
         parameter.bucket.pending_grads -= 1
@@ -250,7 +245,7 @@ class FlatParameters:
         group = self.grid.groups[bucket.group]
         if self.zero == 0:
             self.in_flight.append((bucket, all_reduce(bucket.grad, group)))
-        # `grad` is None if nothing was added since the last sync (see main_grad).
+        # None: under GPipe the head adds in all forwards, and the first backward sends the sum.
         elif bucket.grad is not None:
             # Wait for the previous bucket first where a sync in flight holds memory: from ZeRO 2
             # on the whole bucket's gradients, on a CPU what the other ranks have sent.
@@ -272,14 +267,13 @@ class FlatParameters:
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
-        """Wait for all buckets. Then sum two kinds of gradients that are still spread over
-        other ranks: the tied matrix's on the two ends of a pipeline, and those of parameters that
-        tensor parallelism replicates: with sequence parallelism all, without it those of
-        norms that see this rank's heads alone."""
+        """Wait for all buckets. Then sum the gradients that have terms on other ranks: the tied
+        matrix's at both ends of a pipeline, and those of `is_in_parts`."""
         assert not self.buckets_to_sync, "a parameter got no gradient"
         self._wait_grad_sync()
-        if self.buckets[0].name == "tied":
-            all_reduce(self.buckets[0].shard["grad"], self.grid.groups["embedding"]).wait()
+        for bucket in self.buckets:
+            if bucket.name == "tied":
+                all_reduce(bucket.shard["grad"], self.grid.groups["embedding"]).wait()
         if self.grid.tp > 1:
             replicated = [bucket.shard["grad"][shard_slice] for bucket in self.buckets
                           for spec, shard_slice, _ in bucket.shard_ranges
@@ -290,7 +284,8 @@ class FlatParameters:
         self.grads_are_summed = True
 
     def is_in_parts(self, spec: ParamSpec) -> bool:
-        """Whether tp ranks that all have a parameter have parts of its gradient."""
+        """Whether each tp rank has all of the parameter, but of its gradient only the term of this
+        rank's positions or heads."""
         return spec.partition_dim is None and (self.grid.sequence_parallel
                                                or spec.grad_covers_own_heads)
 
@@ -309,7 +304,7 @@ class FlatParameters:
                     counted += pieces
                 else:
                     others += pieces
-        # (One fp32 sum over 10M values can be off in its fourth digit. Pieces fit a CPU's cache.)
+        # One fp32 sum over 10M values can be off in its fourth digit. Pieces fit a CPU's cache.
         return self.sum_squares(counted, others)
 
     def sum_squares(self, counted: list[torch.Tensor], others: list[torch.Tensor]) -> dict:
@@ -387,9 +382,8 @@ class Slices(NamedTuple):
 
 
 def slices_to_update(buckets: list[Bucket], grads: list[torch.Tensor]) -> Slices:
-    """The slices of these buckets, whose gradients are `grads`. (They end at a multiple of 32, in
-    the padding: the same instructions for each number, wherever a shard or a tensor-parallel part
-    ends.)"""
+    """The slices of these buckets, whose gradients are `grads`. They end at a multiple of 32, in
+    the padding. So each number gets the same instructions, wherever a shard ends."""
     slices = Slices([[], [], [], []], [[], [], [], []], [])
     for bucket, grad in zip(buckets, grads):
         shard = bucket.shard
@@ -415,8 +409,8 @@ def adamw_update(slices: Slices, updates: int, lr: float, beta1: float, beta2: f
         masters, grads, *moments = lists
         if not masters:
             continue
-        # adamw adds 1 to each count. (The empty list is amsgrad's.)
         counts = torch.full((len(masters),), updates - 1.0, device=grads[0].device).unbind()
+        # It adds 1 to each count. The empty list is amsgrad's.
         adamw(masters, grads, *moments, [], list(counts), fused=True, amsgrad=False,
               maximize=False, lr=lr, beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
@@ -428,15 +422,13 @@ def gather_before_use(model: GPT, flat: FlatParameters) -> None:
         forward    unshard block i, prefetch i + 1, run, reshard
         backward   unshard block i, prefetch i - 1, run; _start_grad_sync reduces and reshards
 
-    The tied matrix stays gathered from the embedding to the end of the head's forward, because the
-    head computes its gradients there. The other parameters of the ends, and the last block, stay
-    gathered until backward. Two matrices that are not tied are gathered one after the other."""
-    def named(*names):
-        return [bucket for bucket in flat.buckets if bucket.name in names]
+    The tied matrix stays gathered from the embedding to the head, which computes its gradient in
+    forward. The other parameters of the ends, and the last block, stay gathered until backward."""
+    def find_buckets(name):         # tied, embed, ends, head, or the number of a block
+        return [bucket for bucket in flat.buckets if bucket.name.split(".")[0] == name]
 
-    tied, embed, ends, head = named("tied"), named("embed"), named("ends"), named("head")
-    blocks = [[bucket for bucket in flat.buckets if bucket.name.split(".")[0] == number]
-              for number in model.blocks]                           # [[attention, MLP ...]]
+    tied, embed, ends, head = map(find_buckets, ("tied", "embed", "ends", "head"))
+    blocks = [find_buckets(number) for number in model.blocks]      # [[attention, MLP ...]]
 
     def run_embed(forward, *args):
         flat.unshard(tied + embed + ends, prefetch=blocks[0])

@@ -53,23 +53,23 @@ class Writer:
     def order(self) -> list[Scattered]:
         return file_order(self.model_config, self.grid, self.flat.num_shards)
 
-    def submit(self, facts: dict, named: Container[str]) -> None:
+    def submit(self, facts: dict, protected: Container[str]) -> None:
         """Copy this rank's pieces, then start to write the state: `facts` and the tensors. Files
-        whose names are in `named` stay. Every rank must call it. Call `wait` before."""
+        whose names are in `protected` stay. Every rank must call it. Call `wait` before."""
         copies = copy_pieces(self.flat, STATE.values(), self.timeout)
         task = self._write if self.grid.rank == 0 else self._send
-        self.pending = self.thread.submit(task, facts, named, copies)
+        self.pending = self.thread.submit(task, facts, protected, copies)
 
-    def _send(self, facts: dict, named: Container[str], copies: deque) -> None:
+    def _send(self, facts: dict, protected: Container[str], copies: deque) -> None:
         send_pieces(copies, self.grid, facts["step"])
 
-    def _write(self, facts: dict, named: Container[str], copies: deque) -> str | None:
+    def _write(self, facts: dict, protected: Container[str], copies: deque) -> str | None:
         dtype = self.flat.buckets[0].shard["master"].dtype
         inbox = Inbox(self.order, dtype, copies, self.grid, facts["step"])
         tensors = {key: {spec.name: Streamed(spec.shape, dtype, inbox) for spec, _ in self.order}
                    for key in STATE}
         try:
-            checkpoint.save(facts | tensors, self.out, self.keep, named)
+            checkpoint.save(facts | tensors, self.out, self.keep, protected)
             return None
         except OSError as error:        # training continues: earlier files are whole
             reason = str(error)         # the exception itself would keep a tensor in memory

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Callable
 
 import torch
 
@@ -86,23 +87,22 @@ def print_evaluation(run, begin: Start) -> None:
     print_rank0(f"{begin.path}, step {step}, on {run.config.data}:{sep}{text}")
 
 
-def print_finished(run, state: dict, begin: Start) -> None:
+def print_finished(run, begin: Start) -> None:
     """Also which of the given settings are not used."""
     advice = "raise --steps or --epochs"
     if begin.kind == "continue":
         advice += " to continue, or begin a new run in another --out"
-    changed = {name: values for name, values in changed_settings(run, state).items()
+    changed = {name: values for name, values in changed_settings(run, begin.state).items()
                if name in begin.given and name != "steps"}
     unused = f" ({'; '.join(describe(changed))}: not used)" if changed else ""
     print_rank0(f"{begin.path} is step {run.step - 1} of {run.config.steps}: nothing left to do"
                 f"{unused}; {advice}")
 
 
-def report_begin(run, state: dict | None, begin: Start) -> None:
-    """The event of a new run; and a line, if it begins from weights. With a `state`: of a resume.
-    """
-    if state is not None:
-        report_resume(run, state, begin)
+def report_begin(run, begin: Start, learning_rate: Callable) -> None:
+    """The event of a new run, and a line if it begins from weights; or those of a resume."""
+    if begin.kind in ("continue", "resume"):
+        report_resume(run, begin, learning_rate)
         return
     line = None
     if begin.kind == "init-from":
@@ -112,41 +112,43 @@ def report_begin(run, state: dict | None, begin: Start) -> None:
 
 
 def circumstances(run) -> dict:
-    """What a start or a resume of a train.Run writes of its data and machines. Only rank 0, which
-    writes the event, reads the shards."""
+    """What a start or a resume writes of the data and machines. Only rank 0, which writes it, reads
+    the shards."""
     if run.grid.rank > 0:
         return {}
     return dict(data=describe_data(run.val_data, run.config, run.model_config),
                 environment=environment(run.grid.hosts))
 
 
-def changed_settings(run, state: dict) -> dict:
-    """{name: [what the checkpoint has, what the run has]} of the flags and the data that differ."""
-    changed = {}
+def changed_flags(config: Config, state: dict) -> dict:
+    """{name: [what the checkpoint has, what the run has]} of the flags that differ."""
     stored = flags_of_writer(state)
-    for name in OF_TRAINING:
-        now = getattr(run.config, name)
-        if stored[name] != now:
-            changed[name] = [stored[name], now]
+    return {name: [stored[name], getattr(config, name)] for name in OF_TRAINING
+            if stored[name] != getattr(config, name)}
+
+
+def changed_settings(run, state: dict) -> dict:
+    """As `changed_flags`, and of the data, which may be others in the same directory."""
+    changed = changed_flags(run.config, state)
     if state["data"] != run.train_data.mixture.phases:
         changed["data"] = [state["config"]["data"], run.config.data]
     return changed
 
 
 def describe(changed: dict) -> list[str]:
-    """Of the `changed_settings`, in words."""
+    """Changed flags or settings in words."""
     return [f"{name.replace('_', ' ')} {'none' if new is None else new} instead of "
             f"{'the default' if old is None else old}" for name, (old, new) in changed.items()]
 
 
-def report_resume(run, state: dict, begin: Start) -> None:
+def report_resume(run, begin: Start, learning_rate: Callable) -> None:
     """The events of a resume, and its line: which settings differ from the stored ones, and how the
     next step's learning rate changes."""
     config, factor = run.config, run.divergence.lr_factor
-    stored = Config(**restored_flags(state))
-    lr_before = run.learning_rate(stored, min(run.step, stored.steps))      # it may have ended
-    lr_now = run.learning_rate(config, run.step)
-    changed = changed_settings(run, state)
+    stored = Config(**restored_flags(begin.state))
+    lr_before = learning_rate(stored, min(run.step, stored.steps))      # it may have ended
+    lr_now = learning_rate(config, run.step)
+    changed = changed_settings(run, begin.state)
     done = run.step - 1
     line = ", ".join([f"resume   {begin.path}, after step {done}", *describe(changed)])
     if not 0.8 * lr_before <= lr_now <= 1.25 * lr_before:
@@ -160,21 +162,20 @@ def report_resume(run, state: dict, begin: Start) -> None:
                   step=done)
 
 
-def report_stop(run) -> None:
-    """The event of a run that a signal ends, and a line: how to continue it."""
-    command = "the same command"
-    if run.config.resume == "never":
-        command += " without --resume never"
-    run.log.event("stop", f"stopped and saved after step {run.finished_step}; run {command} to go "
-                  f"on", step=run.finished_step)
-
-
 def report_end(run) -> None:
-    """The event of a run that has made all steps, and a line: how to sample."""
-    run.log.event("end", step=run.config.steps)
-    meta = run.train_data.meta
+    """The event of a run that has made all steps, and a line: how to sample. Of a run that a signal
+    ends: how to continue it."""
+    config, meta = run.config, run.train_data.meta
+    if run.finished_step < config.steps:
+        command = "the same command"
+        if config.resume == "never":
+            command += " without --resume never"
+        run.log.event("stop", f"stopped and saved after step {run.finished_step}; run {command} to "
+                      f"go on", step=run.finished_step)
+        return
+    run.log.event("end", step=config.steps)
     if is_named(meta["tokenizer"]) or "tokenizer_file" in meta:
-        file = shlex.quote(f"{run.config.out}/{LATEST[run.config.checkpoint_format]}")
+        file = shlex.quote(f"{config.out}/{LATEST[config.checkpoint_format]}")
         chat = " --chat" if "template" in meta else ""
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}{chat}")
 

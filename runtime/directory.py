@@ -21,7 +21,7 @@ from checkpoint import load
 @contextmanager
 def lock_output_dir(out: Path):
     """Create the directory `out` and hold its lock during the block, or until the process ends.
-    Raises ValueError if another process holds it, OSError if `out` cannot be written or locked."""
+    Raises RunError if another process holds it, or if `out` cannot be written or locked."""
     with ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -37,11 +37,11 @@ def lock_output_dir(out: Path):
                          f"second run writes to it")
         except BlockingIOError:
             file.seek(0)
-            raise ValueError(f"another run writes to {out} ({file.read()}): stop it first, or give "
-                             f"another --out") from None
+            raise RunError(f"another run writes to {out} ({file.read()}): stop it first, or give "
+                           f"another --out", 2) from None
         except OSError as error:
-            raise OSError(f"--out {out} is not a directory that can be written and locked: "
-                          f"{error.strerror}: give another") from error
+            raise RunError(f"--out {out} is not a directory that can be written and locked: "
+                           f"{error.strerror}: give another", 2) from error
         file.truncate(0)
         file.write(f"{socket.gethostname()}, process {os.getpid()}")
         file.flush()
@@ -105,8 +105,8 @@ class Start(NamedTuple):
     given: dict = {}        # the flags of the command, before a checkpoint's and defaults
 
 
-def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
-               restarted: bool) -> Start:
+def find_start(out: Path, resume: str, init_from: str | None = None, eval_only: bool = False,
+               restarted: bool = False) -> Start:
     """Decide where a run begins. `out` is one run:
 
     1. If `out` holds checkpoints, the run goes on from the newest whole one.
@@ -196,7 +196,7 @@ class Metrics:
     """OUT/metrics.jsonl, append-only: one object per step, and one with `event` for anything else.
     Only rank 0 writes. `dashboards`: of --log, by name. They get each line too."""
 
-    def __init__(self, out: Path, rank: int):
+    def __init__(self, out: Path, rank: int = 0):
         self.path = None
         self.dashboards = {}
         if rank == 0:

@@ -27,9 +27,11 @@ again at step 0.
 import math
 import statistics
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from amp import MIN_SCALE, NOT_FINITE
+from base.checkpoint_files import step_file
 from base.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, flags_of_writer
 from data import TokenDataset
 
@@ -97,6 +99,9 @@ class DivergenceMonitor:
         if state is not None:
             for name, value in state["monitor"].items():
                 setattr(monitor, name, value)
+            if state["config"].get("plain"):        # which judges no checkpoint: its loss is finite
+                file = step_file(Path(config.out), state["step"]).name
+                monitor.checkpoints = [[state["step"], file, True]]
             if config.rollback == "on":     # the checkpoint may have been saved while diverging
                 monitor.bad = min(monitor.bad, BAD_STEPS - 1)
             # A peak learning rate that has more than tripled is probably a mistake, and the old

@@ -122,6 +122,14 @@ def find_difference(run) -> dict | None:
     return dict(ranks=sorted({rank for *_, rank in found}), parameter=parameter, tensor=tensor)
 
 
+def go_back_if_found(run) -> bool:
+    """Whether copies differ. The run has then gone back to its last checkpoint."""
+    difference = find_difference(run)
+    if difference is not None:
+        go_back(run, difference)
+    return difference is not None
+
+
 def go_back(run, difference: dict) -> None:
     """Take a train.Run whose copies differ back to its last checkpoint. RunError if one of these
     machines was named before."""

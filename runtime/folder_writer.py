@@ -104,11 +104,11 @@ class FolderWriter(Writer):
         super().__init__(*args)
         self.aside = self.out / "step.tmp"
 
-    def submit(self, facts: dict, named: Container[str]) -> None:
+    def submit(self, facts: dict, protected: Container[str]) -> None:
         path = step_file(self.out, facts["step"], "folder")
         reason = None
         try:
-            self._write(path, facts, named)
+            self._write(path, facts, protected)
         except RunError as error:               # training goes on: earlier folders are whole
             reason = f"{path} could not be written: {error}"
             if self.grid.rank == 0:
@@ -117,7 +117,7 @@ class FolderWriter(Writer):
         self.pending = Future()                 # for `wait`
         self.pending.set_result(reason)
 
-    def _write(self, path: Path, facts: dict, named: Container[str]) -> None:
+    def _write(self, path: Path, facts: dict, protected: Container[str]) -> None:
         """Raises RunError, on every rank."""
         on_rank0(self._begin)
         part = all_ranks(self._write_part)
@@ -125,7 +125,7 @@ class FolderWriter(Writer):
         if self.grid.world > 1:
             with comm_errors("save, send to rank 0"):
                 dist.gather_object(part, parts if self.grid.rank == 0 else None)
-        on_rank0(lambda: self._end(path, facts, named, parts))
+        on_rank0(lambda: self._end(path, facts, protected, parts))
 
     def _begin(self) -> None:
         remove(self.aside)                      # a killed save has left it
@@ -136,7 +136,7 @@ class FolderWriter(Writer):
             raise OSError(f"there is no {self.aside} here: {SHARED}")
         return write_part(self.aside / part_file(self.grid.rank), chunks_of(self.flat))
 
-    def _end(self, path: Path, facts: dict, named: Container[str], parts: list[tuple]) -> None:
+    def _end(self, path: Path, facts: dict, protected: Container[str], parts: list[tuple]) -> None:
         for rank in range(self.grid.world):
             if not (self.aside / part_file(rank)).exists():
                 raise OSError(f"the file of rank {rank}{on_hosts([rank], self.grid.hosts)} is not "
@@ -144,7 +144,7 @@ class FolderWriter(Writer):
         write_table(self.aside, parts, self.flat.buckets[0].shard["master"].dtype, facts)
         flush_folder(self.aside)
         rename_folder(self.aside, path, self.out / LATEST["folder"])
-        remove_old(path, self.keep, named)
+        remove_old(path, self.keep, protected)
 
 
 def chunks_of(flat: FlatParameters) -> Iterator[tuple]:

@@ -7,7 +7,8 @@ import torch
 
 from data import Batch, TokenDataset, split_microbatches
 from model import derive_seed
-from parallelism.context import own_positions
+from parallelism.context import cut_sequence
+from runtime import rollback
 
 
 class Loader:
@@ -22,7 +23,8 @@ class Loader:
 
     def next(self) -> Batch:
         """The batch of this step. It is usually loaded during the step before, and loaded again if
-        sequences have been left out since."""
+        it has sequences that are to be left out."""
+        rollback.skip_excluded(self.run)
         run, batch = self.run, self.prefetched
         if batch is None or batch.step != run.step or batch.start != run.batches.consumed:
             batch = self.load(run.step)
@@ -55,8 +57,8 @@ class Loader:
             inputs, targets, positions = None, None, None
             if reads_rows:
                 inputs, targets, positions = as_tensors(dataset.rows(ids))
-                inputs = own_positions(inputs, grid.cp_rank, grid.cp)
-                targets = own_positions(targets, grid.cp_rank, grid.cp)
+                inputs = cut_sequence(inputs, grid.cp_rank, grid.cp)
+                targets = cut_sequence(targets, grid.cp_rank, grid.cp)
                 inputs, targets, positions = (to_device(x, self.run.device)
                                               for x in (inputs, targets, positions))
             microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))

@@ -1,32 +1,19 @@
-"""What `train.py --plain` needs besides training: what it refuses, and its log, checkpoints and end
-as those of a train.Run.
-
-The directory of a plain run is that of any other run: either continues what the other has saved.
-"""
-import math
-import time
-from contextlib import ExitStack, contextmanager, suppress
+"""What `train.py --plain` shares with a train.Run, whose directory it has: the flags that it
+refuses, what its checkpoints hold besides tensors, and how its log begins."""
+import dataclasses
+import socket
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Callable, Iterator
-
-import torch
 
 from amp import make_scaler
-from base.checkpoint_files import remove_old, step_file
-from base.disk import first_cause
-from base.errors import RunError, out_of_memory
+from base.errors import RunError
 from base.options import SHAPE, Config
 from base.processes import all_ranks
 from data import TokenDataset
 from model import GPTConfig
-from parallelism.build import Grid
-from runtime import console, run_state
-from runtime.directory import Metrics, Start
-from runtime.divergence import STATISTICS, DivergenceMonitor
-from runtime.evaluation import bits_per_byte
-from runtime.run_log import RunLog
-from runtime.signals import StopSignal, exit_like_signal
+from runtime import checks, console, run_state
+from runtime.directory import Metrics, Start, find_start
+from runtime.divergence import DivergenceMonitor
+from runtime.evaluation import describe_data
 
 # The flags that --plain takes. A run that it continues may have had others. They are ignored.
 FLAGS = {"plain", "data", "out", "model", *SHAPE, "batch_size", "steps", "epochs", "lr",
@@ -54,16 +41,18 @@ def check_flags(given: dict, world: int) -> None:
                          "directory")
 
 
-def check_file(begin: Start) -> None:
-    """Raise RunError if the run would continue from a folder."""
+def read_config(given: dict) -> tuple[Config, GPTConfig, Start]:
+    """The config and the model of a run with the flags `given`, and where it begins. Raises
+    RunError if the plain forms cannot train it."""
+    begin = find_start(Path(given.get("out", Config.out)), given.get("resume", Config.resume))
     if begin.path is not None and begin.path.is_dir():
         raise RunError(f"--plain reads files, and {begin.path} is a folder: drop --plain, or make "
                        f"a file of it, `python -m tools.checkpoint {begin.path} NEW/latest.pt`, "
                        f"and give --out NEW", 2)
-
-
-def check_model(config: Config, model_config: GPTConfig, train_data: TokenDataset) -> None:
-    """Raise RunError unless the plain forms can train this model on these data."""
+    config, model_config = all_ranks(lambda: checks.validate(
+        given, begin.state, world=1, device_type="cpu", file=begin.path))
+    train_data, val_data = (TokenDataset(config.data, split, model_config.seq_len)
+                            for split in ("train", "val"))
     if train_data.has_conversations:
         raise RunError(f"--plain reads text, and {config.data} has conversations: drop --plain, or "
                        f"give another --data", 2)
@@ -71,120 +60,57 @@ def check_model(config: Config, model_config: GPTConfig, train_data: TokenDatase
         raise RunError(f"--plain moves no bias of a router, and this model has --balance-bias "
                        f"{model_config.balance_bias:g}: drop --plain, or give --balance-bias 0 in "
                        f"a new run", 2)
+    if begin.state is not None:
+        check_continues(begin.state, config)
+    else:
+        for data in (train_data, val_data):         # for tokens beyond the vocabulary
+            all_ranks(lambda: data.mixture.check(model_config.vocab_size, part=0, parts=1))
+    return config, model_config, begin
 
 
-def check_continues(loaded: dict, config: Config) -> None:
+def check_continues(state: dict, config: Config) -> None:
     """Raise RunError unless every step of the run so far has read one batch of --batch-size
-    sequences, as the steps to come will do."""
+    sequences of the same data, as the steps to come will do."""
     default = Config()
     for name in CHANGE_THE_BATCH:
         if getattr(config, name) != getattr(default, name):
             raise RunError(f"this run has --{name.replace('_', '-')}, which --plain has not: drop "
                            f"--plain", 2)
-    stored = loaded["config"]["batch_size"]
+    stored = state["config"]["batch_size"]
     if config.batch_size != stored:
         raise RunError(f"this run has --batch-size {stored}, not {config.batch_size}: give "
                        f"--batch-size {stored}, or drop --plain", 2)
-    consumed = loaded["step"] * config.batch_size
-    if loaded["consumed_samples"] != consumed or loaded["monitor"].get("excluded"):
+    consumed = state["step"] * config.batch_size
+    if state["consumed_samples"] != consumed or state["monitor"].get("excluded"):
         raise RunError("this run has left out sequences, or had another --batch-size, which "
                        "--plain cannot continue: drop --plain", 2)
+    if len(state["data"]) > 1:
+        raise RunError("this run has read a mixture, or other data before, which --plain cannot "
+                       "continue: drop --plain", 2)
 
 
-class PlainRun:
-    """A plain run beside its training. Log, console and checkpoints take it for a train.Run, whose
-    names it has.
+def first_facts(config: Config, model_config: GPTConfig, begin: Start) -> dict:
+    """What the checkpoints of a run hold besides tensors; `step` is that of the one with which it
+    begins. No loss is judged, so the monitor is a new one."""
+    train_data = TokenDataset(config.data, "train", model_config.seq_len)
+    facts = run_state.make_facts(config, model_config, train_data, begin.run,
+                                 make_scaler(config.dtype), DivergenceMonitor())
+    return facts | dict(step=0 if begin.state is None else begin.state["step"])
 
-    finished_step   the last finished step
-    seconds         the time that the step took; `steps` sets it
-    stopping        whether a signal ends the run after this step; `log_step` sets it
-    """
 
-    def __init__(self, config: Config, model_config: GPTConfig, device: torch.device, begin: Start,
-                 loaded: dict | None, train_data: TokenDataset, val_data: TokenDataset,
-                 learning_rate: Callable):
-        """`loaded` are the entries of the checkpoint with which it continues, or None."""
-        check_model(config, model_config, train_data)
-        if loaded is not None:
-            check_continues(loaded, config)
-        self.config, self.model_config, self.device = config, model_config, device
-        self.begin, self.loaded = begin, loaded
-        self.train_data, self.val_data = train_data, val_data
-        self.learning_rate = learning_rate
-        self.grid = Grid(1, 1, 1)
-        self.identity = begin.run
-        self.finished_step = 0 if loaded is None else loaded["step"]
-        self.optimizer_steps = 0        # plain_save takes the number from Adam
-        self.scaler = make_scaler(config.dtype)
-        self.divergence = DivergenceMonitor.restored(loaded, config, train_data)
-        # The losses of the steps to come are not judged. What the run could go back to stays.
-        for name in STATISTICS:
-            setattr(self.divergence, name, getattr(DivergenceMonitor(), name))
-
-    @property
-    def step(self) -> int:
-        return self.finished_step + 1
-
-    @property
-    def batches(self) -> SimpleNamespace:
-        """The position in the data, as that of a data.Batches."""
-        sequences = self.finished_step * self.config.batch_size
-        return SimpleNamespace(consumed=sequences, sequences_trained=sequences)
-
-    def steps(self, training: Iterator, stack: ExitStack) -> Iterator[tuple[int, float, float]]:
-        """The number, the loss and the gradient norm of each step, which `training` makes. After a
-        signal the process ends by it: the step in progress is the last. Raises RunError if the
-        norm is not finite."""
-        if self.step > self.config.steps:
-            console.print_finished(self, self.loaded, self.begin)
-            return
-        self.log = RunLog(all_ranks(lambda: Metrics(Path(self.config.out), rank=0)))
-        console.report_begin(self, self.loaded, self.begin)
-        self.stop = stack.enter_context(StopSignal())
-        start = time.perf_counter()
-        for loss, norm in training:
-            self.seconds = time.perf_counter() - start
-            self.log.end_step(self.seconds, self.config.batch_size)
-            self.finished_step += 1
-            if not math.isfinite(norm):
-                raise RunError(f"step {self.finished_step} has loss {loss} and gradient norm "
-                               f"{norm}: lower --lr")
-            yield self.finished_step, loss, norm
-            if self.stopping:
-                console.report_stop(self)
-                exit_like_signal(self.stop.number)
-            start = time.perf_counter()
-        console.report_end(self)
-
-    def log_step(self, row: dict) -> None:
-        """Write the row of a step to metrics.jsonl, and print what a Run prints of it. A signal
-        that has come by now ends the run after this step."""
-        self.stopping = self.stop.number is not None and self.step <= self.config.steps
-        tokens = self.config.batch_size * self.model_config.seq_len         # of a step
-        row |= dict(tokens=self.finished_step * tokens, batch_size=self.config.batch_size,
-                    loss_scale=1.0, skipped=0, tokens_per_second=round(tokens / self.seconds, 1))
-        if "val_loss" in row:
-            row["bits_per_byte"] = bits_per_byte(row["val_loss"],
-                                                 self.val_data.meta["bytes_per_token"])
-        self.log.print_step(self, row)
-        self.log.write_row(self, row)
-
-    @contextmanager
-    def saving(self):
-        """The block saves a checkpoint of this step with the facts that it is given. If it cannot
-        write, remove what it wrote and raise RunError. Then remove the checkpoints that neither
-        --keep nor a rollback of a later Run needs."""
-        out = Path(self.config.out)
-        # is_start: a Run that continues may go back to this file. Its loss was finite.
-        run_state.judge_checkpoint(self, is_start=True)
-        try:
-            yield run_state.facts_of(self)
-        except (OSError, RuntimeError) as error:
-            with suppress(OSError):
-                (out / "step.pt.tmp").unlink(missing_ok=True)       # give its space back
-            if out_of_memory(error):
-                raise
-            raise RunError(f"a checkpoint could not be written: {first_cause(error)}; "
-                           f"earlier checkpoints, if any, are untouched") from error
-        named = {file for _, file, _ in self.divergence.checkpoints}
-        remove_old(step_file(out, self.finished_step), self.config.keep, named)
+def open_metrics(config: Config, model_config: GPTConfig, begin: Start) -> Metrics:
+    """Open metrics.jsonl and write how the run begins. Of a resume also print it."""
+    metrics = all_ranks(lambda: Metrics(Path(config.out)))
+    val_data = TokenDataset(config.data, "val", model_config.seq_len)
+    event = dict(event="start", step=0)
+    if begin.state is not None:
+        step = begin.state["step"]
+        changed = console.changed_flags(config, begin.state)
+        for damaged in begin.events:
+            metrics.write(**damaged, step=step)
+        event = dict(event="resume", step=step, path=str(begin.path), changed=changed)
+        print(", ".join([f"resume   {begin.path}, after step {step}", *console.describe(changed)]))
+    metrics.write(**event, config=dataclasses.asdict(config),
+                  data=describe_data(val_data, config, model_config),
+                  environment=console.environment([socket.gethostname()]))
+    return metrics

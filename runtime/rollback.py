@@ -31,9 +31,7 @@ def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
         return False
     run.log.write_row(run, row)
     # Was a flipped bit the cause, not the data or the learning rate?
-    difference = flipped_bits.find_difference(run)
-    if difference is not None:
-        flipped_bits.go_back(run, difference)
+    if flipped_bits.go_back_if_found(run):
         return True
     if hopeless:
         fail(run, run.step, f"{MAX_SKIPPED} steps in a row were not finite")

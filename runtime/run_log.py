@@ -122,10 +122,6 @@ def evaluated_tokens(run) -> str:
     return f"{count * run.model_config.seq_len:,} of {run.val_data.n_tokens:,} tokens"
 
 
-def announce_evaluation(run) -> None:
-    print_rank0(f"evaluate on {evaluated_tokens(run)}")
-
-
 def format_step(run, row: dict, left: timedelta) -> str:
     """The console's line of a step."""
     config = run.config

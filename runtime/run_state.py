@@ -5,11 +5,15 @@ from pathlib import Path
 from typing import Callable
 
 import checkpoint
+from amp import LossScaler
 from base.checkpoint_files import step_file
 from base.options import Config
 from base.processes import all_ranks, on_rank0
+from data import TokenDataset
+from model import GPTConfig
 from runtime.checkpoint_writer import Writer
 from runtime.directory import latest_valid
+from runtime.divergence import DivergenceMonitor
 from runtime.folder_writer import FolderWriter
 
 
@@ -72,14 +76,22 @@ def submit(run) -> None:
 
 
 def facts_of(run) -> dict:
-    """What a checkpoint of this moment holds besides tensors, of a train.Run or a PlainRun."""
-    return dict(
-        format=checkpoint.FORMAT, run=run.identity, step=run.finished_step,
-        consumed_samples=run.batches.consumed,
+    """What a checkpoint of this moment holds besides tensors."""
+    facts = make_facts(run.config, run.model_config, run.train_data, run.identity, run.scaler,
+                       run.divergence)
+    return facts | dict(
+        step=run.finished_step, optimizer_steps=run.optimizer_steps,
         tokens=run.batches.sequences_trained * run.model_config.seq_len,
-        optimizer_steps=run.optimizer_steps, config=dataclasses.asdict(run.config),
-        model=dataclasses.asdict(run.model_config),
-        data=run.train_data.mixture.phases, scaler=run.scaler.state_dict(),
-        monitor=dataclasses.asdict(run.divergence),
-        **{key: value for key, value in run.train_data.meta.items()
-           if key in ("tokenizer", *checkpoint.OPTIONAL)})
+        consumed_samples=run.batches.consumed)
+
+
+def make_facts(config: Config, model_config: GPTConfig, train_data: TokenDataset, identity: dict,
+               scaler: LossScaler, monitor: DivergenceMonitor) -> dict:
+    """What a checkpoint holds besides tensors and how far the run has come. `identity` is the run's
+    id and origin (directory.new_run)."""
+    of_tokenizer = {key: value for key, value in train_data.meta.items()
+                    if key in ("tokenizer", *checkpoint.OPTIONAL)}
+    return of_tokenizer | dict(
+        format=checkpoint.FORMAT, run=identity, config=dataclasses.asdict(config),
+        model=dataclasses.asdict(model_config), data=train_data.mixture.phases,
+        scaler=scaler.state_dict(), monitor=dataclasses.asdict(monitor))

@@ -202,7 +202,7 @@ class Chat:
 
 
 @contextmanager
-def memory_errors():
+def explain_memory_errors():
     """An error of too little memory, of a CPU or a GPU, becomes a MemoryError that says what to
     do."""
     try:

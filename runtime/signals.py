@@ -1,5 +1,5 @@
 """Ctrl-C (SIGINT), SIGTERM, SIGHUP and SIGUSR1 end a run after the step in progress, with a save.
-train.Run and a plain run have a `StopSignal`, and enter it while they train.
+A run trains in the block of a `StopSignal`.
 
     a rank gets a signal     it notes it
     the next sum over all    tells every rank of it: that of a step, or one of an evaluation
@@ -26,8 +26,10 @@ NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
 class StopSignal:
-    """The signals to this process during the block. A second signal ends the process at once,
-    unless it comes within half a second: a launcher may forward what the terminal has already sent.
+    """The signals to this process during the block. The end of the block then ends a process alone
+    by the first one, so that Ctrl-C also ends a shell's loop; ranks go on to exit status 0. A
+    second signal ends the process at once, unless it comes within half a second: a launcher may
+    forward what the terminal has already sent.
 
     number      of the first signal, or None
     agreed      whether all ranks know that one of them has a signal
@@ -51,11 +53,13 @@ class StopSignal:
         such as the compiler of --compile, get Ctrl-C too."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        is_news = isinstance(error, Exception) and not isinstance(error, (RunError, dist.DistError))
-        if self.number is not None and is_news:
+        if self.number is None or isinstance(error, (RunError, dist.DistError, SystemExit)):
+            return
+        if error is not None:
             print_error(f"ended without saving: {type(error).__name__}: {first_line(error)}")
             if dist.is_initialized():
                 os._exit(1)             # the other ranks notice
+        if not dist.is_initialized():
             exit_like_signal(self.number)
 
     def receive(self, number: int, frame) -> None:
@@ -76,7 +80,7 @@ def write(line: str) -> None:
 
 
 def exit_like_signal(number: int) -> None:
-    """End this process by the signal's default action, so that Ctrl-C also ends a shell's loop."""
+    """End this process by the signal's default action."""
     with suppress(AttributeError, OSError):             # standard output is closed
         sys.stdout.flush()
     if os.name == "posix":

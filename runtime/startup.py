@@ -3,10 +3,11 @@
 `prepare` on, every rank raises, as a RunError."""
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
+from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ def prepare(given: dict, job: Job, device: torch.device,
     config, model_config = on_rank0(lambda: resolve(begin, job, device, store, stack))
     if begin.kind == "resume":
         start_branch(begin.state, "lr" in given)
-    if config.plain or begin.kind == "init-from":       # they read the file by themselves
+    if begin.kind == "init-from":               # the run reads the file itself
         begin = begin._replace(state=None)
     return config, model_config, begin
 
@@ -86,8 +87,6 @@ def resolve(begin: Start, job: Job, device: torch.device, store: dist.Store,
         given = {**given, "init_from": str(begin.path)}
     config, model_config = checks.validate(given, begin.state, job.world, device.type,
                                            begin.kind == "init-from", begin.path)
-    if config.plain:
-        plain_run.check_file(begin)
     if config.log is not None:
         import_dashboards(config.log)
     if not config.eval_only:
@@ -147,9 +146,21 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
     return train_data, val_data
 
 
-def begin_training(run, begin: Start, stack: ExitStack) -> None:
-    """Open the log of a train.Run, report how it begins and, if it begins from a file, save its
-    starting state. `stack` closes the dashboards."""
+@contextmanager
+def errors_name_step(run):
+    """The error of a lost rank in this block names the stage and the step of the run."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise dist.DistError(f"stage {run.grid.stage}, step {run.step}: {error}") from error
+
+
+def begin_training(run, begin: Start, learning_rate: Callable, stack: ExitStack) -> None:
+    """Watch for signals, open the log of a train.Run, report how it begins and, if it begins from a
+    file, save its starting state. `stack` ends all this."""
+    run.identity = begin.run
+    stack.enter_context(run.stop)
+    stack.callback(run.writer.close)
     config = run.config
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
     run.log = RunLog(metrics)
@@ -158,7 +169,7 @@ def begin_training(run, begin: Start, stack: ExitStack) -> None:
         metrics.send(lambda dashboard: dashboard.open(Path(config.out), begin.run["id"], run.step))
         stack.callback(metrics.send, lambda dashboard: dashboard.close())
     console.print_summary(run)
-    console.report_begin(run, begin.state, begin)
+    console.report_begin(run, begin, learning_rate)
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
 

@@ -30,7 +30,8 @@ class StepStats:
     expert_loads: dict = field(default_factory=dict)    # of a mixture (expert_fields)
 
 
-def of_step(run, loss_sum: torch.Tensor, tokens_in_batch: int, targets_in_batch: int) -> StepStats:
+def sum_statistics(run, loss_sum: torch.Tensor, tokens_in_batch: int,
+                   targets_in_batch: int) -> StepStats:
     """The statistics of a step of a train.Run, by one all-reduce."""
     grid, scaler = run.grid, run.scaler
     local = dict(loss=scalar(0.0, run.device), activation_norm=scalar(0.0, run.device))

@@ -71,7 +71,8 @@ def run_file(folder, cwd, environment, file, arguments):
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)
     os.chdir(cwd)
     os.environ.update({name: str(value) for name, value in environment.items()})
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)        # under nohup it is ignored
+    for number in (signal.SIGHUP, signal.SIGINT):       # ignored under nohup, and behind `&`
+        signal.signal(number, signal.SIG_DFL)
     sys.argv = list(map(str, [file, *arguments]))
     runpy.run_path(str(ROOT / file), run_name="__main__")
 

@@ -74,7 +74,8 @@ def test_attention_depends_on_distances_alone():
     """The scores of q and k at positions 3, 4, ... are those at 0, 1, ..."""
     q, k = torch.randn(2, 1, 2, 6, 4, dtype=torch.float64)
     rotary = random_gpt(MODELS["llama"]).blocks["0"].attn.rotary
-    later = kv_cache.CachedRotary(rotary, kv_cache.Past(3))
+    later = copy.deepcopy(rotary)
+    later.positions = kv_cache.Past(3).positions
     scores = [torch.matmul(a, b.mT) for a, b in (rotary(q, k), later(q, k))]
     torch.testing.assert_close(*scores)
     assert not torch.allclose(scores[0], torch.matmul(q, k.mT))
@@ -263,7 +264,7 @@ def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_pat
     def look(module, args, y):
         if module.training and isinstance(module, model.CoreAttention):
             # Equal scores and one-hot values: the output is the softmax itself, under its mask.
-            own = context.own_positions(torch.eye(cfg.seq_len), rank // 2 % cp, cp, dim=0)
+            own = context.cut_sequence(torch.eye(cfg.seq_len), rank // 2 % cp, cp, dim=0)
             one_hot = own.expand(*args[0].shape[:2], -1, -1)
             zeros = torch.zeros_like(one_hot)
             mask = None if cp > 1 else torch.ones(cfg.seq_len, cfg.seq_len, dtype=torch.bool)

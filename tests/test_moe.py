@@ -225,7 +225,7 @@ def test_a_bias_balances_without_a_loss(tmp_path):
 @on_ranks
 def test_plain_experts_have_the_gradients_of_all(rank, world=4):
     """Four replicas, two of which share the experts: parallel.plain_experts, for 64 experts. Most
-    get no token."""
+    get no token. The norm is that of the whole model."""
     cfg = MODELS["few tokens"]
     tokens = tokens_of(cfg, 5)
     inputs, targets = tokens[:4], tokens[1:]
@@ -246,6 +246,10 @@ def test_plain_experts_have_the_gradients_of_all(rank, world=4):
         if hasattr(parameter, "is_expert"):
             expected = expected.chunk(2)[grid.ep_rank]
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-10, atol=1e-10)
+    squares = parallel.plain_norm_squared(dict(part.named_parameters()), grid, zero=0)
+    squares = parallel.all_reduce(squares, grid.groups["world"])
+    assert squares.sqrt().item() == pytest.approx(torch.nn.utils.get_total_norm(
+        [parameter.grad for parameter in whole.parameters()]).item(), rel=1e-10)
     grid.groups.clear()
 
 

@@ -123,7 +123,7 @@ def test_data_py_needs_neither_torch_nor_the_model():
 
 
 # Lines at most, of folders and of the program. A change that raises one says what it is worth.
-LINES = dict(base=1650, corpus=2700, models=900, parallelism=3850, runtime=2950, tools=4410)
+LINES = dict(base=1655, corpus=2700, models=870, parallelism=3850, runtime=2900, tools=4400)
 PROGRAM = 18_800
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from base import sample_flags
 from base.commandline import Parser, flag_name, placeholder
-from base.errors import errors_in_one_line, named
+from base.errors import errors_in_one_line, errors_with_path
 from base.options import LOCAL, SHAPE, Config
 from corpus import flags as data_flags
 from models import SIZES
@@ -108,7 +108,7 @@ def main() -> None:
     Parser("tools.docs", "python -m tools.docs", __doc__).parse_args()
     page = PAGE.read_text()
     if filled(page) != page:
-        with named(PAGE):
+        with errors_with_path(PAGE):
             PAGE.write_text(filled(page))
         print("wrote docs/flags.md")
 

@@ -26,7 +26,7 @@ import torch
 from base.checkpoint_files import verify
 from base.commandline import Parser, words_of
 from base.disk import write_file
-from base.errors import WriteFailed, errors_in_one_line, first_line, named
+from base.errors import WriteFailed, errors_in_one_line, errors_with_path, first_line
 from base.flops import parameter_count
 from checkpoint import load, parameter_shapes
 from corpus.huggingface_tokenizers import find_in_model, load as load_tokenizer, to_huggingface
@@ -301,7 +301,8 @@ def export_model(file: Path, folder: Path) -> None:
                           bos_token_id=start, dtype="float32")
     parent = folder.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
-    with named(folder), tempfile.TemporaryDirectory(prefix=".new-", dir=parent) as temporary:
+    with errors_with_path(folder), \
+            tempfile.TemporaryDirectory(prefix=".new-", dir=parent) as temporary:
         aside = Path(temporary, "folder")           # its mode is the usual one, temporary's is 700
         aside.mkdir()
         architecture = write_model(state["parameters"], config, cfg, ends, aside)

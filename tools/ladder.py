@@ -42,7 +42,7 @@ import numpy as np
 from base import options
 from base.checkpoint_files import step_file
 from base.commandline import Parser, add_flags, flag, flag_name
-from base.errors import errors_in_one_line, named
+from base.errors import errors_in_one_line, errors_with_path
 from base.flops import active_parameters, looked_up
 from data import TokenDataset
 from model import GPTConfig, ceil_div
@@ -355,7 +355,7 @@ def draw(found: dict, file: Path) -> None:
 def write(found: dict, config: LadderConfig) -> list[str]:
     """ladder.json, whole or not at all, and ladder.svg; lines on them."""
     file = Path(config.out, "ladder.json")
-    with named(file):
+    with errors_with_path(file):
         aside = file.with_suffix(".tmp")
         aside.write_text(json.dumps(found, indent=1) + "\n")
         os.replace(aside, file)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from base.errors import named
+from base.errors import errors_with_path
 
 DELTA = 1e-3            # Huber's loss is quadratic below this relative error
 EXPONENTS = 0.01, 2.0   # a and b lie between these
@@ -184,7 +184,7 @@ def back_test(points: Points) -> BackTest:
 
 def read_law(file: str) -> Law:
     """The law in a ladder.json. Raises ValueError, OSError."""
-    with named(file):
+    with errors_with_path(file):
         text = Path(file).read_text()
     try:
         fields = json.loads(text)["law"]

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from base.errors import named
+from base.errors import errors_with_path
 
 WIDTH = 8                   # inches; GitHub shows a page in about 9
 GRAY = "#8c959f"            # is seen on a white and on a dark page
@@ -30,7 +30,7 @@ def picture(file: Path, title: str, height: float) -> Iterator:
                      "axes.titlesize": "medium"}):
         figure = Figure((WIDTH, height), layout="constrained")
         yield figure
-        with named(file):
+        with errors_with_path(file):
             figure.savefig(file, format="svg", transparent=True, bbox_inches="tight",
                            metadata=dict(Date=None))
             svg = file.read_text()

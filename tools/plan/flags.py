@@ -67,12 +67,12 @@ class PlanConfig(options.Config):
     @property
     def size(self) -> int:
         """Bytes of a number of the parameters and activations."""
-        return PRECISIONS[self.dtype][0].itemsize
+        return PRECISIONS[self.dtype].parameters.itemsize
 
     @property
     def master_size(self) -> int:
         """The same of masters and gradients."""
-        return PRECISIONS[self.dtype][1].itemsize
+        return PRECISIONS[self.dtype].masters.itemsize
 
     @property
     def recomputes_attention(self) -> bool:
