@@ -20,8 +20,8 @@ class DataFlags:
     split_names: str = flag("follow", "files named train train, those named validation validate, "
                             "those named test are left out; or all are used alike",
                             choices=["follow", "ignore"])
-    near_duplicates: str = flag("keep", "documents with most words in common: count them, keep "
-                                "the first, or do not look for them, which is faster",
+    near_duplicates: str = flag(None, "documents with most words in common: count them, keep the "
+                                "first, or do not look for them (default keep; ignore for python)",
                                 choices=["keep", "drop", "ignore"])
     template: str = flag(None, "how conversations are written: plain, a model's .jinja or folder "
                          "(default: that of the tokenizer, or else plain)", form="NAME|FILE")

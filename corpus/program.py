@@ -52,11 +52,11 @@ def make(flags: DataFlags) -> dict:
         return dict(tokens={split: count_tokens(flags.out, split) for split in SPLITS})
     else:
         files = [download_text(flags.dataset, flags.out)]
-    tokenizer = flags.tokenizer
-    if tokenizer is None:
-        tokenizer = "bytes" if flags.dataset == "python" and not flags.input else "gpt2"
+    is_python = flags.dataset == "python" and not flags.input
+    tokenizer = flags.tokenizer or ("bytes" if is_python else "gpt2")
+    near_duplicates = flags.near_duplicates or ("ignore" if is_python else "keep")
     return prepare(files, flags.out, tokenizer, flags.seed, flags.shard_tokens, field,
-                   flags.near_duplicates, flags.train_tokenizer, flags.template, validation)
+                   near_duplicates, flags.train_tokenizer, flags.template, validation)
 
 
 def summary(out: Path, meta: dict) -> list[str]:

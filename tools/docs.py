@@ -35,17 +35,16 @@ def heading(*columns) -> list[str]:
 
 
 def train_flags(page: str) -> list[str]:
-    """A table for each group of --help. A flag whose meaning takes more than a cell has a heading
-    in the page, with a note under it: the table links it."""
-    lines = []
+    """One table, with a row before each group of --help. A flag whose meaning takes more than a
+    cell has a note in the page, which the table links."""
+    lines = heading("Flag", "Default", "Meaning", "When you resume")
     group = None
     for f in dataclasses.fields(Config):
         if f.metadata["group"] not in (None, group):
             group = f.metadata["group"]
-            lines += ["", f"## {group[0].upper()}{group[1:]}", "",
-                      *heading("Flag", "Default", "Meaning", "When you resume")]
+            lines.append(row(f"**{group[0].upper()}{group[1:]}**", "", "", ""))
         lines.append(flag_row(f, page))
-    return lines[1:]
+    return lines
 
 
 def flag_row(f: dataclasses.Field, page: str) -> str:
@@ -62,10 +61,10 @@ def flag_row(f: dataclasses.Field, page: str) -> str:
         default = "of `--model`"
     if f.name == "model":
         meaning = "named size"                  # the page lists them
-    if f"### `{flag}`\n" in page:
+    if f"\n- `{flag}`: " in page:
         if len(default.split()) > LONGEST_CELL:
             default = "see the note"
-        meaning += f" ([note](#{flag}))"
+        meaning += " ([note](#notes))"
     return row(f"`{flag}{value}`", default, meaning, "repeat" if f.name in LOCAL else "kept")
 
 
