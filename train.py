@@ -24,7 +24,7 @@ import checkpoint
 from amp import NOT_FINITE, PRECISIONS, clip_factor, make_scaler
 from base.errors import RunError
 from base.options import Config
-from base.processes import Job, running
+from base.processes import Job, print_rank0, running
 from data import Batch, Batches, TokenDataset, open_shards, plain_batch, plain_windows
 from model import GPT, GPTConfig
 from parallelism.build import Grid, begin_step, build_model, change_blocks, make_flat
@@ -117,11 +117,11 @@ def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, be
         row = dict(step=step, tokens=step * tokens_per_step, loss=loss, grad_norm=norm,
                    lr=learning_rate(config, step), loss_scale=1.0, tokens_per_second=speed)
         if step == 1 or config.is_due(step, log_every):     # every so many steps, and at the last
-            print(f"step {step}/{config.steps}  loss {loss:.4f}  lr {row['lr']:.2e}  "
-                  f"norm {norm:.3f}  {speed:,.0f} tok/s", flush=True)
+            print_rank0(f"step {step}/{config.steps}  loss {loss:.4f}  lr {row['lr']:.2e}  "
+                        f"norm {norm:.3f}  {speed:,.0f} tok/s")
         if config.is_due(step, config.eval_every):
             row["val_loss"] = plain_evaluate(config, model, val_shards)
-            print(f"step {step}/{config.steps}  validation {row['val_loss']:.4f}", flush=True)
+            print_rank0(f"step {step}/{config.steps}  validation {row['val_loss']:.4f}")
         metrics.write(**row)
 
         stopped = stop.number is not None
@@ -130,10 +130,10 @@ def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, be
             checkpoint.plain_save(model, optimizer, facts, Path(config.out), config.keep)
         if stopped and step < config.steps:
             metrics.write(event="stop", step=step)
-            print(f"stopped and saved after step {step}; run the same command to go on")
+            print_rank0(f"stopped and saved after step {step}; run the same command to go on")
             return
     metrics.write(event="end", step=config.steps)
-    print(f"Now sample from it:\npython sample.py --ckpt {config.out}/latest.pt")
+    print_rank0(f"Now sample from it:\npython sample.py --ckpt {config.out}/latest.pt")
 
 
 def plain_main(given: dict, device: torch.device) -> None:
@@ -148,7 +148,7 @@ def plain_main(given: dict, device: torch.device) -> None:
         if begin.path is not None:
             checkpoint.plain_load(model, optimizer, begin.path)
         if begin.step >= config.steps:
-            print(f"{begin.path} is step {begin.step} of {config.steps}: nothing left to do")
+            print_rank0(f"{begin.path} is step {begin.step} of {config.steps}: nothing left to do")
             return
         metrics = plain_run.open_metrics(config, model_config, begin)       # metrics.jsonl
         # Ctrl-C or SIGTERM sets stop.number. The process then ends when this block does.

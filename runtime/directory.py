@@ -110,8 +110,8 @@ class Start(NamedTuple):
         return 0 if self.state is None else self.state["step"]
 
 
-def find_start(out: Path, resume: str, init_from: str | None = None, eval_only: bool = False,
-               restarted: bool = False) -> Start:
+def find_start(out: Path, resume: str = "auto", init_from: str | None = None,
+               eval_only: bool = False, restarted: bool = False) -> Start:
     """Decide where a run begins. `out` is one run:
 
     1. If `out` holds checkpoints, the run goes on from the newest whole one.

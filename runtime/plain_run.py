@@ -7,7 +7,7 @@ from pathlib import Path
 from amp import make_scaler
 from base.errors import RunError
 from base.options import SHAPE, Config
-from base.processes import all_ranks
+from base.processes import all_ranks, print_rank0
 from data import TokenDataset
 from model import GPTConfig
 from runtime import checks, console, run_state
@@ -18,7 +18,7 @@ from runtime.evaluation import describe_data
 # The flags that --plain takes. A run that it continues may have had others. They are ignored.
 FLAGS = {"plain", "data", "out", "model", *SHAPE, "batch_size", "steps", "epochs", "lr",
          "min_lr_ratio", "warmup_steps", "lr_schedule", "decay_ratio", "weight_decay", "beta1",
-         "beta2", "clip", "seed", "device", "dtype", "save_every", "keep", "resume", "eval_every",
+         "beta2", "clip", "seed", "device", "dtype", "save_every", "keep", "eval_every",
          "eval_tokens", "log_every"}
 CHANGE_THE_BATCH = ("dropout", "batch_ramp", "skip_steps")      # but not these
 
@@ -34,8 +34,6 @@ def check_flags(given: dict, world: int) -> None:
     if given.get("dtype") in ("bf16", "fp16"):
         raise ValueError(f"--plain has no --dtype {given['dtype']}: give fp32 or fp64, or drop "
                          f"--plain")
-    if given.get("resume", "auto") not in ("auto", "never"):
-        raise ValueError("--plain has no --resume FILE: give auto or never, or drop --plain")
     if set("=,") & set(given.get("data", "")) and not Path(given["data"]).is_dir():
         raise ValueError("--plain reads one directory, not a mixture: drop --plain, or give one "
                          "directory")
@@ -44,7 +42,7 @@ def check_flags(given: dict, world: int) -> None:
 def read_config(given: dict) -> tuple[Config, GPTConfig, Start]:
     """The config and the model of a run with the flags `given`, and where it begins. Raises
     RunError if the plain forms cannot train it."""
-    begin = find_start(Path(given.get("out", Config.out)), given.get("resume", Config.resume))
+    begin = find_start(Path(given.get("out", Config.out)))
     if begin.path is not None and begin.path.is_dir():
         raise RunError(f"--plain reads files, and {begin.path} is a folder: drop --plain, or make "
                        f"a file of it, `python -m tools.checkpoint {begin.path} NEW/latest.pt`, "
@@ -110,8 +108,8 @@ def open_metrics(config: Config, model_config: GPTConfig, begin: Start) -> Metri
             metrics.write(**damaged, step=begin.step)
         changed = console.changed_flags(config, begin.state)
         event = dict(event="resume", path=str(begin.path), changed=changed)
-        print(", ".join([f"resume   {begin.path}, after step {begin.step}",
-                         *console.describe(changed)]))
+        print_rank0(", ".join([f"resume   {begin.path}, after step {begin.step}",
+                               *console.describe(changed)]))
     metrics.write(**event, step=begin.step, config=dataclasses.asdict(config),
                   data=describe_data(val_data, config, model_config),
                   environment=console.environment([socket.gethostname()]))

@@ -42,14 +42,10 @@ class RunLog:
         if line is not None:
             print_rank0(line)
 
-    def end_step(self, seconds: float, batch_size: int) -> None:
-        """Note the time of a step that has just ended. `time_left` needs it."""
-        self.recent_seconds.append(seconds / batch_size)
-        self.step_ended_at = time.monotonic()
-
     def new_row(self, run, batch: Batch, stats, lr: float, seconds: float) -> dict:
         """The row of metrics.jsonl of a step that took `seconds`; `stats`: its StepStats."""
-        self.end_step(seconds, batch.size)
+        self.recent_seconds.append(seconds / batch.size)
+        self.step_ended_at = time.monotonic()
         seq_len = run.model_config.seq_len
         return dict(
             step=batch.step, tokens=run.batches.sequences_trained * seq_len, loss=stats.loss,
@@ -71,27 +67,26 @@ class RunLog:
         elif now - self.printed_at >= 1:
             is_due = is_due or step % ceil_div(config.steps, LINES) == 0
         if is_due:
-            print_rank0(format_step(run, row, self.time_left(run, row)))
+            print_rank0(format_step(run, row, self.time_left(run, step)))
             self.printed_at = now
             self.shown_at = now
         elif self.on_terminal and now - self.shown_at >= 1:
             self.shown_at = now
             print_rank0(f"step {step}/{config.steps}  loss {row['loss']:.4f}  "
-                        f"left {self.time_left(run, row)}\x1b[K", end="\r")
+                        f"left {self.time_left(run, step)}\x1b[K", end="\r")
 
-    def time_left(self, run, row: dict) -> timedelta:
+    def time_left(self, run, step: int) -> timedelta:
         """The time of the sequences that are left to train, by the median of the last steps, and of
         the evaluations that are left, each as long as the last one. Before there was one it is
         guessed: forward is about a third of a step. At first in a ramp it is too long, for a small
         model 1.6 times: what a step costs beside its sequences is not known yet."""
-        config, step = run.config, row["step"]
+        config = run.config
         trained = run.batches.sequences_trained
         sequences = sequences_after(config, trained, config.steps - step) - trained
-        evaluated = step if "val_loss" in row else step - 1         # a plain run's line comes later
-        evaluations = int(evaluated < config.steps)                 # after the last step
+        evaluations = 1                 # after the last step. That of this step is still to come
         if config.eval_every > 0:
-            last = config.steps - 1
-            evaluations += last // config.eval_every - min(evaluated, last) // config.eval_every
+            evaluations += ((config.steps - 1) // config.eval_every
+                            - (step - 1) // config.eval_every)
         of_sequence = statistics.median_low(self.recent_seconds)
         of_evaluation = self.evaluation_seconds
         if of_evaluation is None:

@@ -295,15 +295,15 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
 
 def test_the_time_left_counts_the_sequences_of_a_ramp_and_the_evaluations():
     """A sequence takes 3 s. After step 1 of 10 five evaluations follow, of 128 sequences and a
-    third of the time each; after step 4 four, which took 100 s, or three if its own was first."""
+    third of the time each; after step 4 four, which took 100 s, its own among them."""
     config = Config(steps=10, batch_size=8, batch_ramp="4:2:16", eval_every=2)
     log = run_log.RunLog(SimpleNamespace(write=nothing))
     log.recent_seconds.append(3.0)
     run = SimpleNamespace(config=config, model_config=CFG, val_data=Memory(CFG), batches=None)
 
-    def left(step, trained, **evaluated):
+    def left(step, trained):
         run.batches = SimpleNamespace(sequences_trained=trained)
-        return log.time_left(run, dict(step=step, **evaluated)).total_seconds()
+        return log.time_left(run, step).total_seconds()
     sizes = []
     for _ in range(10):
         sizes.append(batch_size_at(config, sum(sizes)))
@@ -311,8 +311,7 @@ def test_the_time_left_counts_the_sequences_of_a_ramp_and_the_evaluations():
     assert left(1, sizes[0]) == 3 * sum(sizes[1:]) + 5 * 128
     log.evaluation_seconds = 100.0
     assert left(4, sum(sizes[:4])) == 3 * sum(sizes[4:]) + 400
-    assert left(4, sum(sizes[:4]), val_loss=2.0) == 3 * sum(sizes[4:]) + 300
-    assert left(10, sum(sizes)) == 100 and left(10, sum(sizes), val_loss=2.0) == 0
+    assert left(10, sum(sizes)) == 100
 
 
 def contents(folder):
