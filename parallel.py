@@ -259,9 +259,8 @@ class PlainRowLinear(nn.Module):
 
 
 def find_local(tokens: torch.Tensor, weight: torch.Tensor, grid: Grid) -> tuple:
-    """The token matrix, which embedding and head share, is cut by rows: a rank has V / tp tokens.
-    (V is padded to a multiple of 128. The last rows belong to no token.) Returns the row of each
-    token in this rank's part, and whether the part has the token. If not, the row is 0."""
+    """The token matrix, which embedding and head share, is cut by rows: `weight` has V / tp tokens.
+    Returns the row of each token in it, 0 if it lacks the token, and whether it has the token."""
     rows = tokens - grid.tp_rank * len(weight)
     is_local = (rows >= 0) & (rows < len(weight))
     return rows.where(is_local, 0), is_local

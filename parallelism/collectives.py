@@ -79,9 +79,9 @@ def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
     small = x.device.type == "cpu" and x.nbytes <= 2 ** 20
     with comm_errors("all-reduce", group):
         if small and group.size() == 2 and op == dist.ReduceOp.SUM:
-            theirs = torch.empty_like(x)
-            handles = _exchange([x] * 2, [theirs] * 2, group)       # uses the other rank's entry
-            return Work(theirs, handles, "all-reduce", group, finish=x.add_)
+            received = torch.empty_like(x)
+            handles = _exchange([x] * 2, [received] * 2, group)     # uses the other rank's entry
+            return Work(received, handles, "all-reduce", group, finish=x.add_)
         return Work(x, [dist.all_reduce(x, op, group, async_op=True)], "all-reduce", group)
 
 

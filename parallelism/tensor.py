@@ -330,8 +330,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), with sequence
     parallelism (B, T / tp, C), targets (B, T), W (V / tp, C) this rank's rows. Forward computes
     the logits of one tile of positions at a time. With these it also computes the gradients, those
-    of loss * loss_factor (None: no gradients). Backward returns them. The logits may have a bias
-    (V / tp,)."""
+    of loss * loss_factor (None: no gradients). Backward returns them."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, targets, grid, loss_factor, head):
@@ -357,8 +356,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), size):
             tile = slice(start, start + size)
             n = len(x[tile])
-            logits = tile_logits(x[tile], weight, bias, head.vocab_size - first, memory[:n])
             tile_p = None if p is None else p[:n]
+            logits = tile_logits(x[tile], weight, bias, head.vocab_size - first, memory[:n])
             sums = head.tile_sums(logits, tile_p, targets[tile], first)
             global_sums = softmax_over_ranks(sums, grid.groups["tp"])
             part_of_loss, target_grads = head.tile_loss(logits, tile_p, targets[tile], sums,
