@@ -210,7 +210,7 @@ def identity(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The input of a matrix that is cut by columns, at all positions."""
+    """The input of matrices that are cut by columns: x at all positions."""
     if grid.sequence_parallel:
         return Conjugate.apply(x, gather_positions, scatter_positions, grid.groups["tp"])
     return Conjugate.apply(x, identity, all_reduce, grid.groups["tp"])
@@ -342,7 +342,7 @@ def plain_tensor_parallel(model: GPT, grid: Grid) -> None:
 #
 # The layers are cut into p stages, one for each rank of a pipeline, and the batch into m
 # microbatches, which pass through the stages one after another: forward (F), then backward (B).
-# For three stages and five microbatches, a backward taking twice as long as a forward:
+# A row for each of three stages, for five microbatches, if a backward takes two forwards:
 #
 #     GPipe      F0 F1 F2 F3 F4 .  .  .  .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0
 #                .  F0 F1 F2 F3 F4 .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .
@@ -465,7 +465,7 @@ def plain_step(model, optimizer, tokens, targets):
 class PlainBucket:
     """Gradients that are sent in one message, which is faster than many small ones. Autograd calls
     the hook of a parameter after it has accumulated into .grad. The last hook of a bucket starts
-    its all-reduce, which runs while backward computes the gradients of the next bucket:
+    its all-reduce, which runs while backward computes the gradients of other buckets:
 
         time          ------------------------------------------>
         backward      head    block 1    block 0    embedding
