@@ -6,8 +6,8 @@
     all_to_all(x, .., group)    every rank has what each other has for it
 
 Each starts at once and returns a `Work`; `wait` returns the result. A group of one rank is None: a
-collective over it does nothing. (What PyTorch 2.13 calls reduce_scatter_single and
-all_gather_single was reduce_scatter_tensor and all_gather_into_tensor before.) What differs from
+collective over it does nothing. What PyTorch 2.13 calls reduce_scatter_single and
+all_gather_single was reduce_scatter_tensor and all_gather_into_tensor before. What differs from
 torch.distributed's own:
 
     two CPU ranks swap small tensors             half the time of gloo's all-reduce    all_reduce
@@ -167,8 +167,8 @@ def copy_to_host_async(x: torch.Tensor, host: torch.Tensor | None = None) -> tup
 
 
 def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
-    """x on the host; DistError if the device takes more than `timeout` seconds to compute it. (If
-    a rank hangs, a plain copy blocks until NCCL's own watchdog, for minutes.)"""
+    """x on the host; DistError if the device takes more than `timeout` seconds to compute it. If
+    a rank hangs, a plain copy blocks until NCCL's own watchdog, for minutes."""
     if x.device.type == "cpu":
         return x
     host, event = copy_to_host_async(x)

@@ -205,8 +205,8 @@ def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group) 
 
 
 class _Permute(torch.autograd.Function):
-    """rows[order]. Backward permutes by the inverse. (Autograd's backward of an index must expect
-    that a row is taken twice: it sorts the indices, and adds.)"""
+    """rows[order]. Backward permutes by the inverse. Autograd's backward of an index must expect
+    that a row is taken twice: it sorts the indices, and adds."""
 
     @staticmethod
     def forward(ctx, rows, order, inverse):
