@@ -122,7 +122,8 @@ def test_data_py_needs_neither_torch_nor_the_model():
     assert done.stdout == "[]\n"
 
 
-# Lines at most, of folders, of files of the book and of the program. A change that raises one says what it is worth.
+# Lines at most, of folders, of files of the book and of the program. A change that raises one says
+# what it is worth.
 LINES = {"base": 1650, "corpus": 2700, "models": 870, "parallelism": 3850, "runtime": 2950,
          "tools": 4400, "parallel.py": 900, "model.py": 350, "checkpoint.py": 190, "data.py": 220,
          "sample.py": 140, "amp.py": 130}
