@@ -502,7 +502,7 @@ def kind_of_group(parameter: nn.Parameter) -> str:
 
 
 def plain_buckets(model: GPT, grid: Grid) -> list[PlainBucket]:
-    """A bucket for each block (its experts have another), the last LayerNorm, the position matrix
+    """A bucket for each block, one for its experts, and for the last LayerNorm, the position matrix
     and the token matrix, whose gradient is complete last: head and embedding add to it."""
     contents = defaultdict(list)
     for name, parameter in model.named_parameters():            # lists the tied matrix once
@@ -679,8 +679,8 @@ def plain_context_parallel(model: GPT, grid: Grid) -> None:
 #     replica 0    tokens for experts 0 1 | 2 3    ->    experts 0 1 of both    ->    own tokens
 #     replica 1    tokens for experts 0 1 | 2 3    ->    experts 2 3 of both    ->    own tokens
 #
-# An expert's gradient is then already a sum over ep replicas. It remains to sum it over those that
-# have the same experts. In train.py: parallelism/experts.py.
+# An expert's gradient is then already a sum over ep replicas. The replicas that have the same
+# experts sum theirs. In train.py: parallelism/experts.py.
 # ---------------------------------------------------------------------------------------------
 
 
