@@ -210,7 +210,7 @@ def identity(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The input of a matrix that is cut by columns, at all positions."""
+    """The input of matrices that are cut by columns: x at all positions."""
     if grid.sequence_parallel:
         return Conjugate.apply(x, gather_positions, scatter_positions, grid.groups["tp"])
     return Conjugate.apply(x, identity, all_reduce, grid.groups["tp"])
@@ -259,9 +259,8 @@ class PlainRowLinear(nn.Module):
 
 
 def find_local(tokens: torch.Tensor, weight: torch.Tensor, grid: Grid) -> tuple:
-    """The token matrix, which embedding and head share, is cut by rows: a rank has V / tp tokens.
-    (V is padded to a multiple of 128. The last rows belong to no token.) Returns the row of each
-    token in this rank's part, and whether the part has the token. If not, the row is 0."""
+    """The token matrix, which embedding and head share, is cut by rows: `weight` has V / tp tokens.
+    Returns the row of each token in it, 0 if it lacks the token, and whether it has the token."""
     rows = tokens - grid.tp_rank * len(weight)
     is_local = (rows >= 0) & (rows < len(weight))
     return rows.where(is_local, 0), is_local
@@ -343,7 +342,7 @@ def plain_tensor_parallel(model: GPT, grid: Grid) -> None:
 #
 # The layers are cut into p stages, one for each rank of a pipeline, and the batch into m
 # microbatches, which pass through the stages one after another: forward (F), then backward (B).
-# For three stages and five microbatches, a backward taking twice as long as a forward:
+# A row for each of three stages, for five microbatches, if a backward takes two forwards:
 #
 #     GPipe      F0 F1 F2 F3 F4 .  .  .  .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0
 #                .  F0 F1 F2 F3 F4 .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .
@@ -466,7 +465,7 @@ def plain_step(model, optimizer, tokens, targets):
 class PlainBucket:
     """Gradients that are sent in one message, which is faster than many small ones. Autograd calls
     the hook of a parameter after it has accumulated into .grad. The last hook of a bucket starts
-    its all-reduce, which runs while backward computes the gradients of the next bucket:
+    its all-reduce, which runs while backward computes the gradients of other buckets:
 
         time          ------------------------------------------>
         backward      head    block 1    block 0    embedding
@@ -503,7 +502,7 @@ def kind_of_group(parameter: nn.Parameter) -> str:
 
 
 def plain_buckets(model: GPT, grid: Grid) -> list[PlainBucket]:
-    """A bucket for each block (its experts have another), the last LayerNorm, the position matrix
+    """A bucket for each block, one for its experts, and for the last LayerNorm, the position matrix
     and the token matrix, whose gradient is complete last: head and embedding add to it."""
     contents = defaultdict(list)
     for name, parameter in model.named_parameters():            # lists the tied matrix once
@@ -680,8 +679,8 @@ def plain_context_parallel(model: GPT, grid: Grid) -> None:
 #     replica 0    tokens for experts 0 1 | 2 3    ->    experts 0 1 of both    ->    own tokens
 #     replica 1    tokens for experts 0 1 | 2 3    ->    experts 2 3 of both    ->    own tokens
 #
-# An expert's gradient is then already a sum over ep replicas. It remains to sum it over those that
-# have the same experts. In train.py: parallelism/experts.py.
+# An expert's gradient is then already a sum over ep replicas. The replicas that have the same
+# experts sum theirs. In train.py: parallelism/experts.py.
 # ---------------------------------------------------------------------------------------------
 
 

@@ -1,12 +1,12 @@
-"""The claims of the book and of parallelism/, each with its test.
+"""The claims of the book, each with its test.
+
+The book is model.py, data.py, amp.py, parallel.py, checkpoint.py, sample.py and train.py. It shows
+how a large model is trained, and each file begins with its plain form. parallelism/ has the
+techniques of parallel.py as train.py runs them. Its claims are here, too.
 
     python -m pytest test_all.py                what a change must pass: minutes, on two CPU cores
     python -m pytest test_all.py -m slow        the same claims at a size that takes longer
     python test_all.py                          docs/measurements.md: the measured differences
-
-The book is model.py, data.py, amp.py, parallel.py, checkpoint.py, sample.py and train.py: how a
-large model is trained, each file in its plain form first. parallelism/ has the techniques of
-parallel.py as a run uses them.
 
 Section             Claims                                                Compared with
 All layouts         losses, gradients and norms are those of one          one process
@@ -29,14 +29,12 @@ Begin with          test_plain_tensor_parallel_layers_equal_the_whole_layers
                     test_a_resumed_run_is_the_straight_one_bit_for_bit
                     test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64
 
-The body of an `on_ranks` test runs on each of `world` ranks. `trained(pool, layout, ...)` trains
-with train.Run on dp x tp x pp of them, on the data of `Memory`; `reference(cfg, ...)` is such a run
-of one process. These, and the fixtures, are in tests/harness.py. A layout is (dp, tp, pp).
+A layout is (dp, tp, pp). `@on_ranks` runs the body of a test on each of `world` ranks.
+`trained(pool, layout, ...)` trains with train.Run on dp x tp x pp ranks, on the data of `Memory`,
+and `reference(cfg, ...)` in one process. These and the fixtures are in tests/harness.py.
 
-Upstream gradients are random: ones would hide a transposition. A claim that fails is told in one
-line: claim, layout, place and values; with -vv the traceback is shown. Every model in every layout,
-and the mechanisms behind the claims: tests/.
-"""
+Upstream gradients are random: ones would hide a transposition. A claim that fails prints one line,
+with -vv also the traceback. tests/ has every model in every layout, and the mechanisms."""
 import copy
 import functools
 import itertools
@@ -82,8 +80,9 @@ from tests.harness import (BOUNDS, CFG, CUTS, INTERLEAVED, LAYOUTS, TWO_STEPS, U
 
 # ---- All layouts train as one process
 
-def equality_row(pool, layout, one, out, cfg, **flags):
-    """The `differences` from `one` process. The layout sets recomputation and microbatches."""
+def compare_layout(pool, layout, one, out, cfg, **flags):
+    """The `differences` of a layout's run from the run of `one` process. The layout also decides
+    how many microbatches there are, and whether backward computes the blocks again."""
     dp, tp, pp = layout
     if "pp_chunks" in flags:
         num_microbatches = pp           # interleaved schedules take multiples of it
@@ -124,7 +123,7 @@ def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, n
     one = reference(cfg, **{name: value for name, value in flags.items()
                             if name not in ("zero", "pp_schedule", "pp_chunks", "cp",
                                             "sequence_parallel")})
-    found = equality_row(pool, layout, one, tmp_path, cfg, **flags)
+    found = compare_layout(pool, layout, one, tmp_path, cfg, **flags)
     assert max(found) <= BOUNDS[flags["dtype"]], f"(loss, gradient, norm) differ by {found}"
     plain = plain_gradient(cfg, flags.get("batch_size", 8))
     assert relative(one.seen[0], plain) <= BOUNDS[flags["dtype"]]
@@ -135,7 +134,7 @@ def test_a_vocabulary_of_gpt2s_size_trains_as_one_process(pool, tmp_path, refere
     directly."""
     cfg = GPTConfig(vocab_size=50257, seq_len=8, n_layer=3, n_head=4, n_embd=16)
     flags = dict(dtype="fp32", steps=2)
-    found = equality_row(pool, (1, 2, 2), reference(cfg, **flags), tmp_path, cfg, **flags)
+    found = compare_layout(pool, (1, 2, 2), reference(cfg, **flags), tmp_path, cfg, **flags)
     assert max(found) <= BOUNDS["fp32"], f"(loss, gradient, norm) differ by {found}"
 
 
@@ -927,7 +926,7 @@ def equality_table(pool, dtype, out):
              for layout in [(1, 1, 2), (4, 1, 2), (2, 2, 2), (1, 1, 4), (2, 1, 4), (1, 2, 4)]
              for flags in (INTERLEAVED, dict(pp_schedule="zb-h1"))]
     for layout, flags, cfg in rows:
-        yield layout, flags["pp_schedule"], equality_row(pool, layout, one[cfg], out, cfg,
+        yield layout, flags["pp_schedule"], compare_layout(pool, layout, one[cfg], out, cfg,
                                                          dtype=dtype, **flags)
     cfg, flags = replace(NARROW, n_layer=9), dict(exact=True, dtype=dtype, micro_batch=1)
     one = trained(pool, (1, 1, 1), out, cfg, whole_gradient, **flags)

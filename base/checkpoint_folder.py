@@ -188,7 +188,7 @@ def boxes(shape, low: int, high: int) -> Iterator[tuple]:
             low = end
 
 
-def place(spec, grid, offsets: tuple, box: torch.Tensor) -> Iterator[tuple]:
+def chunks_of_box(spec, grid, offsets: tuple, box: torch.Tensor) -> Iterator[tuple]:
     """A box of this rank's part of a parameter, as chunks of the full tensor: one for each stacked
     matrix that it reaches into, without the padding. Yields (offsets, view of `box`). It is the
     inverse of ParamSpec.cut."""
@@ -215,5 +215,5 @@ def chunks(spec, grid, numbers: torch.Tensor, where: slice) -> Iterator[tuple]:
     begin = 0
     for offsets, sizes in boxes(spec.local_shape, where.start, where.stop):
         end = begin + math.prod(sizes)
-        yield from place(spec, grid, offsets, numbers[begin:end].view(sizes))
+        yield from chunks_of_box(spec, grid, offsets, numbers[begin:end].view(sizes))
         begin = end

@@ -165,11 +165,11 @@ class Parser(argparse.ArgumentParser):
 
     def advise(self, unknown: str) -> str:
         """What to do about a flag or a word that is unknown."""
-        ours = self._option_string_actions
+        actions = self._option_string_actions
         name = "--" + unknown.partition("=")[0].lstrip("-")
-        near = [flag for flag in ours if flag.startswith(name)]
+        near = [flag for flag in actions if flag.startswith(name)]
         if len(near) != 1:
-            near = difflib.get_close_matches(name, ours, 1, 0.75)
+            near = difflib.get_close_matches(name, actions, 1, 0.75)
         if near:
-            return f"did you mean {near[0]}? ({ours[near[0]].help % vars(ours[near[0]])})"
+            return f"did you mean {near[0]}? ({actions[near[0]].help % vars(actions[near[0]])})"
         return "--help lists the flags"

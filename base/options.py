@@ -193,11 +193,11 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
     shape = model_shape(given)
     base = SIZES[config.model]
     if state is not None:
-        own = make_config(**state["model"])
-        base = dataclasses.asdict(own)
-        if "model" in given and type(named := make_config(**shape)) is type(own):
+        stored = make_config(**state["model"])
+        base = dataclasses.asdict(stored)
+        if "model" in given and type(asked := make_config(**shape)) is type(stored):
             # also the fields that have their defaults; those of flags may be the file's own
-            shape |= {name: value for name, value in dataclasses.asdict(named).items()
+            shape |= {name: value for name, value in dataclasses.asdict(asked).items()
                       if name not in (*SHAPE, "vocab_size", "dropout")}
     refuse_flags_of_others(given, base, f"--model {config.model}" if state is None else file)
     if state is None:

@@ -89,8 +89,8 @@ def all_ranks(action: Callable, status: int = 2):
     ended = [None]                          # of each rank whose action has: (machine, failure)
     while None in ended:
         wait([future], timeout=1)
-        own = (socket.gethostname(), future.result()[1]) if future.done() else None
-        ended = all_gather_object(own)
+        outcome = (socket.gethostname(), future.result()[1]) if future.done() else None
+        ended = all_gather_object(outcome)
     hosts, failures = zip(*ended)
     for rank, failure in enumerate(failures):
         if failure is not None:
@@ -124,18 +124,18 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
     """
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
     deadline = time.monotonic() + timeout.total_seconds()
-    own = uuid.uuid4().hex
-    store.set(f"rank {rank}", own)
+    process_name = uuid.uuid4().hex
+    store.set(f"rank {rank}", process_name)
     while time.monotonic() < deadline:
         if rank == 0:
             names = [store.get(f"rank {r}").decode() for r in range(world)]
             store.set("names", json.dumps(names))
-            done = store.check([f"{own} {name}" for name in names[1:]])
+            done = store.check([f"{process_name} {name}" for name in names[1:]])
         else:
             names = json.loads(store.get("names"))
-            done = len(names) == world and names[rank] == own
+            done = len(names) == world and names[rank] == process_name
             if done:
-                store.set(f"{names[0]} {own}", "")
+                store.set(f"{names[0]} {process_name}", "")
         if done:
             return dist.PrefixStore(names[0], store)
         time.sleep(0.02)

@@ -97,11 +97,11 @@ def choose_split(digests, sizes, may_cut=True) -> np.ndarray:
     validates = score < 2**64 // VAL_ONE_IN
     validates |= score == score.min()                       # both splits receive documents
     validates &= score != score.max()
-    most = int(sizes.sum()) // VAL_ONE_IN
+    wanted = int(sizes.sum()) // VAL_ONE_IN
     drawn = int(sizes[validates].sum())
-    if drawn <= 5 * most or not may_cut:
+    if drawn <= 5 * wanted or not may_cut:
         return np.where(validates, 0, sizes)
-    shares = np.maximum(sizes * (most / drawn), 1).astype(np.int64)
+    shares = np.maximum(sizes * (wanted / drawn), 1).astype(np.int64)
     return np.where(validates, sizes - shares, sizes)
 
 
@@ -156,11 +156,11 @@ def check_unreadable(unreadable: list[Refused], documents: int, at_end=False) ->
     """Of so many documents these could not be read: one in a thousand is left out, with a note; a
     ValueError if they are more, at the end or once most documents are so."""
     count = len(unreadable)
-    most = documents // MOST_NOT_TEXT if at_end else max(10, documents // 2)
+    tolerated = documents // MOST_NOT_TEXT if at_end else max(10, documents // 2)
     told = "; ".join(map(str, unreadable[:2]))
-    if count > most and count == documents:         # such as a field of another name
+    if count > tolerated and count == documents:        # such as a field of another name
         raise ValueError(str(unreadable[0]))
-    if count > most:
+    if count > tolerated:
         raise ValueError(f"{told} ({count:,} of {documents:,} documents; only one in "
                          f"{MOST_NOT_TEXT:,} is tolerated)")
     if count and at_end:

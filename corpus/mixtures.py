@@ -50,8 +50,7 @@ class Mixture:
     sources     {fingerprint: Source}
     shards      the tokens of all files
     meta        what all have in common: the tokenizer, the template of conversations
-    phases      [[first sequence, {fingerprint: weight}], ...]. Checkpoints store it
-    """
+    phases      [[first sequence, {fingerprint: weight}], ...]. Checkpoints store it"""
 
     def __init__(self, sources: dict[str, Source]):
         self.sources = sources
@@ -137,10 +136,11 @@ class Mixture:
             begin, end = (len(tokens) * i // parts for i in (part, part + 1))
             for start in range(begin, end, CHECKED_AT_ONCE):
                 # Not through the map, which reads nothing ahead.
-                most = np.fromfile(tokens.filename, tokens.dtype, min(CHECKED_AT_ONCE, end - start),
-                                   offset=HEADER_BYTES + tokens.itemsize * start).max()
-                if most >= rows:
-                    raise ValueError(f"{tokens.filename} holds the token {most}, beyond a vocabu"
+                count = min(CHECKED_AT_ONCE, end - start)
+                largest = np.fromfile(tokens.filename, tokens.dtype, count,
+                                      offset=HEADER_BYTES + tokens.itemsize * start).max()
+                if largest >= rows:
+                    raise ValueError(f"{tokens.filename} holds the token {largest}, beyond a vocabu"
                                      f"lary of {rows}: make --data again, or take a larger model")
 
     def average(self, values) -> float | None:

@@ -80,9 +80,9 @@ def summary(out: Path, meta: dict) -> list[str]:
     lines = [f"{documents}{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate "
              f"on."]
     if "template" in meta:
-        own = ", the model's own template" if is_own(meta["template"]) else ""
+        origin = ", the model's own template" if is_own(meta["template"]) else ""
         lines.append(f"Learnt are the answers, {meta['learnt']['train']:,} of the tokens; the "
-                     f"template is {meta['template']}{own}.")
+                     f"template is {meta['template']}{origin}.")
     longest = min(tokens.values()) - 1          # window that both splits hold
     if longest < SEQ_LEN and "template" not in meta:
         flags += f" --seq-len {max(1, longest)}"

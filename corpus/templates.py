@@ -161,10 +161,10 @@ class JinjaTemplate:
 
 def check_written(contents, text: str) -> None:
     """Raise ValueError if a text does not have these contents, one behind the other."""
-    place = 0
+    position = 0
     for content in map(str.strip, contents):
-        place = text.find(content, place) + len(content)
-        if place < len(content):
+        position = text.find(content, position) + len(content)
+        if position < len(content):
             raise ValueError(f"the template leaves out or changes {content[:40]!r}: leave the "
                              f"field or the conversation out")
 

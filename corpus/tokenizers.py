@@ -40,10 +40,10 @@ DOWNLOADED = {"gpt2": "GPT-2's", "cl100k_base": "cl100k_base's", "o200k_base": "
 AT_SPACE_OR_LINE_END = re.compile(r"(?s:.*)\S(?=[ \n])")
 
 
-def end_of_word(text: str, start: int, end: int, place=AT_SPACE_OR_LINE_END) -> int:
-    """The last such place in a text before `end`. A text without one, which is not prose, is cut at
-    `end`, and may take a few tokens more."""
-    match = place.match(text, start, end)
+def end_of_word(text: str, start: int, end: int, pattern=AT_SPACE_OR_LINE_END) -> int:
+    """The end of the pattern's last match in a text before `end`. A text without one, which is not
+    prose, is cut at `end`, and may take a few tokens more."""
+    match = pattern.match(text, start, end)
     return match.end() if match else end
 
 
@@ -60,8 +60,8 @@ class TiktokenTokenizer:
         self.n_vocab = encoding.n_vocab
         self.eot_token = encoding.eot_token
         # Later patterns than GPT-2's add the line ends behind it to a word of signs.
-        place = AT_SPACE if self.name in ("cl100k_base", "o200k_base") else AT_SPACE_OR_LINE_END
-        self.find_cut = partial(end_of_word, place=place)
+        pattern = AT_SPACE if self.name in ("cl100k_base", "o200k_base") else AT_SPACE_OR_LINE_END
+        self.find_cut = partial(end_of_word, pattern=pattern)
 
     def encode_ordinary(self, text: str) -> list[int]:
         return self.encoding.encode_ordinary(text)

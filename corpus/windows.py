@@ -30,12 +30,12 @@ def pack(lengths: np.ndarray, size: int) -> tuple[np.ndarray, int]:
     count = 0
     for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
-        place = bisect_left(spaces, length)
-        if place < len(spaces):
-            space = spaces[place]
+        index = bisect_left(spaces, length)
+        if index < len(spaces):
+            space = spaces[index]
             window = with_space[space].pop()
             if not with_space[space]:
-                del spaces[place]
+                del spaces[index]
         else:
             space, window = size, count
             count += 1
@@ -67,9 +67,9 @@ class TextWindows:
 
     def find(self, window: int) -> tuple[np.ndarray, int]:
         """(the tokens of the shard that holds a window, the window's first token there)."""
-        place = int(np.searchsorted(self.ends, window, side="right"))
-        before = int(self.ends[place - 1]) if place > 0 else 0
-        return self.shards[place], (window - before) * self.seq_len
+        index = int(np.searchsorted(self.ends, window, side="right"))
+        before = int(self.ends[index - 1]) if index > 0 else 0
+        return self.shards[index], (window - before) * self.seq_len
 
     def fill(self, window: int, tokens, positions, has_loss) -> None:
         """Write a window to these rows (T + 1,)."""
@@ -128,14 +128,14 @@ class ConversationWindows:
 
     def fill(self, window: int, tokens, positions, has_loss) -> None:
         """Write a window to these rows (T + 1,). The padding at its end stays as it is."""
-        place = 0
+        start = 0
         for i in range(self.firsts[window], self.firsts[window + 1]):
             begin, end = int(self.begins[i]), int(self.ends[i])
-            span = slice(place, place + end - begin)
+            span = slice(start, start + end - begin)
             tokens[span] = self.tokens[begin:end]
             positions[span] = np.arange(end - begin)
             has_loss[span] = self.flags[begin:end] & LEARNT
-            place += end - begin
+            start += end - begin
 
     def count_targets(self, window: int) -> int:
         return int(self.n_targets[window])

@@ -50,7 +50,7 @@ def sum_of_squares(q: torch.Tensor) -> torch.Tensor:
 
 def sharing_of(q: torch.Tensor, weight: torch.Tensor) -> int:
     """How many ranks or strips share each head of q, or of k, (B, heads, T, D). `weight` is the
-    piece of one of them. (Heads of q are not shared: 1.)"""
+    piece of one of them. Heads of q are not shared: 1."""
     return q.shape[1] * q.shape[3] // len(weight)
 
 

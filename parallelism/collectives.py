@@ -6,8 +6,8 @@
     all_to_all(x, .., group)    every rank has what each other has for it
 
 Each starts at once and returns a `Work`; `wait` returns the result. A group of one rank is None: a
-collective over it does nothing. (What PyTorch 2.13 calls reduce_scatter_single and
-all_gather_single was reduce_scatter_tensor and all_gather_into_tensor before.) What differs from
+collective over it does nothing. What PyTorch 2.13 calls reduce_scatter_single and
+all_gather_single was reduce_scatter_tensor and all_gather_into_tensor before. What differs from
 torch.distributed's own:
 
     two CPU ranks swap small tensors             half the time of gloo's all-reduce    all_reduce
@@ -79,9 +79,9 @@ def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
     small = x.device.type == "cpu" and x.nbytes <= 2 ** 20
     with comm_errors("all-reduce", group):
         if small and group.size() == 2 and op == dist.ReduceOp.SUM:
-            theirs = torch.empty_like(x)
-            handles = _exchange([x] * 2, [theirs] * 2, group)       # uses the other rank's entry
-            return Work(theirs, handles, "all-reduce", group, finish=x.add_)
+            received = torch.empty_like(x)
+            handles = _exchange([x] * 2, [received] * 2, group)     # uses the other rank's entry
+            return Work(received, handles, "all-reduce", group, finish=x.add_)
         return Work(x, [dist.all_reduce(x, op, group, async_op=True)], "all-reduce", group)
 
 
@@ -167,8 +167,8 @@ def copy_to_host_async(x: torch.Tensor, host: torch.Tensor | None = None) -> tup
 
 
 def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
-    """x on the host; DistError if the device takes more than `timeout` seconds to compute it. (If
-    a rank hangs, a plain copy blocks until NCCL's own watchdog, for minutes.)"""
+    """x on the host; DistError if the device takes more than `timeout` seconds to compute it. If
+    a rank hangs, a plain copy blocks until NCCL's own watchdog, for minutes."""
     if x.device.type == "cpu":
         return x
     host, event = copy_to_host_async(x)

@@ -71,7 +71,7 @@ def attend_to_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_
     if q.device.type == "cpu":
         return upcast_for_matmul(partial(attend, attn_mask=reversed_mask(n, end, q.dtype)),
                                  q.flip(2), k, v).flip(2)
-    # Flash attention, which needs no mask in memory. (Imported here because it takes a second.)
+    # Flash attention, which needs no mask in memory. Imported here because it takes a second.
     from torch.nn.attention.bias import causal_lower_right
     return attend(q, k, v, attn_mask=causal_lower_right(n, end))
 

@@ -32,7 +32,7 @@ the same, and a row of LayerNorm however many rows there are. Random layouts tes
 
 Dropout draws a mask for each strip; AdamW's slices end at multiples of 32
 (zero.slices_to_update). It costs float64 gradients, copies of the weights, one strip at a time, and
-on a CPU all threads but one. (Here B computes all gradients and W none, so ZB-H1 gains nothing.)
+on a CPU all threads but one. Here B computes all gradients and W none, so ZB-H1 gains nothing.
 """
 import math
 from functools import partial
@@ -216,7 +216,7 @@ class ExactParameters(FlatParameters):
         exact.add(total, grad, exact.gradient, exact.terms(exact.positions))
 
     def is_in_parts(self, spec):
-        # (exact_experts.ExactRouter computes all positions on each tp rank.)
+        # exact_experts.ExactRouter computes all positions on each tp rank.
         return super().is_in_parts(spec) and ".mlp.router." not in spec.name
 
     def sum_squares(self, counted, others):
@@ -254,7 +254,7 @@ def new_sums(model_config: GPTConfig, config, device: torch.device) -> ExactSums
 
 def count_strips(model_config: GPTConfig) -> int:
     """The largest number that cuts the heads and the channels of the MLPs into equal strips. tp
-    divides it. (Strips cut k and v into equal pieces, too. Of ranks the last one's is padded.)"""
+    divides it. Strips cut k and v into equal pieces, too. Of ranks the last one's is padded."""
     channels = math.gcd(MOST_STRIPS, model_config.hidden, getattr(model_config, "shared_hidden", 0))
     return max(n for n in range(1, channels + 1) if channels % n == 0
                and can_cut_heads(model_config, n)

@@ -115,9 +115,9 @@ class InStrips:
         return [narrow(x, *args) for narrow, x in zip(self.strips(len(xs), self.names), xs)]
 
     def cut(self, name: str, count: int) -> list[tuple]:
-        """[(weight, bias)] of the strips of this rank's part of a layer. (All at once, because
+        """[(weight, bias)] of the strips of this rank's part of a layer. All at once, because
         autograd then joins their gradients. Of single slices it would pad each with zeros, and
-        add.)"""
+        add."""
         layer = getattr(self.part, name)
         strips = {"bias": [None] * count}
         for attribute, dim in layer.partition_dim.items():

@@ -25,14 +25,14 @@ Each term changes by at most half a unit. The units (powers of two) and limits:
 
 N is the number of tokens in the batch that have a loss. Why these: a gradient of the mean loss is
 below 1 in a healthy run, AdamW's epsilon is 1e-8 = 10,000 * 2^-40, and the gradient of one of a
-million tokens must not vanish. (An embedding's gradients are the largest: they pass the first
-LayerNorm, which divides by 0.03 at the start.) The largest sum is half of what float64 holds,
+million tokens must not vanish. An embedding's gradients are the largest: they pass the first
+LayerNorm, which divides by 0.03 at the start. The largest sum is half of what float64 holds,
 because the token matrix has two sums, of the embedding and of the head, which are added.
 
 A larger term must not silently make the sum inexact. Of n terms each may be as large as the n-th
 part of the largest sum, its share. `ExactSums` compares it with that, and an excess skips the
-step on all ranks, as an overflow does. (In 60 healthy steps of nano the largest term had 0.03 of
-its share.)
+step on all ranks, as an overflow does. In 60 healthy steps of nano the largest term had 0.03 of
+its share.
 """
 import math
 
@@ -118,8 +118,8 @@ class ExactSums:
         return total.where(self.excess < 1, torch.inf)
 
     def in_range(self, squares: float) -> bool:
-        """Whether a sum of squares' high digits is exact. (Its terms are positive: one that was too
-        large on the way is too large in the end.)"""
+        """Whether a sum of squares' high digits is exact. Its terms are positive: one that was too
+        large on the way is too large in the end."""
         return squares < 2 ** 53 * self.SQUARES[0] * self.loss_scale ** 2
 
 

@@ -113,11 +113,11 @@ class ParallelRouter(Router):
         logits, scores, weights, chosen = self.choose(x)
         if not torch.is_grad_enabled():
             return weights, chosen
-        own = self.count(chosen)
-        counts, positions = self.share(own, x.shape[1])
+        rank_counts = self.count(chosen)
+        counts, positions = self.share(rank_counts, x.shape[1])
         losses = self.sum_losses(logits, scores, counts, positions)
         weights = _AddLosses.apply(weights, losses, self.token_factor)
-        count_in = partial(self.count_in, own.sum(0), losses.detach())
+        count_in = partial(self.count_in, rank_counts.sum(0), losses.detach())
         return _InBackward.apply(weights, self.bias, count_in), chosen
 
     def largest(self, ranked):
@@ -205,8 +205,8 @@ def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group) 
 
 
 class _Permute(torch.autograd.Function):
-    """rows[order]. Backward permutes by the inverse. (Autograd's backward of an index must expect
-    that a row is taken twice: it sorts the indices, and adds.)"""
+    """rows[order]. Backward permutes by the inverse. Autograd's backward of an index must expect
+    that a row is taken twice: it sorts the indices, and adds."""
 
     @staticmethod
     def forward(ctx, rows, order, inverse):
@@ -225,11 +225,11 @@ def gather_rows(x: torch.Tensor, lengths: list[int], group) -> torch.Tensor:
     return all_to_all(x.repeat(len(lengths), 1), sent, lengths, group).wait()
 
 
-def sum_rows(x: torch.Tensor, lengths: list[int], own: int, group) -> torch.Tensor:
+def sum_rows(x: torch.Tensor, lengths: list[int], count: int, group) -> torch.Tensor:
     """The reverse of `gather_rows`: the sum of all ranks' x, at the rows that it took from this
     rank."""
-    terms = all_to_all(x, lengths, [own] * len(lengths), group).wait()
-    return terms.unflatten(0, (len(lengths), own)).sum(0)
+    terms = all_to_all(x, lengths, [count] * len(lengths), group).wait()
+    return terms.unflatten(0, (len(lengths), count)).sum(0)
 
 
 def counts_of_part(counts: torch.Tensor, part: int, parts: int) -> torch.Tensor:
@@ -266,16 +266,16 @@ class ParallelExperts(Experts):
         grid = self.grid
         if grid.ep == 1:
             return super().run(x, counts)
-        mine = x[grid.tp_rank::grid.tp]                     # a tp-th of the rows
+        part = x[grid.tp_rank::grid.tp]                     # a tp-th of the rows
         sizes = self.sizes(counts)                          # (tp rank, from, to, expert)
         to_ranks = sizes[grid.tp_rank, grid.ep_rank].sum(1).tolist()
         arriving = sizes[:, :, grid.ep_rank]                # (tp rank, from, expert)
         from_ranks = arriving[grid.tp_rank].sum(1).tolist()
         lengths = arriving.sum((1, 2)).tolist()             # of what each tp rank receives
 
-        rows = exchange_rows(mine, to_ranks, from_ranks, grid.groups["ep"])
+        rows = exchange_rows(part, to_ranks, from_ranks, grid.groups["ep"])
         gather = partial(gather_rows, lengths=lengths, group=grid.groups["tp"])
-        add = partial(sum_rows, lengths=lengths, own=len(rows), group=grid.groups["tp"])
+        add = partial(sum_rows, lengths=lengths, count=len(rows), group=grid.groups["tp"])
         if grid.tp > 1:
             rows = WithGradient.apply(rows, gather, add)            # as f of tensor.py
         # The rows are sorted by tp rank, sender and expert. Sort them by expert alone.

@@ -58,12 +58,12 @@ def full_tensors(flat: FlatParameters, kind: str) -> Iterator[tuple[str, torch.T
 
 def full_shapes(flat: FlatParameters) -> dict[str, tuple]:
     """{global name: full shape} of all stages."""
-    own = {spec.name: spec.shape for bucket in flat.buckets for spec in bucket.specs
-           if not spec.is_tied_copy}
-    shapes = [own] * flat.grid.world
+    shapes_of_stage = {spec.name: spec.shape for bucket in flat.buckets for spec in bucket.specs
+                       if not spec.is_tied_copy}
+    shapes = [shapes_of_stage] * flat.grid.world
     if flat.grid.world > 1:
         with comm_errors("exchange with all ranks"):
-            dist.all_gather_object(shapes, own)
+            dist.all_gather_object(shapes, shapes_of_stage)
     return {name: shape for of_rank in shapes for name, shape in of_rank.items()}
 
 

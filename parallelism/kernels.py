@@ -56,7 +56,7 @@ def upcast_for_matmul(product: Callable, *factors: torch.Tensor | None, out=None
         result = in_fp32(*factors)
         return result if out is None else out.copy_(result)
     # Autograd would keep the factors in fp32; the checkpoint keeps them in 16 bits and converts
-    # them again in backward. (Attention is repeated there, a linear product is not.)
+    # them again in backward. Attention is repeated there, a linear product is not.
     return checkpoint(in_fp32, *factors, use_reentrant=False)
 
 

@@ -85,7 +85,7 @@ class ParamSpec:
         mine = []
         for first, size, width in self.pieces(grid.tp_rank):
             mine.append(full.narrow(self.partition_dim, first, size))
-            if size < width:                                            # (of dimension 0 only)
+            if size < width:                                            # of dimension 0 only
                 mine.append(full.new_zeros(width - size, *full.shape[1:]))
         return mine[0] if len(mine) == 1 else torch.cat(mine, self.partition_dim)
 

@@ -217,11 +217,11 @@ def start_messages(grid, messages: list[Message]) -> list[Work]:
         kind, m, _ = message.op
         work.operation = (f"{OP_NAMES[kind]} of microbatch {m}: {verb} rank {peer}"
                           f"{on_hosts([peer], grid.hosts)} (stage {stage})")
-        own = work.result
+        part = work.result
         if not grid.sequence_parallel:
-            own = own.view(-1).chunk(grid.tp)[grid.tp_rank]                 # a tp-th of x
+            part = part.view(-1).chunk(grid.tp)[grid.tp_rank]               # a tp-th of x
         started.append(work)
-        operations.append(dist.P2POp(start, own, peer, grid.groups["pp"], tag))
+        operations.append(dist.P2POp(start, part, peer, grid.groups["pp"], tag))
     if started:
         with comm_errors(", ".join(work.operation for work in started)):
             handles = dist.batch_isend_irecv(operations)

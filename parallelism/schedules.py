@@ -1,4 +1,4 @@
-"""Schedules: which microbatch a stage of the pipeline works on, and when. (No torch here.)
+"""Schedules: which microbatch a stage of the pipeline works on, and when. No torch here.
 
 A schedule is the list of a stage's ops, in order: (kind, microbatch, chunk). F is a forward and B a
 backward. `python -m tools.schedule` draws any of them. Here GPipe and 1F1B on three stages: F2 is
@@ -23,8 +23,8 @@ bubble is (p - 1) / (v m + p - 1). Here two stages have two chunks each:
 
 ZB-H1: B leaves out the gradients of the linear layers' weights, for which no stage waits; W
 computes them later. If F, B and W take one unit each and m >= p, the bubble is
-(p - 1) / (3 m + p - 1). Each stage keeps the activations of p microbatches, until their W. (With
-sequence parallelism it keeps more: the dy that wait for W hold all positions.)
+(p - 1) / (3 m + p - 1). Each stage keeps the activations of p microbatches, until their W. With
+sequence parallelism it keeps more: the dy that wait for W hold all positions.
 
     ZB-H1    F0 F1 F2 .  .  B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4
              .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 F4 B3 W2 B4 W3 W4

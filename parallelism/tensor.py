@@ -35,7 +35,7 @@ class _Reduce(torch.autograd.Function):
     def forward(ctx, x, grid):
         ctx.grid = grid
         total = sum_over_ranks(x.detach(), grid).wait()
-        if grid.sequence_parallel:              # (the result is a part of x)
+        if grid.sequence_parallel:              # the result is a part of x
             return total
         ctx.mark_dirty(x)
         return x
@@ -97,7 +97,7 @@ class TensorParallel(nn.Module):
             return function(x, self.weight, *args)
         y = function(x, self.weight.detach(), *args)
 
-        def keep_factors(dy):           # (what a hook returned would replace dy)
+        def keep_factors(dy):           # what a hook returned would replace dy
             self.postponed[-1].append((self, dy, x.detach()))
         y.register_hook(keep_factors)
         return y
@@ -256,7 +256,7 @@ def local_columns(columns: torch.Tensor, logits: torch.Tensor) -> tuple:
 def shifted_exp(logits: torch.Tensor, largest: torch.Tensor,
                 out: torch.Tensor | None) -> torch.Tensor:
     """exp(logits - largest) in the type of `largest`: it cannot overflow."""
-    if out is not None and out.device.type == "cpu":    # (sub of two types converts in memory)
+    if out is not None and out.device.type == "cpu":    # sub of two types converts in memory
         return out.copy_(logits).sub_(largest).exp_()
     return torch.sub(logits, largest, out=out).exp_()
 
@@ -330,8 +330,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), with sequence
     parallelism (B, T / tp, C), targets (B, T), W (V / tp, C) this rank's rows. Forward computes
     the logits of one tile of positions at a time. With these it also computes the gradients, those
-    of loss * loss_factor (None: no gradients). Backward returns them. The logits may have a bias
-    (V / tp,)."""
+    of loss * loss_factor (None: no gradients). Backward returns them."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, targets, grid, loss_factor, head):
@@ -357,8 +356,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), size):
             tile = slice(start, start + size)
             n = len(x[tile])
-            logits = tile_logits(x[tile], weight, bias, head.vocab_size - first, memory[:n])
             tile_p = None if p is None else p[:n]
+            logits = tile_logits(x[tile], weight, bias, head.vocab_size - first, memory[:n])
             sums = head.tile_sums(logits, tile_p, targets[tile], first)
             global_sums = softmax_over_ranks(sums, grid.groups["tp"])
             part_of_loss, target_grads = head.tile_loss(logits, tile_p, targets[tile], sums,
@@ -386,7 +385,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             dx = dx * (dloss / loss_factor)
             dw = dw * (dloss / loss_factor)
             db = None if db is None else db * (dloss / loss_factor)
-        elif dloss.device.type == "cpu" and dloss != loss_factor:   # (a GPU would synchronize)
+        elif dloss.device.type == "cpu" and dloss != loss_factor:   # a GPU would synchronize
             raise RuntimeError(f"the gradient of the loss is {dloss:g}, but the token matrix's "
                                f"gradient has been added to main_grad for {loss_factor:g}: "
                                f"multiply the loss by head.loss_factor before backward()")

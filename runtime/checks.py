@@ -18,19 +18,19 @@ def default_micro_batch(sizes: range, dp: float, pp: int, device_type: str) -> i
     """The largest microbatch, up to a limit, that splits every batch size into a multiple of pp
     microbatches, which fill the pipeline. GPUs gain from large products, but a pipeline loses more:
     with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40% slower)."""
-    most = 16 if device_type == "cuda" and pp == 1 else 4
+    limit = 16 if device_type == "cuda" and pp == 1 else 4
     rows = math.gcd(*sizes) / dp        # sequences of each rank; a fraction is no multiple
-    return max([m for m in range(1, most + 1) if rows % (m * pp) == 0], default=1)
+    return max([m for m in range(1, limit + 1) if rows % (m * pp) == 0], default=1)
 
 
 def default_lr(model: str, shape: dict) -> float:
     """Published peak learning rate of the size with this depth and width (`model` first, but the
     weights of --init-from may have another shape); without one, that of `model`."""
-    def of(shape):
+    def size_of(shape):
         kind = "n_kv_head" in shape, "n_expert" in shape        # a GPT, a Llama, or a mixture
         return shape["n_layer"], shape["n_embd"], kind
     for name in (model, *SIZES):
-        if of(SIZES[name]) == of(shape):
+        if size_of(SIZES[name]) == size_of(shape):
             return PEAK_LR[name]
     return PEAK_LR[model]
 
@@ -87,11 +87,11 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
         _, trained_on = state["data"][-1]
     template = state.get("template")
     if template is not None and meta.get("template", template) != template:
-        own = template
+        flag = template
         if is_own(template):
-            own = "DIR, the folder of its model,"
+            flag = "DIR, the folder of its model,"
         warn(f"{file} was trained on conversations by the template {template}, and {config.data} "
-             f"has {meta['template']}: data.py --template {own} makes it alike")
+             f"has {meta['template']}: data.py --template {flag} makes it alike")
     if fine_tunes or set(trained_on) <= set(dataset.mixture.sources):
         return
     problem = f"{file} was trained on the text that {stored} had, not on that of {found}"

@@ -65,7 +65,7 @@ def test_a_known_law_is_recovered(law, sizes, tokens):
     (3, 3, 0.0075, 0.013), (3, 4, 0.01, 0.022), (2, 3, 0.011, 0.018)])
 def test_a_public_ladder_predicts_the_sizes_that_were_held_out(fitted, held_out, mean, most):
     """1.7 to 4.2 times the largest size that is fitted: off by about 1% on average."""
-    points = Points.of((N, 1e9 * D, loss) for N, row in OLMO_LADDER.items()
+    points = Points.from_rows((N, 1e9 * D, loss) for N, row in OLMO_LADDER.items()
                        for D, loss in row.items())
     sizes = points.sizes()
     law = fit(points.where(points.N < sizes[fitted]), tied=True)

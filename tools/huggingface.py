@@ -129,19 +129,19 @@ def compare(model, cfg, parameter_of) -> None:
     del blocks[BLOCKS:]
     changes = dict(n_layer=len(blocks), vocab_size=min(cfg.vocab_size, TOKENS), dropout=0.0)
     model.resize_token_embeddings(changes["vocab_size"])
-    ours = replace(cfg, **changes).build().eval()
-    for name, parameter in ours.named_parameters():
+    our_model = replace(cfg, **changes).build().eval()
+    for name, parameter in our_model.named_parameters():
         full = parameter_of(name)[:len(parameter)]
         parameter.zero_()[:len(full)] = full
     tokens = torch.randint(changes["vocab_size"], (2, min(cfg.seq_len, POSITIONS)),
                            generator=torch.Generator().manual_seed(0))
-    found = ours(tokens)
-    difference = (found - model(tokens, use_cache=False).logits).abs().max()
-    rounding = (found - ours.double()(tokens)).abs().max()
+    logits = our_model(tokens)
+    difference = (logits - model(tokens, use_cache=False).logits).abs().max()
+    rounding = (logits - our_model.double()(tokens)).abs().max()
     if not difference <= ROUNDINGS * rounding:
-        raise ValueError(f"{type(model).__name__} and {type(ours).__name__} have other logits, by "
-                         f"{difference:.1e}, where {rounding:.1e} is rounding. Its config differs "
-                         f"from {type(config).__name__} in {unusual}")
+        raise ValueError(f"{type(model).__name__} and {type(our_model).__name__} have other "
+                         f"logits, by {difference:.1e}, where {rounding:.1e} is rounding. Its "
+                         f"config differs from {type(config).__name__} in {unusual}")
 
 
 def read_parameters(folder: Path, config, cfg) -> dict[str, torch.Tensor]:
@@ -149,15 +149,15 @@ def read_parameters(folder: Path, config, cfg) -> dict[str, torch.Tensor]:
     model, family = read_model(folder), family_of(config)
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     shapes = parameter_shapes(cfg)
-    theirs = {name: their_names(name, family) for name in shapes}
+    names_of = {name: their_names(name, family) for name in shapes}
 
     def parameter_of(name):
-        full = to_ours(name, [tensors[one] for one in theirs[name]], family, cfg)
+        full = to_ours(name, [tensors[key] for key in names_of[name]], family, cfg)
         if full.shape != shapes[name] or not full.isfinite().all():
             raise ValueError(f"{name} has another shape than {shapes[name]}, or is not finite")
         return full
     with refusing(folder):
-        odd = set(tensors) ^ {one for names in theirs.values() for one in names}
+        odd = set(tensors) ^ {key for names in names_of.values() for key in names}
         if odd:
             raise ValueError(f"{min(odd)} is a parameter of transformers' model or of ours alone")
         compare(model, cfg, parameter_of)
@@ -165,8 +165,8 @@ def read_parameters(folder: Path, config, cfg) -> dict[str, torch.Tensor]:
         parameters = {}
         for name in shapes:
             parameters[name] = parameter_of(name)
-            for one in theirs[name]:
-                del tensors[one]
+            for key in names_of[name]:
+                del tensors[key]
     return parameters
 
 
@@ -256,10 +256,10 @@ def add_tokenizer(state: dict, folder: Path, config) -> None:
 def read_tokenizer(state: dict):
     """The tokenizer of a checkpoint and its template of conversations, or None: those that an
     export can write."""
-    name, own = state["tokenizer"], state.get("tokenizer_file")
-    if own is None and name not in ("gpt2", "bytes"):
+    name, file = state["tokenizer"], state.get("tokenizer_file")
+    if file is None and name not in ("gpt2", "bytes"):
         return None, None
-    encoding = get_tokenizer(name, own)
+    encoding = get_tokenizer(name, file)
     if "template" not in state:
         return encoding, None
     return encoding, get_template(state["template"], encoding, state.get("template_file"))
@@ -267,13 +267,13 @@ def read_tokenizer(state: dict):
 
 def write_tokenizer(encoding, cfg, folder: Path, template) -> None:
     """Write a tokenizer as transformers opens it for any architecture."""
-    ours = to_huggingface(encoding)
-    tokenizer = copy.deepcopy(ours.tokenizer)
+    converted = to_huggingface(encoding)
+    tokenizer = copy.deepcopy(converted.tokenizer)
     tokenizer.model_max_length = cfg.seq_len
     tokenizer.chat_template = None if template is None else (
         template.program or plain_program(encoding))
     tokenizer.save_pretrained(folder)
-    if load_tokenizer(folder, "AutoTokenizer").name != ours.name:
+    if load_tokenizer(folder, "AutoTokenizer").name != converted.name:
         note("AutoTokenizer encodes for this architecture with a pattern of words of its own: open "
              "the tokenizer by PreTrainedTokenizerFast")
 

@@ -162,8 +162,8 @@ def our_config(config) -> GPTConfig:
     """transformers' config -> ours. Raises ValueError for what our models cannot be, as far as the
     config shows it: some of it the logits alone show."""
     family = family_of(config)
-    found = {ours: getattr(config, theirs, None) for ours, theirs in family.keys.items()}
-    fields = {ours: value for ours, value in found.items() if value is not None}
+    found = {name: getattr(config, key, None) for name, key in family.keys.items()}
+    fields = {name: value for name, value in found.items() if value is not None}
     for name, values in VALUES.items():
         if name in fields and fields[name] not in values:
             raise ValueError(f"its {family.keys[name]} is {fields[name]!r}, and not one of "
@@ -218,13 +218,13 @@ def their_config(cfg: GPTConfig, **facts):
             continue
         defaults = AutoConfig.for_model(family.model_type)
         keys = {name: cfg.dropout for name in DROPOUTS if hasattr(defaults, name)}
-        for name, theirs in family.keys.items():
+        for name, key in family.keys.items():
             values = VALUES.get(name, {})
-            own = getattr(cfg, name, None)
-            alike = [value for value, ours in values.items() if ours == own]
-            if getattr(defaults, theirs, None) in alike:        # of several names its own
-                alike = [getattr(defaults, theirs)]
-            keys[theirs] = [*alike, own][0]
+            value = getattr(cfg, name, None)
+            alike = [theirs for theirs, ours in values.items() if ours == value]
+            if getattr(defaults, key, None) in alike:           # of several names its own
+                alike = [getattr(defaults, key)]
+            keys[key] = [*alike, value][0]
         if "balance_loss" in family.keys and hasattr(cfg, "n_expert"):
             keys["router_aux_loss_coef"] = round(cfg.balance_loss * cfg.n_layer / cfg.n_active, 12)
         if family is GPTJ:
@@ -299,7 +299,7 @@ def to_theirs(name: str, full: torch.Tensor, family: Family,
             parts = [*(channels_of_heads(part, order) for part in parts[:2]), parts[2]]
     if family.transposed and name.startswith("blocks."):
         parts = [t.mT if t.dim() == 2 else t for t in parts]
-    return {theirs: t.contiguous() for theirs, t in zip(names, parts)}
+    return {key: part.contiguous() for key, part in zip(names, parts)}
 
 
 def is_grouped(name: str, parts: list, family: Family) -> bool:

@@ -100,11 +100,11 @@ class Rung:
 
     def job(self, end: int) -> Job:
         """The run that ends there."""
-        own = dict(steps=end, save_every=0)
+        flags = self.flags | dict(steps=end, save_every=0)
         if end < self.steps:
-            own["resume"] = step_file(self.out(self.steps), start_of_branch(end),
-                                      self.flags.get("checkpoint_format", "file"))
-        return Job(self.out(end), self.flags | own)
+            flags["resume"] = step_file(self.out(self.steps), start_of_branch(end),
+                                        self.flags.get("checkpoint_format", "file"))
+        return Job(self.out(end), flags)
 
     def jobs(self) -> list[Job]:
         """The trunk, then its branches. The trunk keeps what they begin from."""
@@ -161,13 +161,13 @@ def shape_of_width(shape: dict, width: int) -> dict:
 
 def make_rung(width: int, shape: dict, vocab_size: int, config, given: dict) -> Rung:
     """The target, or a rung of this width; `given` are train.py's flags for all of them."""
-    own = shape_of_width(shape, width) if width != shape["n_embd"] else shape
-    flags = given | {name: own[name] for name in ("n_embd", "n_head", "n_kv_head", "hidden")
-                     if own.get(name)}
+    rung = shape_of_width(shape, width) if width != shape["n_embd"] else shape
+    flags = given | {name: rung[name] for name in ("n_embd", "n_head", "n_kv_head", "hidden")
+                     if rung.get(name)}
     lr = config.lr * math.sqrt(shape["n_embd"] / width)
     flags |= dict(lr=float(f"{lr:.4g}"), lr_schedule="wsd", decay_ratio=DECAY, eval_every=0,
                   eval_tokens=config.eval_tokens)
-    return Rung(make_config(vocab_size=vocab_size, **own), flags, config.steps, Path(config.out))
+    return Rung(make_config(vocab_size=vocab_size, **rung), flags, config.steps, Path(config.out))
 
 
 def default_widths(width: int) -> list[int]:
@@ -269,7 +269,7 @@ def plan(arguments: list[str]) -> tuple[LadderConfig, list[Rung], Rung]:
 def find(rungs: list[Rung], target: Rung, tokens_per_step: int) -> dict:
     """The content of ladder.json. Raises ValueError if fewer than three rungs have ended."""
     rows = [row for rung in rungs for row in rung.points()]
-    points = on_law(Points.of((row["N"], row["D"], row["loss"]) for row in rows))
+    points = on_law(Points.from_rows((row["N"], row["D"], row["loss"]) for row in rows))
     D = target.steps * tokens_per_step
     found = predict(points, target.N, D)
     law = found.law
@@ -335,9 +335,10 @@ def draw(found: dict, file: Path) -> None:
         panel = figure.subplots()
         sizes = sorted({(row["N"], row["width"]) for row in [*rows, target]}, reverse=True)
         for (N, width), color in zip(sizes, 9 * COLORS):
-            own = [row for row in rows if row["N"] == N]
+            points = [row for row in rows if row["N"] == N]
             panel.plot(tokens, law(N, tokens), color=color, label=f"width {width}, N {short(N)}")
-            panel.plot([row["D"] for row in own], [row["loss"] for row in own], "o", color=color)
+            panel.plot([row["D"] for row in points], [row["loss"] for row in points], "o",
+                       color=color)
         panel.errorbar(target["D"], prediction["loss"], fmt="s", color=COLORS[0],
                        yerr=prediction["high"] - prediction["loss"],
                        label=f"predicted {prediction['loss']:.3f}")

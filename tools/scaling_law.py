@@ -2,7 +2,7 @@
 
     L(N, D) = E + A N^-a + B D^-b               (Hoffmann et al. 2022, approach 3)
 
-    points = Points.of([(N, D, loss), ...])         # measured
+    points = Points.from_rows([(N, D, loss), ...])         # measured
     predict(points, 1e9, 20e9)                      # at another point, with an interval
 
 The fit minimizes Huber's loss of the relative errors, so that an outlier counts little. It needs
@@ -70,8 +70,8 @@ class Points(NamedTuple):
     loss: np.ndarray
 
     @classmethod
-    def of(cls, rows) -> "Points":
-        """Of (N, D, loss) each."""
+    def from_rows(cls, rows) -> "Points":
+        """Rows of (N, D, loss)."""
         return cls(*np.array(list(rows), float).reshape(-1, 3).T)
 
     def where(self, mask) -> "Points":

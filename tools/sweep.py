@@ -67,8 +67,8 @@ def read_command(arguments: list[str]) -> tuple[SweepFlags, dict, list[Job]]:
     add_flags(parser, Config, [f.name for f in dataclasses.fields(Config) if f.name != "out"])
     swept, others = split_arguments(arguments)
     given = parser.parse(others)
-    own = {f.name: given.pop(f.name) for f in dataclasses.fields(SweepFlags) if f.name in given}
-    flags = SweepFlags(**own)
+    flags = SweepFlags(**{f.name: given.pop(f.name) for f in dataclasses.fields(SweepFlags)
+                          if f.name in given})
     if not swept:
         raise ValueError("nothing to sweep: give a number of train.py several values, such as "
                          "--lr 1e-3,2e-3")

@@ -178,6 +178,6 @@ def why_it_ended(text: str, status: int) -> str:
         name = names[-1] if names else f"signal {number}"
         return f"killed ({name})" + (": out of memory?" if name == "SIGKILL" else "")
     lines = [line for line in text.splitlines() if line.strip()]
-    own = [line for line in lines
-           if line.startswith("train.py: ") and not line.startswith("train.py: warning")]
-    return [f"status {status}", *lines[-1:], *own[-1:]][-1].removeprefix("train.py: ")
+    errors = [line for line in lines
+              if line.startswith("train.py: ") and not line.startswith("train.py: warning")]
+    return [f"status {status}", *lines[-1:], *errors[-1:]][-1].removeprefix("train.py: ")

@@ -93,13 +93,13 @@ def race(work: Work, folder: Path) -> Iterator[dict]:
         except RuntimeError as error:                       # too little memory, say
             yield dict(race=name, error=str(error))
             continue
-        ours, theirs = np.median(turns, 0)
+        our_speed, torch_speed = np.median(turns, 0)
         mfu = None
         if peak_rate:
-            mfu = ours * flops_per_token(work.cfg) / peak_rate / processes
-        yield {"race": name, "processes": processes, "tokens/s": ours, "PyTorch's": theirs,
-               "ratio": ours / theirs, "MFU": mfu, "peak, GB": seen["peak"],
-               "PyTorch's peak": peer["peak_memory"]}
+            mfu = our_speed * flops_per_token(work.cfg) / peak_rate / processes
+        yield {"race": name, "processes": processes, "tokens/s": our_speed,
+               "PyTorch's": torch_speed, "ratio": our_speed / torch_speed, "MFU": mfu,
+               "peak, GB": seen["peak"], "PyTorch's peak": peer["peak_memory"]}
 
 
 def memory(work: Work, folder: Path) -> Iterator[dict]:

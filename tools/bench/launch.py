@@ -62,8 +62,8 @@ def finished(processes: int, *command, seconds: float = 900, **environment) -> s
 def first_error(text: str) -> str:
     """The first line of standard error that names one. (torchrun's own come after it.)"""
     lines = text.strip().splitlines() or [""]
-    named = [line for line in lines if "Error" in line or line.startswith("train.py: ")]
-    return (named or lines[-1:])[0].strip()
+    errors = [line for line in lines if "Error" in line or line.startswith("train.py: ")]
+    return (errors or lines[-1:])[0].strip()
 
 
 def train_py(processes: int, folder: Path, vocab: int, *flags, **options) -> tuple:

@@ -75,17 +75,17 @@ class BlockTimes(NamedTuple):
 def block_seconds(stage: Stage) -> BlockTimes:
     config = stage.config
     cfg, C = stage.cfg, stage.cfg.n_embd
-    own, keys, hidden = (channels / config.tp for channels in (
+    queries, keys, hidden = (channels / config.tp for channels in (
         cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim, mlp_channels(cfg)))
     up = 2 * hidden if cfg.gated else hidden
-    layers = [(own + 2 * keys, C), (C, own), (up, C), (C, hidden)]      # (outputs, inputs)
+    layers = [(queries + 2 * keys, C), (C, queries), (up, C), (C, hidden)]      # (outputs, inputs)
     forward, inputs, weights = zip(*(
         linear_seconds(stage, *layer) for layer in layers))
     columns = [0] if hasattr(cfg, "n_expert") else [0, 2]       # experts wait for their sum of dx
-    scores = 4 * stage.positions * stage.cfg.seq_len * own / (
+    scores = 4 * stage.positions * stage.cfg.seq_len * queries / (
         config.spec.attention * config.spec.peak(config.size))
-    whole = own if config.sequence_parallel else C
-    passes = pass_seconds(config, stage.positions * (PASSES * own + WHOLE_PASSES * whole))
+    whole = queries if config.sequence_parallel else C
+    passes = pass_seconds(config, stage.positions * (PASSES * queries + WHOLE_PASSES * whole))
     backward = 3 * scores if config.recomputes_attention else 2 * scores
     return BlockTimes(
         dict(matrices=sum(forward), attention=scores, passes=passes / 3),
