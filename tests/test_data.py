@@ -43,12 +43,13 @@ from corpus.huggingface_tokenizers import train_tokenizer
 from corpus.mixtures import parse_mixture
 from corpus.prepare import prepare
 from corpus.shards import SPLITS, open_shard
+from corpus.split_by_filename import follow_names
 from corpus.tokenizers import TiktokenTokenizer, get_tokenizer
 from runtime import checks
 from sample import plain_generate
 from tests.commands import (NASTY, SHARED, TINY, Command, dataset, meta_of, set_block, shard,
                             texts_of, write_lines, write_texts)
-from tests.harness import ROOT, names_in, nothing, saved
+from tests.harness import ROOT, names_in, no_file_above, nothing, saved
 
 
 # ---- Corpora: where text comes from ----------------------------------------------------------
@@ -112,7 +113,7 @@ NO_NAME.__context__ = OSError("no such name")
 
 
 @pytest.mark.parametrize("answer, words", [
-    (dict(side_effect=NO_NAME), "could not be loaded (no such name): add --tokenizer bytes"),
+    (dict(side_effect=NO_NAME), "(no such name)"),
     (dict(return_value=SimpleNamespace(content=b"a login page", raise_for_status=int)),
      "Hash mismatch")])
 def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, run_data, answer,
@@ -201,43 +202,46 @@ def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, par
 
 
 def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, run_data):
-    """The same characters within a line do not. With another sha256 than that of DOWNLOADS the exit
-    status is 1."""
+    """The same characters within a line do not, and are counted. With another sha256 than that of
+    DOWNLOADS the exit status is 1. A download that is stopped says that it continues."""
     server.body = b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n"
-    for sha256, expected in [(SHA256, 1), (hashlib.sha256(server.body).hexdigest(), 0)]:
-        monkeypatch.setitem(downloads.DOWNLOADS, "tinystories",
-                            (f"{server.url}/file", sha256))
-        status, _, error = run_data("--dataset", "tinystories", "--tokenizer", "bytes",
-                                    "--out", tmp_path)
-        assert status == expected and ("data.py: cannot download" in error) == (status == 1)
+
+    def make(sha256):
+        monkeypatch.setitem(downloads.DOWNLOADS, "tinystories", (f"{server.url}/file", sha256))
+        return run_data("--dataset", "tinystories", "--tokenizer", "bytes", "--out", tmp_path)
+    status, _, error = make(SHA256)
+    assert status == 1 and "cannot download" in error
+    with mock.patch.object(downloads, "progress", side_effect=KeyboardInterrupt):
+        status, _, error = make(None)
+        assert status == 1 and "continues the download" in error
+    status, _, error = make(hashlib.sha256(server.body).hexdigest())
+    assert status == 0 and "<|endoftext|> stands 1 times within a line" in error
     assert texts_of(tmp_path, *SPLITS) == ["Once\nupon", "The end <|endoftext|> not"]
 
 
 def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path, server,
                                                                        monkeypatch, run_data):
     """Two training shards and the validation shard: a download continues, a second run asks for
-    nothing, a shard that is cut short is refused, and one that is missing is fetched again."""
+    nothing, and a shard that is cut short is refused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     fetch = functools.partial(run_data, "--dataset", "fineweb", "--shards", 2)
     names = [f"fineweb_{name}.bin" for name in ("val_000000", "train_000001", "train_000002")]
-    val, *train = [Path("data/fineweb", name) for name in names]
+    folder = Path("data/fineweb")
     server.body = shard(range(200))
-    val.parent.mkdir(parents=True)
-    train[0].with_name(f"{names[1]}.part").write_bytes(server.body[:500])
+    folder.mkdir(parents=True)
+    (folder / f"{names[1]}.part").write_bytes(server.body[:500])
     for _ in range(2):                              # the second time nothing is asked for
         status, out, error = fetch()
         assert (status, error) == (0, "") and "400 tokens to train on, 200 to validate on" in out
         assert "python train.py --data data/fineweb --out out/fineweb\n" in out
         assert server.asked == list(zip(names, [0, 500, 0]))
-    assert data.TokenDataset("data/fineweb", "train", 8).meta == dict(
+    assert data.TokenDataset(folder, "train", 8).meta == dict(
         tokenizer="gpt2", vocab_size=50257, bytes_per_token=None)
-    os.truncate(train[1], 1100)
+    os.truncate(folder / names[2], 1100)
     status, _, error = fetch()
     assert status == 2 and "not a complete shard" in error and "remove it" in error
-    train[1].unlink()
-    assert fetch()[0] == 0 and server.asked[3:] == [(names[2], 0)]          # in its place
-    Path("data/fineweb/meta.json").touch()
+    (folder / "meta.json").touch()
     assert "holds other shards" in fetch()[2]
 
 
@@ -291,14 +295,6 @@ def test_lines_of_endoftext_cut_a_txt_wherever_blocks_end(tmp_path, monkeypatch)
     assert documents > 500
 
 
-def test_endoftext_within_a_line_stays_text_and_is_counted(make_data):
-    Path("a.txt").write_text(f"one story\n{EOT}\ntwo {EOT} stories{EOT}\n")
-    out, error = make_data("a.txt")
-    assert out.startswith("2 documents, ")
-    assert error.startswith("note: <|endoftext|> stands 2 times within a line") and "own" in error
-    assert texts_of("out", *SPLITS) == ["one story", f"two {EOT} stories{EOT}"]
-
-
 DOCUMENTS = ["one text\n", "\u00e9t\u00e9 \u6f22\u5b57\r\n", "", "x" * 50_000, *(f"text {i} " * 20
                                                                     for i in range(300))]
 
@@ -337,38 +333,30 @@ def test_every_kind_of_file_gives_the_same_shards(make_data, name):
     found = set()
     for kind in ("a.jsonl", name):
         write_kind(Path(kind).absolute(), DOCUMENTS, "body")
-        told, _ = make_data(kind, "--text-field", "body", "--out", f"{kind}.out")
-        assert told.startswith("303 documents, 0 duplicates dropped")
+        assert make_data(kind, "--text-field", "body", "--out", f"{kind}.out")[0].startswith("303 ")
         found.add(meta_of(f"{kind}.out")["fingerprint"])
     assert len(found) == 1
 
 
 def test_a_folder_is_read_by_kinds_and_what_is_skipped_is_told(make_data, refuse_data):
-    for name in ("in/a.txt", "in/sub/b.txt", "in/.hidden/c.txt", "in/d.md", "in/e.png"):
+    """Without .txt, .jsonl and .parquet its files of text are read: .md, .py, README."""
+    for name in ("in/a.txt", "in/sub/b.txt", "in/.hidden/c.txt", "in/d.md", "in/e.png", "in/g.csv",
+                 "one/a.md", "one/README", "one/set.json", "one/t.csv", "two/sub/b.py"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(f"the text of {name} " * 9)
+        Path(name).write_text(f"{{'{name}'}} " * 9)
+    for name in ("one/p.png", "only/a.png"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(b"\x89PNG\0\xff")
     Path("in/set.json").write_text(json.dumps(dict(text=1), indent=1))
     write_texts("in/f.json", ["a text"] * 3)
     out, error = make_data("in")
     assert "3 documents, 2 duplicates dropped" in out
-    assert error == ("note: in: 3 files read; skipped: 1 .md, 1 .png, 1 .json: name a file of text "
-                     "in --input, and it is read, too\n")
-    make_data("in/d.md", "--out", "md")
-    Path("only").mkdir()
-    Path("only/a.png").write_bytes(b"\x89PNG\xff")
-    refuse_data("only holds 1 .png: only .txt, .jsonl,", "only")
-
-
-def test_a_folder_without_other_kinds_is_read_as_text(make_data):
-    """Two folders, of .md and of .py, beside a .png, a .csv and settings; 1 file is 1 file."""
-    for name in ("one/a.md", "one/README", "one/set.json", "one/t.csv", "two/sub/b.py"):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(f"{{'{name}'}} " * 9)
-    Path("one/p.png").write_bytes(b"\x89PNG\0")
-    out, error = make_data("one", "two")
-    assert out.startswith("3 documents, 0 duplicates dropped, 0 without") and error == (
-        "note: one: 2 files read as text (1 README, 1 .md); skipped: 1 .png, 1 .json, 1 .csv: name "
-        "a file of text in --input, and it is read, too\nnote: two: 1 file read as text (1 .py)\n")
+    assert "in: 3 files read; skipped: 1 .md, 1 .png, 1 .csv, 1 .json: name" in error
+    assert make_data("in/d.md", "--out", "md")[0].startswith("1 document, ")
+    out, error = make_data("one", "two", "--out", "text")
+    assert out.startswith("3 documents, ") and "two: 1 file read as text (1 .py)\n" in error
+    assert "one: 2 files read as text (1 README, 1 .md); skipped: 1 .png, 1 .json, 1 .csv" in error
+    refuse_data("only holds 1 .png", "only")
 
 
 @pytest.mark.parametrize("name, text, words", [
@@ -389,25 +377,21 @@ def test_a_file_without_its_text_is_refused_in_a_line(refuse_data, name, text, w
     assert "tolerated" not in refuse_data(words, name)
 
 
-def write_bad_lines(documents, bad):
-    """So many documents, of which these numbers are no JSON."""
-    Path("a.jsonl").write_text("".join(
-        "{\n" if number in bad else json.dumps(dict(text=f"text {number}")) + "\n"
-        for number in range(documents)))
-    return "a.jsonl"
-
-
 @pytest.mark.claim("One document in 1,000 may be unreadable: it is left out and named.")
 def test_one_bad_document_in_a_thousand_is_left_out_and_more_are_refused(make_data, refuse_data):
-    out, error = make_data(write_bad_lines(2000, {7, 1999}))
+    def write(documents, bad):
+        """So many documents, of which these numbers are no JSON."""
+        Path("a.jsonl").write_text("".join("{\n" if i in bad else json.dumps(dict(text=f"text {i}"))
+                                           + "\n" for i in range(documents)))
+    write(2000, {7, 1999})
+    out, error = make_data("a.jsonl")
     assert "1,998 documents," in out and ", 2 unreadable left out; " in out
-    assert error.startswith("note: 2 of 2,000 documents are left out: a.jsonl line 8 is not JSON")
-    assert error.count("\n") == 1 and "line 2000 is not" in error
+    assert "2 of 2,000 documents are left out: a.jsonl line 8 " in error and error.count("\n") == 1
     shutil.rmtree("out")
-    refuse_data("a.jsonl line 8 line 9 (2 of 1,999 documents; only one in 1,000 is tolerated)",
-                write_bad_lines(1999, {7, 8}))
-    started = write_bad_lines(10 ** 5, range(0, 10 ** 5, 2))        # it does not read on
-    assert "of 21 documents" in refuse_data("line 1 line 3", started)
+    write(1999, {7, 8})
+    refuse_data("a.jsonl line 8 line 9 (2 of 1,999 documents; only one in 1,000", "a.jsonl")
+    write(10 ** 5, range(0, 10 ** 5, 2))
+    refuse_data("line 1 line 3 of 21 documents", "a.jsonl")         # it does not read on
 
 
 @pytest.mark.claim("A compressed file that is cut off or damaged is refused by its name, never "
@@ -439,48 +423,40 @@ def test_a_file_that_is_cut_off_or_damaged_is_refused_never_read_in_part(tmp_pat
 
 # ---- Splits by the names of files
 
-def write_splits(names):
-    """Files of ten documents each, which say in which file they are."""
-    for name in names:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        write_kind(Path(name), [f"document {i} of {name}\n" for i in range(10)])
-
-
-def files_of(split):
-    return {text.split()[3] for text in texts_of("out", split)}
-
 
 @pytest.mark.claim("Files named train, validation and test train, validate and are left out.")
-@pytest.mark.parametrize("train, val, test", [
-    ("in/c4-train.00000-of-01024.json.gz in/c4-train.00001-of-01024.json.gz",
-     "in/c4-validation.00000-of-00008.json.gz", ""),
-    ("in/train-00000-of-00002.jsonl in/train-00001-of-00002.jsonl", "in/dev.jsonl",
-     "in/data_test.jsonl"),
-    ("in/train/chunk1/example_train_0.jsonl in/train/more/part2.txt",
-     "in/validation/chunk1/example_holdout_0.jsonl", "in/test/chunk1/example_holdout_0.jsonl"),
-    ("in/TRAIN.txt in/latest.txt in/contest.txt in/development.txt in/evaluation_report.txt "
-     "in/trainings.txt in/train-test.txt", "in/eval1.txt", "in/held_out.txt in/holdout.txt"),
-    ("in/train.txt", "in/val.txt", "in/heldout.txt"), ("in/training.txt", "in/valid.txt", "")])
-def test_names_of_files_decide_the_split(tmp_path, monkeypatch, make_data, refuse_data, train, val,
-                                         test):
-    """As a folder, as files, and below a folder that is itself called test."""
+def test_names_of_files_decide_the_split(tmp_path, monkeypatch, make_data, refuse_data):
+    """Below a folder that is itself called test, too."""
     (tmp_path / "test").mkdir()
     monkeypatch.chdir(tmp_path / "test")
-    write_splits(f"{train} {val} {test}".split())
-    flags = "--near-duplicates", "ignore"
-    for given in (["in"], [path for path in Path("in").rglob("*") if path.is_file()],
-                  [Path.cwd() / "in"]):
-        out, error = make_data(*given, *flags)
-        assert files_of("train") == set(train.split())
-        assert files_of("val") == set(val.split())
-        assert f"val: {len(val.split())}" in error
-        assert (f"test: {len(test.split())}" in error) == bool(test)
-        meta = meta_of("out")
-        assert meta["files"] == dict(train=len(train.split()), val=len(val.split()))
-        shutil.rmtree("out")
-    make_data("in", *flags, "--split-names", "ignore")
-    assert files_of("train") == set(f"{train} {val} {test}".split())
-    refuse_data("give another --out", "in", *flags)             # the source has the names
+    for train, val, test in [
+            ("train-00000-of-00002.jsonl train-00001-of-00002.jsonl", "dev.jsonl",
+             "data_test.jsonl"),
+            ("train/chunk1/example_train_0.jsonl train/more/part2.txt",
+             "validation/chunk1/example_holdout_0.jsonl", "test/chunk1/example_holdout_0.jsonl"),
+            ("TRAIN.txt latest.txt contest.txt development.txt evaluation_report.txt trainings.txt "
+             "train-test.txt", "eval1.txt", "held_out.txt holdout.txt"),
+            ("train.txt", "val.txt", "heldout.txt"), ("training.txt", "valid.txt", "")]:
+        train, val, test = ({Path("in", name) for name in names.split()}
+                            for names in (train, val, test))
+        read, validation = follow_names([*train, *val, *test])
+        assert (set(read), validation) == (train | val, val)
+    names = ["c4-train.00000-of-01024.json.gz", "c4-train.00001-of-01024.json.gz",
+             "c4-validation.00000-of-00008.json.gz", "c4-test.json.gz"]
+    Path("in").mkdir()
+    for name in names:
+        write_kind(Path("in", name), [f"document {i} of {name}\n" for i in range(10)])
+
+    def files_of(split):
+        return sorted({text.split()[3] for text in texts_of("out", split)})
+    flags = "in", "--near-duplicates", "ignore"
+    assert re.search("val: 1.* test: 1", make_data(*flags)[1])
+    assert (files_of("train"), files_of("val")) == (names[:2], names[2:3])
+    assert meta_of("out")["files"] == dict(train=2, val=1)
+    shutil.rmtree("out")
+    make_data(*flags, "--split-names", "ignore")
+    assert files_of("train") == sorted(names)
+    refuse_data("give another --out", *flags)                   # the source has the names
 
 
 @pytest.mark.parametrize("near", ["keep", "drop"])
@@ -500,20 +476,11 @@ def test_a_document_that_validates_by_its_file_does_not_train(make_data, near):
 
 # ---- Near-duplicates
 
-def random_words(rng, count):
-    return [f"w{rng.randrange(100_000)}" for _ in range(count)]
-
-
-def jaccard(one, other):
-    """The share of their shingles of five words that two lists of words have in common."""
-    one, other = ({tuple(words[i:i + 5]) for i in range(len(words) - 4)} for words in (one, other))
-    return len(one & other) / len(one | other)
-
 
 @pytest.mark.claim("Near-duplicates are found as often as the formula of MinHash says.")
 def test_documents_agree_in_a_key_as_often_as_the_formula_says():
-    """1,200 pairs, of which one has up to 20 words of 300 replaced: how many agree, beside the sum
-    of 1 - (1 - s^8)^14 over their exact shares s; few below 0.4, nearly all above 0.9."""
+    """1,200 pairs, of which one has up to 40 words of 300 replaced: how many agree, beside the sum
+    of 1 - (1 - s^8)^14 over their exact shares s of equal shingles of five words."""
     rng = random.Random(0)
     min_hash = near_duplicates.MinHash()
     pairs = []
@@ -522,8 +489,9 @@ def test_documents_agree_in_a_key_as_often_as_the_formula_says():
         changed = list(words)
         for at in rng.sample(range(300), rng.randint(1, 40)):
             changed[at] = "other"
+        one, other = ({tuple(text[i:i + 5]) for i in range(296)} for text in (words, changed))
         keys = [min_hash.keys(" ".join(each)) for each in (words, changed)]
-        pairs.append((jaccard(words, changed), bool((keys[0] == keys[1]).any())))
+        pairs.append((len(one & other) / len(one | other), bool((keys[0] == keys[1]).any())))
     for low, high in ((0.0, 0.5), (0.5, 0.6), (0.6, 0.7), (0.7, 0.8), (0.8, 0.9), (0.9, 1.0)):
         found = [(s, agree) for s, agree in pairs if low <= s < high]
         expected = [1 - (1 - s ** 8) ** 14 for s, _ in found]
@@ -531,6 +499,10 @@ def test_documents_agree_in_a_key_as_often_as_the_formula_says():
         assert len(found) > 50
         assert abs(sum(agree for _, agree in found) - sum(expected)) < 4 * deviation + 1
     assert not any((min_hash.keys(f"one {i}") == min_hash.keys(f"two {i}")).any() for i in range(9))
+
+
+def random_words(rng, count):
+    return [f"w{rng.randrange(100_000)}" for _ in range(count)]
 
 
 def test_the_shingles_of_a_text_are_those_of_its_words():
@@ -633,51 +605,21 @@ sys.exit(corpus.program.main())
 def test_what_a_killed_job_has_left_is_told(make_data):
     Path("a.txt").write_text("some words\n" * 100)
     Path("out/.new-1").mkdir(parents=True)
-    assert make_data("a.txt")[1].startswith(f"note: {Path('out/.new-1')} is of a job that ")
+    assert "/.new-1 is of a job that" in make_data("a.txt")[1].replace(os.sep, "/")
 
 
-def test_a_stopped_download_says_that_it_continues(tmp_path, server, monkeypatch, run_data):
-    monkeypatch.setitem(downloads.DOWNLOADS, "tinystories", (f"{server.url}/file", None))
-    monkeypatch.setattr(downloads, "progress", mock.Mock(side_effect=KeyboardInterrupt))
-    status, out, error = run_data("--dataset", "tinystories", "--out", tmp_path / "d")
-    assert (status, out) == (1, "")
-    assert error == "data.py: stopped: the same command continues the download\n"
-
-
-class Full:
-    """A file whose disk has no space left."""
-    def __init__(self, number):
-        self.number = number
-
-    def __call__(self, path, *arguments, **options):
-        file = open(path, *arguments, **options)
-        if any(mode in "".join(map(str, arguments)) for mode in "wa+"):
-            return mock.MagicMock(wraps=file, write=mock.Mock(
-                side_effect=OSError(self.number, os.strerror(self.number))),
-                __enter__=lambda self: self, __exit__=lambda self, *_: file.close())
-        return file
-
-
-@pytest.mark.parametrize("number, status", [(errno.ENOSPC, 1), (errno.EROFS, 2)])
-def test_an_error_of_the_disk_has_its_path_and_what_to_do(tmp_path, monkeypatch, run_data, number,
-                                                          status):
-    """Of writing, whose errors have no path of their own."""
+def test_an_error_of_the_disk_has_its_path_and_what_to_do(tmp_path, server, run_data):
+    """Of writing, whose errors have no path of their own: of a shard, and of a download."""
     (tmp_path / "a.txt").write_text(WORDS)
-    monkeypatch.setattr(corpus.shards, "open", Full(number), raising=False)
-    done = run_data("--input", tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "d")
-    assert (*done[:2], done[2].count("\n")) == (status, "", 1) and "Errno" not in done[2]
-    assert re.fullmatch(rf"data.py: {tmp_path}/d/.new-\w+/(train|val)_000000.bin: "
-                        rf"{os.strerror(number)}(?P<needed>.*?): \w.*\n", done[2]), done[2]
-    assert names_in(tmp_path / "d") == []
-
-
-def test_a_download_to_a_full_disk_names_its_file(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(downloads, "open", Full(errno.ENOSPC), raising=False)
-    with pytest.raises(OSError) as error:
-        downloads.download(f"{server.url}/a", tmp_path / "file")
-    assert errors.describe(error.value) == (
-        f"{tmp_path}/file.part: No space left on device: free some space there, or give another "
-        f"path")
+    with no_file_above(1500):
+        status, out, error = run_data("--input", tmp_path / "a.txt", "--tokenizer", "bytes",
+                                      "--out", tmp_path / "d")
+        with pytest.raises(OSError) as of_download:
+            downloads.download(f"{server.url}/a", tmp_path / "file")
+    assert (status, out, error.count("\n")) == (1, "", 1) and names_in(tmp_path / "d") == []
+    assert re.match(rf"data.py: {tmp_path}/d/.new-\w+/train_000000.bin: File too large: raise ",
+                    error)
+    assert errors.describe(of_download.value).startswith(f"{tmp_path}/file.part: File too large: ")
 
 
 def test_an_out_that_cannot_be_written_is_refused_before_the_text_is_read(monkeypatch, refuse_data):
@@ -686,7 +628,7 @@ def test_an_out_that_cannot_be_written_is_refused_before_the_text_is_read(monkey
     refuse_data("a.txt/below", "a.txt", "--out", "a.txt/below")
     monkeypatch.setattr(tempfile, "mkdtemp", mock.Mock(
         side_effect=PermissionError(errno.EACCES, os.strerror(errno.EACCES), "d")))
-    assert refuse_data("", "a.txt", "--out", "d").startswith("data.py: d: Permission denied: ")
+    refuse_data("d: Permission denied", "a.txt", "--out", "d")
 
 
 @pytest.mark.parametrize("redirect, status, words", [
@@ -705,16 +647,13 @@ def test_a_standard_output_that_is_closed_or_full_takes_no_data_set_away(tmp_pat
 
 def test_names_that_a_console_cannot_show_end_in_no_traceback(tmp_path):
     """An ASCII console, and a name that is not UTF-8."""
-    for number, name in enumerate([b"\xc3\xa9.txt", b"\xe9.txt"]):
-        with open(os.path.join(os.fsencode(tmp_path), name), "w") as file:
-            file.write(f"{number} some words\n" * 100)
-    for file, environment in ((b"\xc3\xa9", dict(PYTHONIOENCODING="ascii")),
-                              (b"\xe9", dict(PYTHONUTF8="1"))):
-        done = subprocess.run(
-            [sys.executable, ROOT / "data.py", "--tokenizer", "bytes", "--input", file + b".txt",
-             "--out", b"d" + file], cwd=tmp_path, env=os.environ | environment,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert (done.returncode, done.stderr) == (0, b"") and b"torchrun" in done.stdout
+    with open(os.path.join(os.fsencode(tmp_path), b"\xe9.txt"), "w") as file:
+        file.write("some words\n" * 100)
+    done = subprocess.run(
+        [sys.executable, ROOT / "data.py", "--tokenizer", "bytes", "--input", b"\xe9.txt", "--out",
+         b"d\xc3\xa9\xe9"], cwd=tmp_path, env=os.environ | dict(PYTHONIOENCODING="ascii"),
+        capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"") and b"torchrun" in done.stdout
 
 
 # ---- Documents: their split and their pieces -------------------------------------------------
