@@ -2,7 +2,6 @@
 
     python -m pytest tests/test_data.py
 """
-import collections
 import errno
 import functools
 import gzip
@@ -35,9 +34,7 @@ import data
 from base import errors
 from corpus import documents, downloads, encode, file_formats, inputs, near_duplicates
 from corpus.chat_records import Refused
-from corpus.dedup_and_split import index_documents
 from corpus.documents import EOT
-from corpus.huggingface_tokenizers import train_tokenizer
 from corpus.prepare import prepare
 from corpus.shards import SPLITS, open_shard
 from corpus.split_by_filename import follow_names
@@ -823,7 +820,7 @@ def test_input_that_changes_between_the_passes_ends_in_one_line(refuse_data):
         refuse_data("the input changed while it was read: run data.py again", "a.txt")
 
 
-# ---- A tokenizer of one's own ----------------------------------------------------------------
+# ---- Tokenizers by their names ---------------------------------------------------------------
 
 def test_a_vocabulary_above_65536_has_tokens_of_32_bits(tmp_path, monkeypatch):
     """As llm.c's for Llama 3: magic 20240801, version 7, uint32. The pairs that begin with "a" are
@@ -845,53 +842,6 @@ def test_a_vocabulary_above_65536_has_tokens_of_32_bits(tmp_path, monkeypatch):
     assert encoding.decode(tokens) == text and max(tokens) > 1 << 16
     dataset_32 = data.TokenDataset(tmp_path / "d", "train", 16)
     assert dataset_32.tokens_of([1])[0].tolist() == made[0][16:33]
-
-
-def plain_bpe(words, alphabet, n_tokens):
-    """Byte-pair encoding of {word: how often}, as in Sennrich et al.: the tokens in their order."""
-    words = [(list(word), count) for word, count in words.items()]
-    number = {character: i for i, character in enumerate(alphabet)}
-    while len(number) < n_tokens:
-        pairs = collections.Counter()
-        for word, count in words:
-            for pair in itertools.pairwise(word):
-                pairs[pair] += count
-        if not pairs:
-            break
-        best = max(pairs, key=lambda pair: (pairs[pair], -number[pair[0]], -number[pair[1]]))
-        number.setdefault("".join(best), len(number))
-        for word, _ in words:
-            at = 0
-            while at < len(word) - 1:
-                if (word[at], word[at + 1]) == best:
-                    word[at:at + 2] = ["".join(best)]
-                at += 1
-    return list(number)
-
-
-def test_a_tokenizer_is_trained_on_a_part_of_a_long_text(monkeypatch, tmp_path):
-    (tmp_path / "a.txt").write_text("some words and others\n" * 1000)
-    monkeypatch.setattr(encode, "TOKENIZER_BYTES", 5000)
-    monkeypatch.setattr(encode, "train_tokenizer", lambda texts, n: len("".join(texts)))
-    assert encode.train_on(index_documents([tmp_path / "a.txt"], 0), 300) == 5000
-
-
-@pytest.mark.claim("`--train-tokenizer` makes the tokens of plain byte-pair encoding.")
-def test_trained_tokens_are_those_of_plain_byte_pair_encoding():
-    """Of a program and of random texts of three letters, also where a text has fewer."""
-    pytest.importorskip("transformers")
-    from tokenizers import pre_tokenizers
-    split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
-    rng = random.Random(0)
-    texts = [((ROOT / "train.py").read_text(), 500), ("".join(NASTY) * 3, 330)]
-    texts += [("".join(rng.choices("ab c", k=rng.randrange(1, 200))), 257 + rng.randrange(60))
-              for _ in range(30)]
-    for text, n_tokens in texts:
-        vocabulary = train_tokenizer([text], n_tokens).tokenizer.get_vocab()
-        words = collections.Counter(word for word, _ in split(text))
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        assert sorted(vocabulary, key=vocabulary.get) == [
-            *plain_bpe(words, alphabet, n_tokens - 1), EOT]
 
 
 @pytest.mark.parametrize("name, suffix, command", [
@@ -922,7 +872,7 @@ def test_gpt2s_tokens_are_the_default(run_data, tmp_path, monkeypatch):
         pytest.skip(error)
     assert (status, error) == (0, "") and "\npython train.py --data " in out
     encoding = get_tokenizer(meta_of(tmp_path)["tokenizer"])
-    tokens = sum((open_shard(tmp_path / f"{split}_000000.bin").tolist()[1:] for split in SPLITS), [])
     stream = encoding.stream()
-    parts = [stream.add(token) for token in tokens]
+    parts = [stream.add(token) for split in SPLITS
+             for token in open_shard(tmp_path / f"{split}_000000.bin").tolist()[1:]]
     assert encoding.n_vocab == 50257 and "".join(parts) == text and "" in parts
