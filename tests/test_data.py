@@ -352,20 +352,18 @@ def test_a_folder_is_read_by_kinds_and_what_is_skipped_is_told(make_data, refuse
 
 
 @pytest.mark.parametrize("name, text, words", [
-    ("a.jsonl", '{"body": "a", "id": 1}\n' * 20,
-     'a.jsonl line 1 has no field "text", but "body", "id": give the name'),
-    ("a.txt", "a" * file_formats.BLOCK + " \0tail\n", "it has NUL bytes"),
-    ("a.txt", ("text " * 40 + f"\n{EOT}\n").encode() * 2000 + b"\xe9\n", "a.txt is not UTF-8"),
-    ("a.jsonl", '{"text": 5}\n', '"text" is int, not a string'), ("a.jsonl", "{", "is not JSON"),
-    ("a.json", '[{"text": "a"}, ', "is no array of JSON"),
-    ("a.csv", "text\na\n", "csv.DictReader(sys.stdin)]\" < a.csv > NEW.jsonl makes lines of it"),
-    ("a.txt", b"caf\xe9 " * 9, "is not UTF-8 text"), ("a.py", "text".encode("utf-16-le"), "NUL"),
-    ("a.jsonl", b'{"text": "caf\xe9"}', "is not JSON: 'utf-8' codec can't decode"),
-    ("a.parquet", b"PAR1 and so on", "copy or download it again"),
-    ("a.arrow", b"and so on", "copy or download it again")])
+    ("a.jsonl", b'{"body": "a", "id": 1}\n' * 20, 'a.jsonl line 1 field "text", but "body", "id"'),
+    ("a.txt", b"a" * file_formats.BLOCK + b" \0tail\n", "NUL bytes"),
+    ("a.txt", f"{'text ' * 40}\n{EOT}\n".encode() * 2000 + b"\xe9\n", "a.txt not UTF-8"),
+    ("a.jsonl", b'{"text": 5}\n', '"text" int'), ("a.jsonl", b"{", "JSON"),
+    ("a.json", b'[{"text": "a"}, ', "array of JSON"),
+    ("a.csv", b"text\na\n", "csv.DictReader < a.csv > NEW.jsonl"),
+    ("a.txt", b"caf\xe9 " * 9, "UTF-8"), ("a.py", "text".encode("utf-16-le"), "NUL"),
+    ("a.jsonl", b'{"text": "caf\xe9"}', "JSON 'utf-8'"), ("a.parquet", b"PAR1 and so on", "again"),
+    ("a.arrow", b"and so on", "again")])
 def test_a_file_without_its_text_is_refused_in_a_line(refuse_data, name, text, words):
     """It is told alone, without a number of documents."""
-    Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    Path(name).write_bytes(text)
     assert "tolerated" not in refuse_data(words, name)
 
 
@@ -454,16 +452,15 @@ def test_names_of_files_decide_the_split(tmp_path, monkeypatch, make_data, refus
 @pytest.mark.parametrize("near", ["keep", "drop"])
 def test_a_document_that_validates_by_its_file_does_not_train(make_data, near):
     """Equal ones, and with "drop" those with most words in common; counted."""
-    words = random.Random(0).choices([f"w{i}" for i in range(5000)], k=300)
+    words = random_words(random.Random(0), 240)
     texts = [" ".join(words[i:i + 60]) for i in range(0, 240, 60)]
     Path("in").mkdir()
     write_texts("in/train.jsonl", [*texts, texts[0], texts[1] + " end", "another"])
     write_texts("in/val.jsonl", [texts[0], texts[1], texts[1]])
-    out, error = make_data("in", "--near-duplicates", near)
-    assert "4 duplicates dropped" in out
+    out, _ = make_data("in", "--near-duplicates", near)
+    assert "4 duplicates dropped" in out and texts_of("out", "val") == texts[:2]
     alike = [] if near == "drop" else [texts[1] + " end"]
     assert texts_of("out", "train") == [*texts[2:], *alike, "another"]
-    assert texts_of("out", "val") == texts[:2]
 
 
 # ---- Near-duplicates
@@ -573,12 +570,11 @@ def test_a_signal_leaves_nothing(tmp_path, number):
     """Twice, as an impatient user sends it, while data.py tokenises."""
     (tmp_path / "a.txt").write_text("some words\n" * 1000)
     (tmp_path / "wrapper.py").write_text(f"""
-import os, signal, sys, corpus.prepare, corpus.program
+import os, signal, sys, tempfile, corpus.prepare, corpus.program
 signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background ignores it
 def stop(*_):
     os.kill(os.getpid(), {int(number)})
 corpus.prepare.append_tokens = stop
-import tempfile
 cleanup = tempfile.TemporaryDirectory.cleanup
 tempfile.TemporaryDirectory.cleanup = lambda self: (stop(), cleanup(self))
 sys.exit(corpus.program.main())
@@ -618,18 +614,13 @@ def test_an_out_that_cannot_be_written_is_refused_before_the_text_is_read(monkey
     refuse_data("d: Permission denied", "a.txt", "--out", "d")
 
 
-@pytest.mark.parametrize("redirect, status, words", [
-    ("> /dev/full", 1, "standard output cannot be"),
-    pytest.param(">&-", 0, "", marks=pytest.mark.slow),
-    pytest.param("| true", 1, "", marks=pytest.mark.slow)])
-def test_a_standard_output_that_is_closed_or_full_takes_no_data_set_away(tmp_path, redirect, status,
-                                                                         words):
+def test_a_standard_output_that_is_full_takes_no_data_set_away(tmp_path):
     (tmp_path / "a.txt").write_text(WORDS)
     command = f"{sys.executable} {ROOT / 'data.py'} --input a.txt --tokenizer bytes --out d"
-    done = subprocess.run(["bash", "-c", f"{command} {redirect}; exit ${{PIPESTATUS[0]}}"],
-                          cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == status and done.stderr.count("\n") == len(words[:1])
-    assert words in done.stderr and (tmp_path / "d/meta.json").exists()
+    done = subprocess.run(["bash", "-c", f"{command} > /dev/full"], cwd=tmp_path, text=True,
+                          stderr=subprocess.PIPE)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "standard output cannot be" in done.stderr and (tmp_path / "d/meta.json").exists()
 
 
 def test_names_that_a_console_cannot_show_end_in_no_traceback(tmp_path):
