@@ -259,39 +259,33 @@ def test_an_export_refuses_what_has_no_name_there(name, changes):
         huggingface_families.their_config(our_config(name, **changes))
 
 
-def other_value(value):
-    """What a key of config.json might have instead; its own, if it is a text or a list."""
-    if value is None:
-        return 4
-    if isinstance(value, dict):
-        return value | dict(rope_theta=77.0)
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, (int, float)):
-        return 2 * value + 1
-    return value
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", huggingface_families.FAMILIES)
 @torch.no_grad()
 def test_a_key_of_config_json_that_is_changed_is_honoured_or_refused(theirs_and_ours, tmp_path,
                                                                      name):
-    """Each key in turn: an import has transformers' logits, or there is none."""
+    """Each key in turn, but for texts and lists: an import has transformers' logits, or there is
+    none."""
     source, theirs, _ = theirs_and_ours(name)
-    tokens = tokens_of(our_config(name), 2)
+    tokens, tried = tokens_of(our_config(name), 2), 0
     for key, value in theirs.config.to_dict().items():
-        other, folder = other_value(value), tmp_path / key
-        if other == value:
+        if value is None:
+            other = 4
+        elif isinstance(value, dict):
+            other = value | dict(rope_theta=77.0)
+        elif isinstance(value, (bool, int, float)):
+            other = not value if isinstance(value, bool) else 2 * value + 1
+        else:
             continue
-        changed(source, folder, {key: other}, {})
+        tried += 1
+        changed(source, tmp_path / key, {key: other}, {})
         with suppress(ValueError):
-            huggingface.import_model(str(folder), folder / "a.pt")
-            ours, _ = checkpoint.load_model(folder / "a.pt")
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+            huggingface.import_model(str(tmp_path / key), tmp_path / key / "a.pt")
+            ours, _ = checkpoint.load_model(tmp_path / key / "a.pt")
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / key)
             text = tokens[:, :ours.cfg.seq_len]
             assert relative(ours(text), theirs(text).logits) < 2e-6, (key, other)
-    assert len(names_in(tmp_path)) >= 15
+    assert tried >= 15
 
 
 # ---- The hub and the disk --------------------------------------------------------------------
@@ -321,7 +315,7 @@ def test_an_import_downloads_the_config_and_then_the_weights_once(tmp_path, caps
     with mock.patch("huggingface_hub.snapshot_download", return_value=hub) as download:
         status, text, error = run_main(capsys, huggingface, "import", "me/m", b)
     assert status == 0 and f"python train.py --init-from {b}" in text
-    assert error.endswith(" draws tokens as sample.py --top-k 5 does\n") and error.count("\n") == 1
+    assert "sample.py --top-k 5" in error and error.count("\n") == 1
     asked = [call.kwargs["allow_patterns"] for call in download.call_args_list]
     assert asked[0] == huggingface.SMALL_FILES and asked[-1][-1] == weights
     assert not any(fnmatch("consolidated.safetensors", pattern) for pattern in sum(asked, []))
