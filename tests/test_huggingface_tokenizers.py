@@ -176,19 +176,20 @@ def test_a_long_text_is_cut_where_its_parts_give_the_tokens_of_the_whole(folders
 def test_the_ends_of_generation_config_stay_with_the_shards(folders, tmp_path, run_data, run_train,
                                                             run_sample, monkeypatch):
     """Also where other data is made with the tokenizer of these; a sample ends at each of them."""
-    folder = tmp_path / "m"
-    shutil.copytree(folders["begins"], folder)
-    end = find_tokenizer(folder).encode_ordinary("e")[0]
-    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[5, end])))
+    shutil.copytree(folders["begins"], tmp_path / "m")
+    tokenizer = find_tokenizer(tmp_path / "m")
+    ends = [5, *tokenizer.encode_ordinary("e")]
+    (tmp_path / "m/generation_config.json").write_text(json.dumps(dict(eos_token_id=ends)))
     text = write_texts(tmp_path / "t.jsonl", TEXTS)
-    for tokenizer, out in ((folder, tmp_path / "d"), (tmp_path / "d", tmp_path / "more")):
-        assert run_data("--input", text, "--tokenizer", tokenizer, "--out", out)[0] == 0
-        assert meta_of(out)["ends"] == [5, end]
+    for source, out in (("m", "d"), ("d", "more")):
+        assert run_data("--input", text, "--tokenizer", tmp_path / source, "--out",
+                        tmp_path / out)[0] == 0
+        assert meta_of(tmp_path / out)["ends"] == ends
     assert run_train("--data", tmp_path / "more", "--out", tmp_path / "o", *TINY)[0] == 0
     file = tmp_path / "o/latest.pt"
-    assert checkpoint.load(file)["ends"] == [5, end]
-    monkeypatch.setattr(sample, "generate", lambda model, tokens, most, ends, *_: [
-        pytest.fail("ends") if ends != {5, end, find_tokenizer(folder).eot_token} else [7]])
+    assert checkpoint.load(file)["ends"] == ends
+    monkeypatch.setattr(sample, "generate", lambda model, tokens, most, found, *_: [
+        pytest.fail("ends") if found != {*ends, tokenizer.eot_token} else [7]])
     assert run_sample("--ckpt", file, "--prompt", "a")[0] == 0
 
 
