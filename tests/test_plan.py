@@ -144,15 +144,17 @@ SHARED = replace(EXPERTS, shared_hidden=24, balance_bias=0.1)
 ALL_HEADS = replace(EXPERTS, norm_all_heads=True)
 
 
-def cover(number, model):
+def cover(number, model, **changes):
     """A model and the flags of a row of COVER."""
-    return replace(model, n_layer=deep_enough_for(COVER[number]).n_layer), COVER[number]
+    row = COVER[number] | changes
+    return replace(model, n_layer=deep_enough_for(row).n_layer), row
 
 
 @pytest.mark.claim("A plan tells what a run holds, sends and computes.")
 @pytest.mark.parametrize("world, cfg, flags", [
     # Each ZeRO stage and schedule on four ranks, tp beside pp and dp beside cp on eight.
-    (4, *cover(13, ONE_KEY)), (4, *cover(17, WIDE)), (4, *cover(18, WIDE)), (4, *cover(19, LLAMA)),
+    (4, *cover(13, ONE_KEY)), (4, *cover(17, WIDE)), (4, *cover(18, WIDE)),
+    (4, *cover(19, LLAMA, dtype="fp64")),
     (2, EXPERTS, dict(ep=2, dtype="bf16", zero=1)), (4, EXPERTS, dict(ep=2, tp=2, recompute=True)),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
         (8, *cover(3, WIDE)), (8, *cover(6, LLAMA)), (8, *cover(10, WIDE)), (8, *cover(22, LLAMA)),
