@@ -103,9 +103,6 @@ def test_a_gpt_is_stored_as_ever():
     assert make_config(**asdict(new)) == new
 
 
-# ---- train.py
-
-
 # Billions of parameters, layers, width, channels of a head, positions, activation, learning rate.
 # GPT-2: the released checkpoints, to the last parameter (the learning rate: that of GPT-3's row);
 # GPT-3: table 2.1; OPT: table 1. Their numbers of parameters are those of the names, which round
@@ -132,8 +129,6 @@ PUBLISHED = {
     "opt-66b": (66, 64, 9216, 128, 2048, "relu", 0.8e-4),
     "opt-175b": (175, 96, 12288, 128, 2048, "relu", 1.2e-4),
 }
-
-
 # Of Llamas and mixtures: vocabulary, parameters, and of mixtures those that a token uses.
 COUNTS = {
     "llama-7b": (32000, 6_738_415_616), "llama-65b": (32000, 65_285_660_672),
@@ -171,10 +166,9 @@ def test_named_sizes_have_the_published_numbers_of_parameters():
                          cfg.activation], name
         bound = 1e-12 if name.startswith("gpt2") else 0.03
         assert parameter_count(cfg) == pytest.approx(1e9 * billions, rel=bound), name
-        with torch.device("meta"):
-            held = sum(parameter.numel() for parameter in GPT(cfg).parameters())
-        padding = (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
-        assert parameter_count(cfg) == held - padding, name
+    with torch.device("meta"):
+        held = sum(parameter.numel() for parameter in GPT(cfg).parameters())
+    assert parameter_count(cfg) == held - (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
 
 
 def test_initial_values_have_gpt2s_standard_deviations():
@@ -217,13 +211,13 @@ def test_a_row_has_its_masks_whatever_rows_are_beside_it(packed):
     plain, tokens = GPT(replace(CFG, dropout=0.3)).initialize(0).double(), tokens_of(CFG, 4)
     positions = torch.arange(CFG.seq_len).remainder(5).expand(4, -1) if packed else None
 
-    def logits(first, end):
-        own = None if positions is None else positions[first:end]
-        return plain(tokens[first:end], dropout_seed=7 + first, positions=own)
+    def logits(first, end, seed=7):
+        own = positions[first:end] if packed else None
+        return plain(tokens[first:end], dropout_seed=seed + first, positions=own)
     whole = logits(0, 4)
     for first, end in [(2, 4), (2, 3), (3, 4)]:
         torch.testing.assert_close(logits(first, end), whole[first:end], rtol=0, atol=1e-12)
-    assert not plain(tokens[2:], dropout_seed=7).allclose(whole[2:])
+    assert not logits(2, 4, seed=5).allclose(whole[2:])
 
 
 def test_dropout_drops_its_share_and_scales_the_rest():
@@ -295,10 +289,7 @@ def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_pat
     ((1, 2, 1), dict(dtype="fp64", sequence_parallel=True),
      (1, 2, 2), dict(pp_schedule="1f1b"), 1e-10),
     ((1, 1, 1), dict(dtype="bf16", cp=2), (1, 1, 1), dict(recompute=True), 0),
-    ((1, 1, 1), dict(dtype="fp64"), (1, 1, 1), dict(micro_batch=4), 1e-10),
-    ((1, 1, 1), dict(dtype="fp64"), (4, 1, 1), dict(micro_batch=1, zero=1), 1e-10),
-    ((1, 1, 1), dict(dtype="fp64"), (2, 1, 2), dict(micro_batch=1), 1e-10),
-    ((1, 2, 1), dict(dtype="fp64", sequence_parallel=True), (2, 2, 1), dict(micro_batch=1), 1e-10),
+    ((1, 1, 1), dict(dtype="fp64"), (2, 1, 2), dict(micro_batch=1, zero=1), 1e-10),
     ((1, 1, 1), dict(dtype="fp64", cp=2), (2, 1, 1), dict(micro_batch=4), 1e-10),
     pytest.param((2, 2, 1), dict(dtype="fp64"), (2, 2, 1), dict(zero=3, recompute=True), 1e-10,
                  marks=pytest.mark.slow)])
