@@ -13,6 +13,7 @@ reads at its import. A test imports the functions it calls: `from tests.harness 
 Programs, and the data sets that they read, are in tests/commands.py.
 """
 import functools
+import gc
 import inspect
 import io
 import itertools
@@ -178,6 +179,7 @@ def enter(environment):
     # Two ranks connect at their first message: gloo takes about 10 ms to close a connection, and
     # else a rank of 2 x 2 x 2 has seventeen. (Commands connect at once, as a user's ranks do.)
     os.environ.update(TORCH_GLOO_LAZY_INIT="1", **environment)
+    gc.freeze()         # what is imported is not collected again and again
     sys.stdout = sys.stderr = open(os.devnull, "w")
 
 
