@@ -125,7 +125,7 @@ def test_the_rows_have_every_two_values_that_may_be_combined():
 @pytest.mark.claim("Any two of ZeRO stage, tp, pp, cp, schedule, recomputation, sequence "
                    "parallelism and precision, combined, train as one process does.")
 @pytest.mark.parametrize("row", [
-    row if row["dtype"] in BOUNDS or row["zero"] == 3 else pytest.param(row, marks=pytest.mark.slow)
+    row if row["dtype"] == "fp64" or row["zero"] == 3 else pytest.param(row, marks=pytest.mark.slow)
     for row in COVER], ids=lambda row: "-".join(map(str, row.values())))
 def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row):
     dtype, cfg, dp = row["dtype"], deep_enough_for(row), dp_for(row)
@@ -210,7 +210,7 @@ def test_random_models_in_random_layouts_train_as_one_process(pool, tmp_path, re
 
 
 EXACT = [
-    ("palm", (2, 2, 1), dict(zero=3)), ("shared, bias", (2, 2, 1), dict(ep=2, zero=2)),
+    ("palm", (2, 2, 1), dict(zero=3)), ("shared, bias", (2, 1, 1), dict(ep=2, zero=2)),
     *(pytest.param(row, marks=pytest.mark.slow) for row in [
         ("qwen3", (1, 2, 2), dict(zero=0, pp_schedule="1f1b")),
         ("olmoe", (1, 2, 1), dict(sequence_parallel=True)), *range(8)])]
