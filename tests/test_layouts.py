@@ -202,7 +202,7 @@ def drawn(seed, names=tuple(MODELS), most=8, **fixed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_models_in_random_layouts_train_as_one_process(pool, tmp_path, reference, seed):
     name, layout, flags = drawn(seed)
     ours, one, cfg = run_row(pool, tmp_path, reference, name, layout, flags, dtype="fp64")
@@ -213,7 +213,7 @@ EXACT = [
     ("palm", (2, 2, 1), dict(zero=3)), ("shared, bias", (2, 1, 1), dict(ep=2, zero=2)),
     *(pytest.param(row, marks=pytest.mark.slow) for row in [
         ("qwen3", (1, 2, 2), dict(zero=0, pp_schedule="1f1b")),
-        ("olmoe", (1, 2, 1), dict(sequence_parallel=True)), *range(8)])]
+        ("olmoe", (1, 2, 1), dict(sequence_parallel=True)), *range(1, 5)])]
 
 
 @pytest.mark.claim("With `--exact` Llamas and mixtures have the bits of one process in every "
