@@ -103,9 +103,9 @@ TWO_RANKS = [(2, 1, 1), (1, 2, 1)]
 @pytest.mark.claim("Every layout trains small models as one process does: losses, gradients, "
                    "norms differ by at most 1e-5 in fp32 (rate 1e-3), 1e-10 in fp64.")
 @pytest.mark.parametrize("layout, n_layer, flags", [
-    *(pytest.param(layout, layout[2] + 1, dict(dtype="fp32", steps=20, lr=1e-3, warmup_steps=5),
+    *(pytest.param(layout, layout[2] + 1, dict(dtype="fp32", steps=8, lr=1e-3, warmup_steps=5),
                    marks=() if layout == (2, 2, 2) else pytest.mark.slow) for layout in MAIN),
-    *((layout, 2, dict(dtype="fp64", steps=20, lr=1e-2, warmup_steps=5))
+    *((layout, 2, dict(dtype="fp64", steps=8, lr=1e-2, warmup_steps=5))
       for layout in TWO_RANKS),
     # What the pairs of tests/test_layouts.py do not have: three chunks, four slices of the
     # positions, and three replicas, which cut a bucket into no power of two.
@@ -359,8 +359,8 @@ def test_plain_context_attention_equals_plain_attention(rank, world):
 def test_plain_program_has_the_losses_of_train_py(pool, shards, losses_of_train_py, world, tp, pp):
     """`torchrun parallel.py` prints the losses of train.py, to 1e-5: in one process, on two
     replicas, and with all three parallelisms on eight ranks."""
-    found = pool.run(world, losses_of_plain_program, tp, pp, shards, 5)[0]
-    assert len(found) == 5 and found == pytest.approx(losses_of_train_py(5), rel=1e-5)
+    found = pool.run(world, losses_of_plain_program, tp, pp, shards, 3)[0]
+    assert len(found) == 3 and found == pytest.approx(losses_of_train_py(3), rel=1e-5)
 
 
 # ---- torch's own stack
@@ -898,13 +898,13 @@ def test_a_plain_run_continues_in_eight_ranks_and_back(run_train, library, tmp_p
     program alone has the bits of a straight plain run."""
     flags = ["--data", library, *SMALL, "--min-lr-ratio", 1, "--eval-every", 0]
     for out, plain in (("run", []), ("plain", ["--plain"])):
-        assert run_train(*flags, "--out", tmp_path / out, "--steps", 18, *plain)[0] == 0
+        assert run_train(*flags, "--out", tmp_path / out, "--steps", 9, *plain)[0] == 0
     for out in ("mixed", "parts"):
-        assert run_train(*flags, "--out", tmp_path / out, "--steps", 6, "--plain")[0] == 0
-    ranks = launch(8, *flags, "--out", tmp_path / "mixed", "--steps", 12, "--tp", 2, "--pp", 2)
+        assert run_train(*flags, "--out", tmp_path / out, "--steps", 3, "--plain")[0] == 0
+    ranks = launch(8, *flags, "--out", tmp_path / "mixed", "--steps", 6, "--tp", 2, "--pp", 2)
     assert [rank.finish()[0] for rank in ranks] == [0] * 8
     for out in ("mixed", "parts"):
-        assert run_train(*flags, "--out", tmp_path / out, "--steps", 18, "--plain")[0] == 0
+        assert run_train(*flags, "--out", tmp_path / out, "--steps", 9, "--plain")[0] == 0
     rows = {out: read_metrics(tmp_path / out)[0] for out in ("run", "plain", "mixed", "parts")}
     for out in ("plain", "mixed", "parts"):
         for name in ("loss", "grad_norm", "lr", "tokens"):

@@ -4,6 +4,7 @@
     Data sets   shards, two_sources, library, things: made once
 """
 import functools
+import gc
 import io
 import json
 import os
@@ -66,6 +67,7 @@ def readme_commands(program) -> list[tuple[str, list[str]]]:
 
 def run_file(folder, cwd, environment, file, arguments):
     """What `python FILE ARGUMENTS` does, in this process, with its output in files."""
+    gc.freeze()         # what is imported is not collected again and again
     for number, name in [(1, "out"), (2, "error")]:
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)

@@ -92,22 +92,19 @@ def ops_of_a_step(rank, world, config, cfg):
     return kinds_of_blocks.replace("WWWW", "W"), ops        # a block has four products
 
 
-@pytest.mark.parametrize("schedule, chunks", [
-    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
-def test_a_run_executes_the_schedule_of_its_flags(pool, tmp_path, schedule, chunks):
-    """On two stages, with four microbatches and chunks of one block."""
-    config = settings(tmp_path, steps=1, pp=2, pp_schedule=schedule, pp_chunks=chunks)
+@pytest.mark.parametrize("schedule, chunks, recompute", [
+    ("gpipe", 1, False), ("1f1b", 1, False), ("interleaved", 2, False), ("zb-h1", 1, False),
+    ("gpipe", 1, True)])
+def test_a_run_executes_the_schedule_of_its_flags(pool, tmp_path, schedule, chunks, recompute):
+    """On two stages, with four microbatches and chunks of one block. With --recompute each backward
+    begins by running its block's forward again."""
+    config = settings(tmp_path, steps=1, pp=2, pp_schedule=schedule, pp_chunks=chunks,
+                      recompute=recompute)
     found = pool.run(2, ops_of_a_step, config, replace(CFG, n_layer=2 * chunks))
     for stage, (kinds_of_blocks, ops) in enumerate(found):
         assert ops == SCHEDULES[schedule](stage, 2, 4, chunks)
-        assert kinds_of_blocks == "".join(kind for kind, *_ in ops)
-
-
-def test_a_run_recomputes_each_block_in_backward_with_the_flag(pool, tmp_path):
-    """Each backward begins by running its block's forward again."""
-    config = settings(tmp_path, steps=1, pp=2, recompute=True)
-    for kinds_of_blocks, _ in pool.run(2, ops_of_a_step, config, replace(CFG, n_layer=2)):
-        assert kinds_of_blocks == "FFFFBFBFBFBF"
+        kinds = "".join(kind for kind, *_ in ops)
+        assert kinds_of_blocks == (kinds.replace("B", "BF") if recompute else kinds)
 
 
 @pytest.mark.parametrize("schedule, expected", [

@@ -236,7 +236,7 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
     while step < steps:
         if not same_layout:
             world, config = layout(straight)
-        at, fate = step + rng.randint(1, 8), rng.choice(fates)
+        at, fate = step + rng.randint(1, max(8, steps // 2)), rng.choice(fates)
         chain.append((world, config, at, fate))
         assert len(chain) < 60, chain
         ours = replace(config, out=str(chained), checkpoint_format=rng.choice(FORMS))

@@ -290,10 +290,11 @@ def test_a_closed_input_or_output_ends_quietly(shards, things, tmp_path):
     line. train.py trains on when nobody reads its lines."""
     draw = f"{sys.executable} sample.py --ckpt {things / 'whole.pt'} --max-tokens 3000 --prompt "
     run = map(str, [sys.executable, "train.py", "--data", shards, "--out", tmp_path, *TINY])
-    unread, closed, head = [
+    unread, closed, head, full = [
         subprocess.Popen(["bash", "-o", "pipefail", "-c", command], stdout=subprocess.PIPE,
                          stderr=subprocess.PIPE, text=True, errors="replace", cwd=ROOT)
-        for command in (shlex.join(run), draw + "- <&-", draw + "line | head -c 6")]
+        for command in (shlex.join(run), draw + "- <&-", draw + "line | head -c 6",
+                        draw + "line > /dev/full")]
     unread.stdout.close()
     _, error = unread.communicate()
     assert (unread.returncode, error) == (0, "")
@@ -302,6 +303,8 @@ def test_a_closed_input_or_output_ends_quietly(shards, things, tmp_path):
     assert (closed.returncode, out, error.count("\n")) == (2, "", 1) and "is closed" in error
     out, error = head.communicate()
     assert (head.returncode, out[:4], error) == (1, "line", "")
+    _, error = full.communicate()
+    assert full.returncode == 1 and "No space left on device" in error and error.count("\n") == 1
 
 
 def test_no_thread_of_gloo_outlives_a_run_even_if_its_last_save_fails(shards, tmp_path):
