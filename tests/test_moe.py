@@ -3,7 +3,6 @@
 That they train in every layout as in one process: tests/test_layouts.py.
 """
 import json
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,14 +12,12 @@ import torch.nn.functional as F
 
 import checkpoint
 import parallel
-from amp import PRECISIONS
 from base.flops import flops_per_token
 from base.options import Config
 from model import IGNORE_INDEX, initial_value
 from models import SIZES
 from models.moe import MoEConfig
 from parallelism import zero
-from parallelism.buckets import state_bytes
 from parallelism.build import Grid, build_stage
 from parallelism.collectives import all_reduce
 from parallelism.parameters import param_specs
@@ -29,7 +26,6 @@ from tests.harness import (BOUNDS, Memory, assert_same_rows, losses_of_plain_pro
                            random_gpt, relative, run_steps, settings, tokens_of, trained,
                            whole_gradient, without_saves)
 from tests.test_layouts import MIXTURE, MODELS
-from tools.plan.memory import rank_buckets
 
 
 @pytest.mark.parametrize("name", [
@@ -291,29 +287,6 @@ def test_a_rank_draws_its_own_experts_alone_and_one_at_a_time(monkeypatch, ep):
     assert not up[0].equal(up[1]) and abs(up.std() / 0.02 - 1) < 0.05
 
 
-def choose_one(run):
-    """All tokens choose the first experts: routers of zeros, whose equal scores topk orders."""
-    for bucket in run.flat.buckets:
-        if bucket.is_wide:
-            bucket.shard["master"].zero_()
-    run.flat.sync_params()
-    run.flat.wait_params()
-    without_saves(run)
-
-
-@pytest.mark.parametrize("layout, flags", [((4, 1, 1), dict(ep=4, zero=2))])
-def test_a_rank_whose_experts_nobody_chose_takes_part(pool, tmp_path, layout, flags):
-    """All tokens go to two of eight experts, which one rank has."""
-    def run(layout, **flags):
-        return trained(pool, layout, tmp_path, replace(MODELS["qwen3-moe"], n_active=2),
-                       whole_gradient, prepare=choose_one, dtype="fp64", steps=1, **flags)
-    ours, one = run(layout, **flags), run((1, 1, 1))
-    assert ours.rows[0]["dead_experts"] == 2 * 6 and ours.rows[0]["load/0"] == 4
-    # Not the loss after the update: the gradients of these routers are rounding alone.
-    assert relative(ours.rows[0]["loss"], one.rows[0]["loss"]) <= BOUNDS["fp64"]
-    assert relative(ours.seen[0], one.seen[0]) <= BOUNDS["fp64"]
-
-
 def differ_on_tp_ranks(run):
     """The routers of tp rank 1 become others."""
     generator = torch.Generator().manual_seed(1)
@@ -369,23 +342,3 @@ def test_flops_count_the_experts_of_a_token_alone():
     routers = 6 * cfg.n_layer * (8 - 1) * cfg.n_embd
     assert flops_per_token(cfg) - routers == flops_per_token(dense)
     assert flops_per_token(cfg, True) - routers == flops_per_token(dense, True)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("zero, ep", [(0, 2), (1, 2), (2, 4), (3, 2), (3, 1)])
-def test_state_bytes_are_what_flat_parameters_allocate(dtype, zero, ep):
-    """Of a rank among four replicas, times tp 2."""
-    cfg = MODELS["shared, bias"]
-    grid = Grid(4, 1, 2, 3, ep=ep)
-    dtypes = PRECISIONS[dtype]
-    flat = FlatParameters(param_specs(build_stage(cfg, grid), cfg, grid), grid, *dtypes, "cpu",
-                          zero)
-    kept = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
-    for bucket in flat.buckets:
-        shard = bucket.shard
-        own_master = shard["master"] is not shard["data"]
-        kept["parameters"] += shard["data"].nbytes if zero == 3 else bucket.data.nbytes
-        kept["gradients"] += shard["grad"].nbytes if zero >= 2 else bucket.grad.nbytes
-        kept["masters"] += shard["master"].nbytes if own_master else 0
-        kept["moments"] += shard["exp_avg"].nbytes + shard["exp_avg_sq"].nbytes
-    assert state_bytes(rank_buckets(cfg, grid, zero), dtypes, zero, False) == (kept, {})

@@ -30,34 +30,14 @@ from base.batch_ramp import batch_size_at
 from base.flops import flops_per_token, peak_flops
 from base.options import Config
 from base.processes import Job, RunError
-from model import GPT, GPTConfig
-from parallelism.buckets import make_buckets
-from parallelism.build import Grid, build_stage
-from parallelism.parameters import param_specs
+from model import GPT
+from parallelism.build import Grid
 from runtime import directory, evaluation, run_log
 from tests.commands import (README, TINY, Command, expect_mistake, launch, read_metrics,
                             wait_for_step)
 from tests.harness import CFG, ROOT, Memory, column, no_file_above, nothing, settings, watched
-from tools.plan.memory import rank_buckets
 
-# ---- Memory: what a rank keeps, and too little of it
-
-@pytest.mark.parametrize("dp, pp, tp, chunks, n_layer", [
-    (1, 1, 1, 1, 3), (2, 3, 2, 1, 7), (3, 2, 4, 2, 9), (2, 4, 1, 1, 4)])
-def test_the_parameters_of_a_rank_are_counted_without_building_its_blocks(dp, pp, tp, chunks,
-                                                                          n_layer):
-    """The counts are those of the stage, on every rank; 10 million layers take no longer."""
-    cfg = GPTConfig(50257, n_layer=n_layer)
-    for rank in range(dp * pp * tp):
-        place = Grid(dp, pp, tp, rank, chunks=chunks)
-        specs = param_specs(build_stage(cfg, place), cfg, place)
-        sizes = sorted(bucket.numel for bucket in make_buckets(specs, dp))
-        counted = [[bucket.numel] * count for bucket, count in rank_buckets(cfg, place, 1)]
-        assert sorted(sum(counted, [])) == sizes
-    huge = replace(cfg, n_layer=10 ** 7 * pp * chunks)
-    buckets = rank_buckets(huge, Grid(dp, pp, tp, chunks=chunks), 0)
-    assert sum(bucket.numel * count for bucket, count in buckets) > 10 ** 11
-
+# ---- Too little memory
 
 def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, tmp_path):
     """Exit status 1: training with an exabyte of activations, sampling with one of positions."""

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import IGNORE_INDEX, GPTConfig
-from parallelism import tensor
 from parallelism.build import Grid
 from parallelism.tensor import (MAX_LOGITS, ColumnParallelLinear, softmax_over_ranks, tile_loss,
                                 tile_size, tile_sums)
@@ -120,42 +119,6 @@ def test_sequence_parallelism_copies_little(rank, world, sequences, attention):
             block(x.requires_grad_()).backward(dy)
     unit = sequences * 16 * 32
     assert copied.numbers / unit == 6 / world + attention * (2 * 3 / world + 2)
-
-
-def tp3s_order(monkeypatch, weight_needs_grad):
-    """What backward of a column-parallel layer does, in its order: products, a sum's start and
-    end."""
-    seen = []
-
-    class Sum:
-        def __init__(self, x):
-            self.x = x
-
-        def wait(self):
-            seen.append("ends")
-            return self.x
-
-    def product(a, b):
-        seen.append("product")
-        return a @ b
-
-    def start(x, grid):
-        seen.append("starts")
-        return Sum(x)
-    monkeypatch.setattr(tensor, "sum_over_ranks", start)
-    monkeypatch.setattr(tensor, "matmul", product)
-    grid = Grid(dp=1, pp=1, tp=2)
-    x = torch.ones(1, 2, 4, requires_grad=True)
-    weight = torch.ones(3, 4, requires_grad=weight_needs_grad)
-    tensor._ColumnParallel.apply(x, weight, None, grid).sum().backward()
-    return seen
-
-
-def test_backward_hides_a_sum_of_tensor_parallelism_behind_a_product(monkeypatch):
-    """As docs/limits.md says: the all-reduce of dx runs during the product that is the weight's
-    gradient, of which ZB-H1 has none there."""
-    assert tp3s_order(monkeypatch, True) == ["product", "starts", "product", "ends"]
-    assert tp3s_order(monkeypatch, False) == ["product", "starts", "ends"]
 
 
 def test_a_loss_that_is_scaled_by_hand_is_refused():

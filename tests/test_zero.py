@@ -19,6 +19,8 @@ from parallelism.schedules import one_f_one_b
 from parallelism.zero import FlatParameters
 from tests.harness import (CFG, FORMULA, Passes, assert_close, gridded, in_turn, plain_gradient,
                            run_steps, settings, staged, tokens_of, traffic, without_saves)
+from tests.test_layouts import MODELS
+from tools.plan.memory import rank_buckets
 
 
 def held_by(flat):
@@ -42,25 +44,34 @@ def held_by(flat):
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
-    """On every rank of dp 2 x pp 2 x tp 2, by kind, exactly; the total is ZeRO's published formula.
-    Parameters on another device than the optimizer, here torch's meta device, are --offload."""
-    dtypes = amp.PRECISIONS[dtype]
-    offload = device == "meta"
-    pp = 1 if zero == 3 else 2
-    for rank in range(4 * pp):
-        grid = Grid(dp=2, pp=pp, tp=2, rank=rank)
-        specs = param_specs(build_stage(CFG, grid), CFG, grid)
+@pytest.mark.parametrize("model, place", [
+    ("gpt", dict(dp=2, pp=2, tp=2, chunks=2)), ("gpt", dict(dp=3, pp=1, tp=2)),
+    ("shared, bias", dict(dp=4, pp=1, tp=2, ep=2))])
+def test_state_bytes_are_what_flat_parameters_allocate(model, place, device, dtype, zero):
+    """On a rank of each replica and stage, by kind, exactly, also of the buckets that a plan counts
+    without building the blocks; the total is ZeRO's published formula. Parameters on another device
+    than the optimizer, here torch's meta device, are --offload."""
+    dtypes, offload = amp.PRECISIONS[dtype], device == "meta"
+    if zero == 3:
+        place = place | dict(pp=1, chunks=1)
+    cfg = replace(MODELS[model], n_layer=5 if place["pp"] > 1 else 2)
+    for rank in range(1, place["dp"] * place["pp"] * place["tp"], place["tp"]):
+        grid = Grid(**place, rank=rank)
+        specs = param_specs(build_stage(cfg, grid), cfg, grid)
         flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu")
-        numel = sum(bucket.numel for bucket in flat.buckets)
-        buckets = [(bucket, 1) for bucket in flat.buckets]
-        on_device, on_host = state_bytes(buckets, dtypes, zero, offload)
+        on_device, on_host = state_bytes([(bucket, 1) for bucket in flat.buckets], dtypes, zero,
+                                         offload)
         expected = {(device, kind): size for kind, size in on_device.items() if size > 0}
         expected |= {("cpu", kind): size for kind, size in on_host.items()}
         assert held_by(flat) == expected
         if not offload:
-            formula = FORMULA["bf16" if dtype == "bf16" else "fp32"](2)[zero]
-            assert sum(on_device.values()) == formula * numel * dtypes[1].itemsize / 4
+            planned = state_bytes(rank_buckets(cfg, grid, zero), dtypes, zero, False)
+            assert planned == (on_device, on_host)
+        if not offload and model == "gpt":
+            numel = sum(bucket.numel for bucket in flat.buckets)
+            formula = FORMULA["bf16" if dtype == "bf16" else "fp32"](place["dp"])[zero]
+            size = formula * numel * dtypes[1].itemsize / 4
+            assert sum(on_device.values()) == pytest.approx(size, rel=1e-12)
         # An evaluation keeps the parameters alone.
         flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu", training=False)
         assert held_by(flat) == {(device, "parameters"): on_device["parameters"]}
