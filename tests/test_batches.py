@@ -1,8 +1,11 @@
-"""What data.TokenDataset reads: windows, epochs, mixtures, and batches that grow.
+"""What data.TokenDataset reads and refuses: windows, epochs, mixtures, batches that grow.
 
 How shards are made: test_data.py.
 """
+import os
 import random
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +14,11 @@ import pytest
 import data
 from base.batch_ramp import batch_size_at, sequences_after, steps_of_epochs
 from base.options import Config
-from corpus.mixtures import Mixture, Source
-from tests.commands import dataset
-from tests.harness import batches_from, megatrons_batch_size
+from corpus import mixtures
+from corpus.mixtures import Mixture, Source, parse_mixture
+from runtime import checks
+from tests.commands import dataset, shard
+from tests.harness import batches_from, megatrons_batch_size, saved
 
 
 def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
@@ -136,3 +141,101 @@ def test_the_steps_of_a_long_run_are_counted_without_a_loop():
         assert steps_of_epochs(config, made, state) == step
     config = Config(batch_size=512, batch_ramp="16:16:1000000")
     assert sequences_after(config, 0, 10 ** 9) == 511_996_842_048       # a loop would take minutes
+
+
+def test_data_is_a_directory_or_several_by_weight(tmp_path, monkeypatch):
+    """--data is DIR, whose name may have a "=", or DIR=WEIGHT,... in lowest terms."""
+    monkeypatch.chdir(tmp_path)
+    Path("day=1").mkdir()
+    for text, weights in {"day=1": {"day=1": 1}, "data/a=0.7,b=0.3": {"data/a": 7, "b": 3},
+                          "a=.000001,b=1000,k=v=0": {"a": 1, "b": 10 ** 9, "k=v": 0}}.items():
+        assert parse_mixture(text) == {Path(folder): w for folder, w in weights.items()}
+
+
+def test_epochs_make_the_steps_that_read_the_data_so_often(run_train, tmp_path, monkeypatch):
+    """49 windows, in batches of 4. Sequences that were left out do not count: the same command ends
+    where it would have. A source of weight 0 is not read; other weights count from where the run
+    is."""
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        dataset(Path(name), {"train": [i % 256 for i in range(197)], "val": range(9)},
+                fingerprint=name)
+    run_train(*"--data a --n-layer 1 --n-head 1 --n-embd 8 --seq-len 4 --batch-size 4 --epochs 2 "
+              "--save-every 20".split())
+    middle, end = saved(Path("out"), 20), saved(Path("out"), 25)
+    for state, given, steps in [
+            (end, {}, 25), (end, dict(epochs=2), 25), (end, dict(steps=32), 32),
+            (end, dict(epochs=3, batch_size=8), 25 + 6), (middle, dict(batch_size=8), 25),
+            (dict(middle, consumed_samples=92), dict(epochs=2), 25),
+            (middle, dict(epochs=2, batch_size=8), 20 + 3),
+            (middle, dict(epochs=2, data="a=1,b=0"), 25),
+            (middle, dict(epochs=2, data="a=1,b=1"), 20 + 29)]:
+        config, _ = checks.validate(dict(data="a", seq_len=4) | given, state, 1, "cpu")
+        assert config.steps == steps, given
+
+
+def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path, monkeypatch):
+    """Wherever it stands in two shards, which three ranks share."""
+    monkeypatch.setattr(mixtures, "CHECKED_AT_ONCE", 1000)
+    for at in (0, 6_666, 6_667, 13_334, 19_999, 20_000, 29_999):
+        tokens = np.full(30_000, 256)
+        tokens[at] = 257
+        bad = dataset(tmp_path, {"train_0": tokens[:20_000], "train_1": tokens[20_000:]})
+        found = []
+        for part in range(3):
+            try:
+                bad.mixture.check(257, part, 3)
+            except ValueError as error:
+                found.append(str(error))
+        assert len(found) == 1 and f"train_{int(at >= 20_000)}.bin holds the token 257" in found[0]
+
+
+@pytest.mark.parametrize("file, damage, words", [
+    ("train_0.bin", shard(range(20), magic=20240521), "20240521 no header data.py"),
+    ("train_0.bin", shard(range(20), version=2), "20240520, 2"),
+    ("train_0.bin", shard(range(20), count=21), "21 1064"), ("train_0.bin", shard([]), "1024"),
+    ("train_0.bin", shard([1])[:5], "5 bytes"), ("train_0.bin", b"", "0 bytes"),
+    ("train_0.bin", shard([1]), "1 tokens are too few for a window of 4 + 1: give more text"),
+    ("train_0.bin", shard(range(4)), "4 tokens 4 + 1: give more text, or a smaller --seq-len"),
+    ("meta.json", b"{", "remove run data.py again"), ("meta.json", b'{"tokenizer": "gpt2"}', ""),
+    ("meta.json", b'{"tokenizer": "bytes", "vocab_size": 257, "bytes_per_token": 1, "fingerprint": '
+     b'"f", "tokens": {"train": 3226}}', "5 train 3,226: a shard is missing")])
+def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file, damage, words):
+    """Five tokens make a window of 4 + 1; with the damage the ValueError names file and cause."""
+    assert dataset(tmp_path, {"train_0": range(5)}).n_windows == 1
+    (tmp_path / file).write_bytes(damage)
+    with pytest.raises(ValueError) as error:
+        data.TokenDataset(tmp_path, "train", 4)
+    assert all(word in str(error.value) for word in [file, *words.split()])
+
+
+def bytes_read_from_disk(path, read):
+    """Of a file that is not in memory, while `read` is called: by the kernel's count."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    counts = []
+    for then in (read, int):
+        told = Path("/proc/self/io").read_text()
+        counts.append(int(re.search(r"^read_bytes: (\d+)$", told, re.M)[1]))
+        then()
+    return counts[1] - counts[0]
+
+
+@pytest.mark.claim("Training on data larger than memory reads the windows of a batch alone from "
+                   "the disk.")
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count reads")
+def test_windows_are_read_from_the_disk_alone(tmp_path):
+    """32 windows of 2 kB of a cold shard of 48 MB: at most three pages each. A plain map of the
+    file reads around each of them, several times as much."""
+    dataset(tmp_path, dict(train_0=np.random.default_rng(0).integers(257, size=24_000_000)))
+    file = tmp_path / "train_0.bin"
+    made = data.TokenDataset(tmp_path, "train", 1024)
+    windows = made.window_ids(1, 0, 32)
+    ours = bytes_read_from_disk(file, lambda: made.tokens_of(windows))
+    del made
+    tokens = np.memmap(file, "<u2", "r", 1024)
+    plain = bytes_read_from_disk(file, lambda: [tokens[1024 * i:1024 * (i + 1) + 1].sum()
+                                                for i in windows.tolist()])
+    if plain > 0:               # in a file system in memory nothing is read
+        assert 0 < ours <= 32 * 3 * 4096 < plain / 2, (ours, plain)

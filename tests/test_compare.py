@@ -13,12 +13,6 @@ from tests.commands import run_main
 from tools import comparable_losses, compare, svg_picture
 
 
-@pytest.fixture
-def run_compare(capsys):
-    """run_compare(*arguments) -> (exit status, standard output, standard error)"""
-    return lambda *arguments: run_main(capsys, compare, *arguments)
-
-
 def write_lines(out, lines):
     """A metrics.jsonl of (hour, step, fields)."""
     out.mkdir()
@@ -28,7 +22,7 @@ def write_lines(out, lines):
     (out / "metrics.jsonl").write_text("".join(text))
 
 
-def test_compare_tabulates_runs_without_their_void_rows(run_compare, tmp_path, monkeypatch):
+def test_compare_tabulates_runs_without_their_void_rows(capsys, tmp_path, monkeypatch):
     """A run that was rolled back and resumed, one without a validation loss, and a directory
     without a step. Each line of the first has an hour and a step; its last is being written."""
     monkeypatch.chdir(tmp_path)
@@ -46,18 +40,17 @@ def test_compare_tabulates_runs_without_their_void_rows(run_compare, tmp_path, m
     write_lines(Path("none"), [])
     with open("a/metrics.jsonl", "a") as file:
         file.write('{"step": 9, "lo')
-    status, text, error = run_compare("b", "none", "a", "nowhere")
+    status, text, error = run_main(capsys, compare, "b", "none", "a", "nowhere")
     assert status == 0 and error.count("\n") == 2 and "none/metrics.jsonl has no step" in error
     assert "nowhere is not the --out of a run" in error
     assert [line.split() for line in text.splitlines()[-2:]] == [
         "1.0000 1 1.2500 3 4 400 0h42m 7,000 9.00e-02 a, lr 0.004, 1 rollback, 1 damaged, "
         "1 resume".split(),
         "- - - - 2 200 2h00m 7,000 9.00e-02 b, lr 0.001, skip-steps 2:3".split()]
-    status, text, error = run_compare("none")
-    assert (status, text) == (2, "") and error.splitlines()[-1].startswith(
-        "tools.compare: nothing to compare")
-    status, _, error = run_compare()
-    assert status == 2 and error.count("\n") == 1 and "OUT" in error
+    for words, *outs in [("nothing to compare", "none"), ("OUT",),
+                         ("a/metrics.jsonl is a file: give", "a/metrics.jsonl")]:
+        status, text, error = run_main(capsys, compare, *outs)
+        assert (status, text) == (2, "") and words in error, error
 
 
 def described(tokenizer="bytes", vocab=257, size=1.0, seq_len=16, **sources):
@@ -71,18 +64,15 @@ def described(tokenizer="bytes", vocab=257, size=1.0, seq_len=16, **sources):
                 sources=found)
 
 
-def write_run(name, *losses, data="unknown", kind="start"):
-    """A run on this data with these validation losses, one for each step."""
-    start = dict(event=kind, config=dict(out=name))
-    if data != "unknown":
+def write_run(name, loss, data):
+    """A run on this data of a step with this validation loss."""
+    start = dict(event="start", config=dict(out=name))
+    row = dict(loss=5.0, val_loss=loss)
+    if data is not None:
         start["data"] = data
-    lines = [(0, 0, start)]
-    for step, loss in enumerate(losses, 1):
-        row = dict(loss=5.0, val_loss=loss)
-        if data != "unknown" and loss is not None and data["bytes_per_token"]:
+        if loss is not None and data["bytes_per_token"]:
             row["bits_per_byte"] = loss / math.log(2) / data["bytes_per_token"]
-        lines.append((step, step, row))
-    write_lines(Path(name), lines)
+    write_lines(Path(name), [(0, 0, start), (1, 1, row)])
 
 
 BYTES = described(d=("text", 4001, 128))
@@ -101,22 +91,19 @@ APART = comparable_losses.APART
 @pytest.mark.parametrize("runs, order, words", [
     ([("a", 3.0, BYTES), ("b", 2.0, BYTES)], "b a", []),
     ([("a", 3.4, BYTES), ("b", 6.4, GPT2)], "b a",
-     [f"note     the evaluations read 128 {OF_D} (a); 62 windows of 16 tokens of 100% d by gpt2 "
-      "with 50,257 tokens (b)", "note     so the order is by bits a byte, not by nats a token"]),
+     [f"128 {OF_D} (a); 62 windows of 16 tokens of 100% d by gpt2 with 50,257 tokens (b)",
+      "so the order is by bits a byte, not by nats a token"]),
     ([("a", 3.0, BYTES), ("b", 2.0, OTHER), ("c", 1.0, OTHER)], "c b a",
-     [f"note     the evaluations read 128 {OF_D} (c, b); 128 {OF_D} (a)\nnote     so the order"]),
+     [f"128 {OF_D} (c, b); 128 {OF_D} (a)\nnote     so the order"]),
     ([("a", 3.0, BYTES), ("b", 2.0, SHORT)], "b a",
-     [f"note     the evaluations read 8 {OF_D} (b); 128 {OF_D} (a)\nnote     so the order"]),
+     [f"8 {OF_D} (b); 128 {OF_D} (a)\nnote     so the order"]),
     ([("a", 3.0, BYTES), ("b", 2.0, MIXED)], "b a",
-     ["note     the evaluations read 256 windows of 16 tokens of 50% d + 50% e by bytes",
-      "note     so the order"]),
-    ([("a", 3.0, BYTES), ("b", 2.0, CHAT)], "a b",
-     [f"note     the evaluations read 24 {OF_D} (b); 128 {OF_D} (a)\n", APART]),
-    ([("a", 3.0, BYTES), ("b", 2.0, WEB), ("c", 1.0, WEB)], "a c b",
-     [APART]),
-    ([("a", 3.0, BYTES), ("b", 2.0, "unknown"), ("c", None, BYTES)], "a b c",
-     ["note     the evaluations read what metrics.jsonl does not say (b); 128 windows", APART]),
-    ([("a", 3.0, "unknown"), ("b", 2.0, "unknown")], "b a", []),
+     ["256 windows of 16 tokens of 50% d + 50% e by bytes", "so the order"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, CHAT)], "a b", [f"24 {OF_D} (b); 128 {OF_D} (a)\n", APART]),
+    ([("a", 3.0, BYTES), ("b", 2.0, WEB), ("c", 1.0, WEB)], "a c b", [APART]),
+    ([("a", 3.0, BYTES), ("b", 2.0, None), ("c", None, BYTES)], "a b c",
+     ["what metrics.jsonl does not say (b); 128 windows", APART]),
+    ([("a", 3.0, None), ("b", 2.0, None)], "b a", []),
     ([("b", 2.0, WEB), ("a", 1.0, WEB)], "a b", [])])
 def test_compare_orders_by_nats_only_what_is_the_same_test(tmp_path, monkeypatch, runs, order,
                                                            words):
@@ -124,13 +111,11 @@ def test_compare_orders_by_nats_only_what_is_the_same_test(tmp_path, monkeypatch
     6.4. Lines say what differs, or why a run stands apart."""
     monkeypatch.chdir(tmp_path)
     for name, loss, data in runs:
-        write_run(name, loss, data=data)
+        write_run(name, loss, data)
     text = compare.compare(compare.read_runs([name for name, *_ in runs]))
     table = [line.split() for line in text.splitlines() if "h00m" in line]
     assert " ".join(line[-1] for line in table) == order
-    for line in words:
-        assert line in text, text
-    assert ("note" in text) == bool(words), text
+    assert all(line in text for line in words) and ("note" in text) == bool(words), text
     assert ("so the order" in text) == any("so the order" in line for line in words), text
 
 
@@ -151,28 +136,21 @@ def test_compare_reads_what_is_not_finite_or_not_a_step(tmp_path, monkeypatch):
     assert two.split()[:4] == "- - - -".split()
 
 
-def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(run_compare, tmp_path,
-                                                                    monkeypatch):
+@pytest.mark.parametrize("before, words", [
+    (dict(data=SHORT), f"read 8 {OF_D}: they are left out"), ({}, "metrics.jsonl does not say")])
+def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(tmp_path, monkeypatch, before,
+                                                                    words):
     """A resume with other --eval-tokens: what was evaluated before does not count, and a line says
     so; nor what was evaluated on data that is not known. The clock is set back by two hours."""
     monkeypatch.chdir(tmp_path)
-    def lines(before):
-        start = dict(event="start", config={})
-        if before is not None:
-            start["data"] = before
-        return [(5, 0, start), (6, 1, dict(loss=4, val_loss=1.0)), (4, 2, dict(loss=3)),
-                (4, 2, dict(event="resume", config={}, data=BYTES)),
-                (4.5, 3, dict(loss=2, val_loss=2.5)), (4.5, 4, dict(loss=2, val_loss=2.25)),
-                (4.5, 5, dict(loss=2, val_loss=math.nan))]
-    for name, before, words in [("a", SHORT, f"read 8 {OF_D}: they are left out"),
-                                ("b", None, "read what metrics.jsonl does not say: they")]:
-        write_lines(Path(name), lines(before))
-        text = compare.compare(compare.read_runs([name, f"{name}/", f"./{name}"]))
-        assert f"note     {name}: evaluations up to step 1 {words}" in text
-        assert text.splitlines()[-1].split()[:6] == "2.2500 4 2.2500 4 5 500".split()
-        assert text.splitlines()[-1].split()[6] == "1h30m" and text.count("h30m") == 1
-    status, _, error = run_compare("a/metrics.jsonl")
-    assert status == 2 and "a/metrics.jsonl is a file: give the --out of a run" in error
+    write_lines(Path("a"), [
+        (5, 0, dict(event="start", config={}) | before), (6, 1, dict(loss=4, val_loss=1.0)),
+        (4, 2, dict(loss=3)), (4, 2, dict(event="resume", config={}, data=BYTES)),
+        (4.5, 3, dict(loss=2, val_loss=2.5)), (4.5, 4, dict(loss=2, val_loss=2.25)),
+        (4.5, 5, dict(loss=2, val_loss=math.nan))])
+    text = compare.compare(compare.read_runs(["a", "a/", "./a"]))
+    assert "a: evaluations up to step 1 " in text and words in text and text.count("h30m") == 1
+    assert text.splitlines()[-1].split()[:7] == "2.2500 4 2.2500 4 5 500 1h30m".split()
 
 
 def test_a_picture_has_means_of_the_losses(tmp_path, monkeypatch):
@@ -187,21 +165,21 @@ def test_a_picture_has_means_of_the_losses(tmp_path, monkeypatch):
     assert compare.part_means(b, "loss", 400) == ([200, 600], [3.0, 3.0])
 
 
-def test_a_picture_names_the_best_run_first_and_the_flags_that_differ(run_compare, tmp_path,
+def test_a_picture_names_the_best_run_first_and_the_flags_that_differ(capsys, tmp_path,
                                                                       monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    for i in range(9):
-        write_lines(Path(f"<{i}>"), [
-            (0, 0, dict(event="start", config=dict(out=f"<{i}>", lr=i / 8, seed=1))),
+    outs = [f"<{i}>" for i in range(9)]
+    for i, out in enumerate(outs):
+        write_lines(Path(out), [
+            (0, 0, dict(event="start", config=dict(out=out, lr=i / 8, seed=1))),
             (1, 1, dict(loss=8, val_loss=50 - i)), (2, 2, dict(loss=5))])
-    status, text, error = run_compare("--svg", "a.svg", *[f"<{i}>" for i in range(9)])
+    status, text, error = run_main(capsys, compare, "--svg", "a.svg", *outs)
     assert (status, error) == (0, "") and text.endswith("\nwrote a.svg\n")
     svg = Path("a.svg").read_text()
     legend = re.findall(r">&lt;(\d+)&gt;, lr ([\d.]+)</text>", svg)
     assert legend == [(str(i), str(i / 8)) for i in range(8, -1, -1)]
     assert "prefers-color-scheme:dark" in svg and "<title>" in svg
     monkeypatch.setattr(svg_picture, "find_spec", lambda name: None)
-    status, _, error = run_compare("--svg", "a.svg", "<1>", "<2>")
-    assert status == 2 and error == (
-        "tools.compare: a picture needs a package that is missing: pip install matplotlib\n")
+    status, _, error = run_main(capsys, compare, "--svg", "a.svg", *outs)
+    assert status == 2 and "pip install matplotlib" in error and error.count("\n") == 1

@@ -2,7 +2,6 @@
 
     python -m pytest tests/test_data.py
 """
-import collections
 import errno
 import functools
 import gzip
@@ -29,26 +28,20 @@ import pytest
 import requests
 import tiktoken
 
-import checkpoint
 import corpus.prepare
 import corpus.shards
 import data
 from base import errors
-from corpus import (documents, downloads, encode, file_formats, inputs, mixtures,
-                    near_duplicates)
+from corpus import documents, downloads, encode, file_formats, inputs, near_duplicates
 from corpus.chat_records import Refused
-from corpus.dedup_and_split import index_documents
 from corpus.documents import EOT
-from corpus.huggingface_tokenizers import train_tokenizer
-from corpus.mixtures import parse_mixture
 from corpus.prepare import prepare
 from corpus.shards import SPLITS, open_shard
+from corpus.split_by_filename import follow_names
 from corpus.tokenizers import TiktokenTokenizer, get_tokenizer
-from runtime import checks
-from sample import plain_generate
-from tests.commands import (NASTY, SHARED, TINY, Command, dataset, meta_of, set_block, shard,
+from tests.commands import (NASTY, SHARED, Command, dataset, meta_of, set_block, shard,
                             texts_of, write_lines, write_texts)
-from tests.harness import ROOT, names_in, nothing, saved
+from tests.harness import ROOT, names_in, no_file_above, nothing
 
 
 # ---- Corpora: where text comes from ----------------------------------------------------------
@@ -112,7 +105,7 @@ NO_NAME.__context__ = OSError("no such name")
 
 
 @pytest.mark.parametrize("answer, words", [
-    (dict(side_effect=NO_NAME), "could not be loaded (no such name): add --tokenizer bytes"),
+    (dict(side_effect=NO_NAME), "(no such name)"),
     (dict(return_value=SimpleNamespace(content=b"a login page", raise_for_status=int)),
      "Hash mismatch")])
 def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, run_data, answer,
@@ -201,43 +194,46 @@ def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, par
 
 
 def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, run_data):
-    """The same characters within a line do not. With another sha256 than that of DOWNLOADS the exit
-    status is 1."""
+    """The same characters within a line do not, and are counted. With another sha256 than that of
+    DOWNLOADS the exit status is 1. A download that is stopped says that it continues."""
     server.body = b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n"
-    for sha256, expected in [(SHA256, 1), (hashlib.sha256(server.body).hexdigest(), 0)]:
-        monkeypatch.setitem(downloads.DOWNLOADS, "tinystories",
-                            (f"{server.url}/file", sha256))
-        status, _, error = run_data("--dataset", "tinystories", "--tokenizer", "bytes",
-                                    "--out", tmp_path)
-        assert status == expected and ("data.py: cannot download" in error) == (status == 1)
+
+    def make(sha256):
+        monkeypatch.setitem(downloads.DOWNLOADS, "tinystories", (f"{server.url}/file", sha256))
+        return run_data("--dataset", "tinystories", "--tokenizer", "bytes", "--out", tmp_path)
+    status, _, error = make(SHA256)
+    assert status == 1 and "cannot download" in error
+    with mock.patch.object(downloads, "progress", side_effect=KeyboardInterrupt):
+        status, _, error = make(None)
+        assert status == 1 and "continues the download" in error
+    status, _, error = make(hashlib.sha256(server.body).hexdigest())
+    assert status == 0 and "<|endoftext|> stands 1 times within a line" in error
     assert texts_of(tmp_path, *SPLITS) == ["Once\nupon", "The end <|endoftext|> not"]
 
 
 def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path, server,
                                                                        monkeypatch, run_data):
     """Two training shards and the validation shard: a download continues, a second run asks for
-    nothing, a shard that is cut short is refused, and one that is missing is fetched again."""
+    nothing, and a shard that is cut short is refused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     fetch = functools.partial(run_data, "--dataset", "fineweb", "--shards", 2)
     names = [f"fineweb_{name}.bin" for name in ("val_000000", "train_000001", "train_000002")]
-    val, *train = [Path("data/fineweb", name) for name in names]
+    folder = Path("data/fineweb")
     server.body = shard(range(200))
-    val.parent.mkdir(parents=True)
-    train[0].with_name(f"{names[1]}.part").write_bytes(server.body[:500])
+    folder.mkdir(parents=True)
+    (folder / f"{names[1]}.part").write_bytes(server.body[:500])
     for _ in range(2):                              # the second time nothing is asked for
         status, out, error = fetch()
         assert (status, error) == (0, "") and "400 tokens to train on, 200 to validate on" in out
         assert "python train.py --data data/fineweb --out out/fineweb\n" in out
         assert server.asked == list(zip(names, [0, 500, 0]))
-    assert data.TokenDataset("data/fineweb", "train", 8).meta == dict(
+    assert data.TokenDataset(folder, "train", 8).meta == dict(
         tokenizer="gpt2", vocab_size=50257, bytes_per_token=None)
-    os.truncate(train[1], 1100)
+    os.truncate(folder / names[2], 1100)
     status, _, error = fetch()
     assert status == 2 and "not a complete shard" in error and "remove it" in error
-    train[1].unlink()
-    assert fetch()[0] == 0 and server.asked[3:] == [(names[2], 0)]          # in its place
-    Path("data/fineweb/meta.json").touch()
+    (folder / "meta.json").touch()
     assert "holds other shards" in fetch()[2]
 
 
@@ -291,14 +287,6 @@ def test_lines_of_endoftext_cut_a_txt_wherever_blocks_end(tmp_path, monkeypatch)
     assert documents > 500
 
 
-def test_endoftext_within_a_line_stays_text_and_is_counted(make_data):
-    Path("a.txt").write_text(f"one story\n{EOT}\ntwo {EOT} stories{EOT}\n")
-    out, error = make_data("a.txt")
-    assert out.startswith("2 documents, ")
-    assert error.startswith("note: <|endoftext|> stands 2 times within a line") and "own" in error
-    assert texts_of("out", *SPLITS) == ["one story", f"two {EOT} stories{EOT}"]
-
-
 DOCUMENTS = ["one text\n", "\u00e9t\u00e9 \u6f22\u5b57\r\n", "", "x" * 50_000, *(f"text {i} " * 20
                                                                     for i in range(300))]
 
@@ -337,38 +325,30 @@ def test_every_kind_of_file_gives_the_same_shards(make_data, name):
     found = set()
     for kind in ("a.jsonl", name):
         write_kind(Path(kind).absolute(), DOCUMENTS, "body")
-        told, _ = make_data(kind, "--text-field", "body", "--out", f"{kind}.out")
-        assert told.startswith("303 documents, 0 duplicates dropped")
+        assert make_data(kind, "--text-field", "body", "--out", f"{kind}.out")[0].startswith("303 ")
         found.add(meta_of(f"{kind}.out")["fingerprint"])
     assert len(found) == 1
 
 
 def test_a_folder_is_read_by_kinds_and_what_is_skipped_is_told(make_data, refuse_data):
-    for name in ("in/a.txt", "in/sub/b.txt", "in/.hidden/c.txt", "in/d.md", "in/e.png"):
+    """Without .txt, .jsonl and .parquet its files of text are read: .md, .py, README."""
+    for name in ("in/a.txt", "in/sub/b.txt", "in/.hidden/c.txt", "in/d.md", "in/e.png", "in/g.csv",
+                 "one/a.md", "one/README", "one/set.json", "one/t.csv", "two/sub/b.py"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(f"the text of {name} " * 9)
+        Path(name).write_text(f"{{'{name}'}} " * 9)
+    for name in ("one/p.png", "only/a.png"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(b"\x89PNG\0\xff")
     Path("in/set.json").write_text(json.dumps(dict(text=1), indent=1))
     write_texts("in/f.json", ["a text"] * 3)
     out, error = make_data("in")
     assert "3 documents, 2 duplicates dropped" in out
-    assert error == ("note: in: 3 files read; skipped: 1 .md, 1 .png, 1 .json: name a file of text "
-                     "in --input, and it is read, too\n")
-    make_data("in/d.md", "--out", "md")
-    Path("only").mkdir()
-    Path("only/a.png").write_bytes(b"\x89PNG\xff")
-    refuse_data("only holds 1 .png: only .txt, .jsonl,", "only")
-
-
-def test_a_folder_without_other_kinds_is_read_as_text(make_data):
-    """Two folders, of .md and of .py, beside a .png, a .csv and settings; 1 file is 1 file."""
-    for name in ("one/a.md", "one/README", "one/set.json", "one/t.csv", "two/sub/b.py"):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(f"{{'{name}'}} " * 9)
-    Path("one/p.png").write_bytes(b"\x89PNG\0")
-    out, error = make_data("one", "two")
-    assert out.startswith("3 documents, 0 duplicates dropped, 0 without") and error == (
-        "note: one: 2 files read as text (1 README, 1 .md); skipped: 1 .png, 1 .json, 1 .csv: name "
-        "a file of text in --input, and it is read, too\nnote: two: 1 file read as text (1 .py)\n")
+    assert "in: 3 files read; skipped: 1 .md, 1 .png, 1 .csv, 1 .json: name" in error
+    assert make_data("in/d.md", "--out", "md")[0].startswith("1 document, ")
+    out, error = make_data("one", "two", "--out", "text")
+    assert out.startswith("3 documents, ") and "two: 1 file read as text (1 .py)\n" in error
+    assert "one: 2 files read as text (1 README, 1 .md); skipped: 1 .png, 1 .json, 1 .csv" in error
+    refuse_data("only holds 1 .png", "only")
 
 
 @pytest.mark.parametrize("name, text, words", [
@@ -389,25 +369,21 @@ def test_a_file_without_its_text_is_refused_in_a_line(refuse_data, name, text, w
     assert "tolerated" not in refuse_data(words, name)
 
 
-def write_bad_lines(documents, bad):
-    """So many documents, of which these numbers are no JSON."""
-    Path("a.jsonl").write_text("".join(
-        "{\n" if number in bad else json.dumps(dict(text=f"text {number}")) + "\n"
-        for number in range(documents)))
-    return "a.jsonl"
-
-
 @pytest.mark.claim("One document in 1,000 may be unreadable: it is left out and named.")
 def test_one_bad_document_in_a_thousand_is_left_out_and_more_are_refused(make_data, refuse_data):
-    out, error = make_data(write_bad_lines(2000, {7, 1999}))
+    def write(documents, bad):
+        """So many documents, of which these numbers are no JSON."""
+        Path("a.jsonl").write_text("".join("{\n" if i in bad else json.dumps(dict(text=f"text {i}"))
+                                           + "\n" for i in range(documents)))
+    write(2000, {7, 1999})
+    out, error = make_data("a.jsonl")
     assert "1,998 documents," in out and ", 2 unreadable left out; " in out
-    assert error.startswith("note: 2 of 2,000 documents are left out: a.jsonl line 8 is not JSON")
-    assert error.count("\n") == 1 and "line 2000 is not" in error
+    assert "2 of 2,000 documents are left out: a.jsonl line 8 " in error and error.count("\n") == 1
     shutil.rmtree("out")
-    refuse_data("a.jsonl line 8 line 9 (2 of 1,999 documents; only one in 1,000 is tolerated)",
-                write_bad_lines(1999, {7, 8}))
-    started = write_bad_lines(10 ** 5, range(0, 10 ** 5, 2))        # it does not read on
-    assert "of 21 documents" in refuse_data("line 1 line 3", started)
+    write(1999, {7, 8})
+    refuse_data("a.jsonl line 8 line 9 (2 of 1,999 documents; only one in 1,000", "a.jsonl")
+    write(10 ** 5, range(0, 10 ** 5, 2))
+    refuse_data("line 1 line 3 of 21 documents", "a.jsonl")         # it does not read on
 
 
 @pytest.mark.claim("A compressed file that is cut off or damaged is refused by its name, never "
@@ -439,48 +415,40 @@ def test_a_file_that_is_cut_off_or_damaged_is_refused_never_read_in_part(tmp_pat
 
 # ---- Splits by the names of files
 
-def write_splits(names):
-    """Files of ten documents each, which say in which file they are."""
-    for name in names:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        write_kind(Path(name), [f"document {i} of {name}\n" for i in range(10)])
-
-
-def files_of(split):
-    return {text.split()[3] for text in texts_of("out", split)}
-
 
 @pytest.mark.claim("Files named train, validation and test train, validate and are left out.")
-@pytest.mark.parametrize("train, val, test", [
-    ("in/c4-train.00000-of-01024.json.gz in/c4-train.00001-of-01024.json.gz",
-     "in/c4-validation.00000-of-00008.json.gz", ""),
-    ("in/train-00000-of-00002.jsonl in/train-00001-of-00002.jsonl", "in/dev.jsonl",
-     "in/data_test.jsonl"),
-    ("in/train/chunk1/example_train_0.jsonl in/train/more/part2.txt",
-     "in/validation/chunk1/example_holdout_0.jsonl", "in/test/chunk1/example_holdout_0.jsonl"),
-    ("in/TRAIN.txt in/latest.txt in/contest.txt in/development.txt in/evaluation_report.txt "
-     "in/trainings.txt in/train-test.txt", "in/eval1.txt", "in/held_out.txt in/holdout.txt"),
-    ("in/train.txt", "in/val.txt", "in/heldout.txt"), ("in/training.txt", "in/valid.txt", "")])
-def test_names_of_files_decide_the_split(tmp_path, monkeypatch, make_data, refuse_data, train, val,
-                                         test):
-    """As a folder, as files, and below a folder that is itself called test."""
+def test_names_of_files_decide_the_split(tmp_path, monkeypatch, make_data, refuse_data):
+    """Below a folder that is itself called test, too."""
     (tmp_path / "test").mkdir()
     monkeypatch.chdir(tmp_path / "test")
-    write_splits(f"{train} {val} {test}".split())
-    flags = "--near-duplicates", "ignore"
-    for given in (["in"], [path for path in Path("in").rglob("*") if path.is_file()],
-                  [Path.cwd() / "in"]):
-        out, error = make_data(*given, *flags)
-        assert files_of("train") == set(train.split())
-        assert files_of("val") == set(val.split())
-        assert f"val: {len(val.split())}" in error
-        assert (f"test: {len(test.split())}" in error) == bool(test)
-        meta = meta_of("out")
-        assert meta["files"] == dict(train=len(train.split()), val=len(val.split()))
-        shutil.rmtree("out")
-    make_data("in", *flags, "--split-names", "ignore")
-    assert files_of("train") == set(f"{train} {val} {test}".split())
-    refuse_data("give another --out", "in", *flags)             # the source has the names
+    for train, val, test in [
+            ("train-00000-of-00002.jsonl train-00001-of-00002.jsonl", "dev.jsonl",
+             "data_test.jsonl"),
+            ("train/chunk1/example_train_0.jsonl train/more/part2.txt",
+             "validation/chunk1/example_holdout_0.jsonl", "test/chunk1/example_holdout_0.jsonl"),
+            ("TRAIN.txt latest.txt contest.txt development.txt evaluation_report.txt trainings.txt "
+             "train-test.txt", "eval1.txt", "held_out.txt holdout.txt"),
+            ("train.txt", "val.txt", "heldout.txt"), ("training.txt", "valid.txt", "")]:
+        train, val, test = ({Path("in", name) for name in names.split()}
+                            for names in (train, val, test))
+        read, validation = follow_names([*train, *val, *test])
+        assert (set(read), validation) == (train | val, val)
+    names = ["c4-train.00000-of-01024.json.gz", "c4-train.00001-of-01024.json.gz",
+             "c4-validation.00000-of-00008.json.gz", "c4-test.json.gz"]
+    Path("in").mkdir()
+    for name in names:
+        write_kind(Path("in", name), [f"document {i} of {name}\n" for i in range(10)])
+
+    def files_of(split):
+        return sorted({text.split()[3] for text in texts_of("out", split)})
+    flags = "in", "--near-duplicates", "ignore"
+    assert re.search("val: 1.* test: 1", make_data(*flags)[1])
+    assert (files_of("train"), files_of("val")) == (names[:2], names[2:3])
+    assert meta_of("out")["files"] == dict(train=2, val=1)
+    shutil.rmtree("out")
+    make_data(*flags, "--split-names", "ignore")
+    assert files_of("train") == sorted(names)
+    refuse_data("give another --out", *flags)                   # the source has the names
 
 
 @pytest.mark.parametrize("near", ["keep", "drop"])
@@ -500,20 +468,11 @@ def test_a_document_that_validates_by_its_file_does_not_train(make_data, near):
 
 # ---- Near-duplicates
 
-def random_words(rng, count):
-    return [f"w{rng.randrange(100_000)}" for _ in range(count)]
-
-
-def jaccard(one, other):
-    """The share of their shingles of five words that two lists of words have in common."""
-    one, other = ({tuple(words[i:i + 5]) for i in range(len(words) - 4)} for words in (one, other))
-    return len(one & other) / len(one | other)
-
 
 @pytest.mark.claim("Near-duplicates are found as often as the formula of MinHash says.")
 def test_documents_agree_in_a_key_as_often_as_the_formula_says():
-    """1,200 pairs, of which one has up to 20 words of 300 replaced: how many agree, beside the sum
-    of 1 - (1 - s^8)^14 over their exact shares s; few below 0.4, nearly all above 0.9."""
+    """1,200 pairs, of which one has up to 40 words of 300 replaced: how many agree, beside the sum
+    of 1 - (1 - s^8)^14 over their exact shares s of equal shingles of five words."""
     rng = random.Random(0)
     min_hash = near_duplicates.MinHash()
     pairs = []
@@ -522,8 +481,9 @@ def test_documents_agree_in_a_key_as_often_as_the_formula_says():
         changed = list(words)
         for at in rng.sample(range(300), rng.randint(1, 40)):
             changed[at] = "other"
+        one, other = ({tuple(text[i:i + 5]) for i in range(296)} for text in (words, changed))
         keys = [min_hash.keys(" ".join(each)) for each in (words, changed)]
-        pairs.append((jaccard(words, changed), bool((keys[0] == keys[1]).any())))
+        pairs.append((len(one & other) / len(one | other), bool((keys[0] == keys[1]).any())))
     for low, high in ((0.0, 0.5), (0.5, 0.6), (0.6, 0.7), (0.7, 0.8), (0.8, 0.9), (0.9, 1.0)):
         found = [(s, agree) for s, agree in pairs if low <= s < high]
         expected = [1 - (1 - s ** 8) ** 14 for s, _ in found]
@@ -531,6 +491,10 @@ def test_documents_agree_in_a_key_as_often_as_the_formula_says():
         assert len(found) > 50
         assert abs(sum(agree for _, agree in found) - sum(expected)) < 4 * deviation + 1
     assert not any((min_hash.keys(f"one {i}") == min_hash.keys(f"two {i}")).any() for i in range(9))
+
+
+def random_words(rng, count):
+    return [f"w{rng.randrange(100_000)}" for _ in range(count)]
 
 
 def test_the_shingles_of_a_text_are_those_of_its_words():
@@ -556,11 +520,10 @@ def test_near_duplicates_are_found_in_scripts_without_spaces(first, last):
         text = [chr(rng.randrange(first, last)) for _ in range(1000)]
         if number % 2:
             text[::50] = [" some words "] * 20
-        changed = list(text)
-        for at in rng.sample(range(1000), 10):
-            changed[at] = chr(rng.randrange(first, last))
         keys.append(min_hash.keys("".join(text)))
-        assert (keys[-1] == min_hash.keys("".join(changed))).any()
+        for at in rng.sample(range(1000), 10):
+            text[at] = chr(rng.randrange(first, last))
+        assert (keys[-1] == min_hash.keys("".join(text))).any()
     assert not near_duplicates.is_repeated(np.array(keys)).any()
 
 
@@ -569,22 +532,18 @@ def test_planted_near_duplicates_are_counted_or_dropped(make_data):
     later. Kept, the ones that validate and have their like in training are told."""
     rng = random.Random(1)
     documents = [random_words(rng, 200) for _ in range(300)]
-    for number in range(100):
-        documents.append([*documents[number][:100], "changed", *documents[number][101:]])
+    documents += [[*words[:100], "changed", *words[101:]] for words in documents[:100]]
     texts = [" ".join(words) for words in documents]
     flags = write_texts("a.jsonl", texts), "--near-duplicates"
     out, error = make_data(*flags, "drop", "--out", "drop")
-    assert error == "" and out.startswith("300 documents, 0 duplicates dropped, ")
+    assert error == "" and out.startswith("300 documents, ")
     assert ", 100 near-duplicates dropped; " in out
-    kept = [text for split in SPLITS for text in texts_of("drop", split)]
-    assert sorted(kept) == sorted(texts[:300])
-    out, error = make_data(*flags, "keep", "--out", "keep")
-    assert out.startswith("400 documents, ")
+    assert sorted(sum((texts_of("drop", split) for split in SPLITS), [])) == sorted(texts[:300])
+    _, error = make_data(*flags, "keep", "--out", "keep")
     train, val = (texts_of("keep", split) for split in SPLITS)
-    pairs = list(zip(texts[:100], texts[300:]))
-    seen = sum((one in val) != (other in val) for one, other in pairs)
+    seen = sum((one in val) != (other in val) for one, other in zip(texts, texts[300:]))
     assert seen > 0 and error.startswith(f"note: {seen} of {len(val)} validation documents have")
-    assert "--near-duplicates drop" in error and error.endswith("(100 less)\n")
+    assert "--near-duplicates drop" in error and len(train + val) == 400
     assert meta_of("keep")["near_duplicates"] == 100
     assert make_data(*flags, "ignore", "--out", "ignore")[1] == ""
     assert meta_of("keep")["fingerprint"] == meta_of("ignore")["fingerprint"]
@@ -633,51 +592,21 @@ sys.exit(corpus.program.main())
 def test_what_a_killed_job_has_left_is_told(make_data):
     Path("a.txt").write_text("some words\n" * 100)
     Path("out/.new-1").mkdir(parents=True)
-    assert make_data("a.txt")[1].startswith(f"note: {Path('out/.new-1')} is of a job that ")
+    assert "/.new-1 is of a job that" in make_data("a.txt")[1].replace(os.sep, "/")
 
 
-def test_a_stopped_download_says_that_it_continues(tmp_path, server, monkeypatch, run_data):
-    monkeypatch.setitem(downloads.DOWNLOADS, "tinystories", (f"{server.url}/file", None))
-    monkeypatch.setattr(downloads, "progress", mock.Mock(side_effect=KeyboardInterrupt))
-    status, out, error = run_data("--dataset", "tinystories", "--out", tmp_path / "d")
-    assert (status, out) == (1, "")
-    assert error == "data.py: stopped: the same command continues the download\n"
-
-
-class Full:
-    """A file whose disk has no space left."""
-    def __init__(self, number):
-        self.number = number
-
-    def __call__(self, path, *arguments, **options):
-        file = open(path, *arguments, **options)
-        if any(mode in "".join(map(str, arguments)) for mode in "wa+"):
-            return mock.MagicMock(wraps=file, write=mock.Mock(
-                side_effect=OSError(self.number, os.strerror(self.number))),
-                __enter__=lambda self: self, __exit__=lambda self, *_: file.close())
-        return file
-
-
-@pytest.mark.parametrize("number, status", [(errno.ENOSPC, 1), (errno.EROFS, 2)])
-def test_an_error_of_the_disk_has_its_path_and_what_to_do(tmp_path, monkeypatch, run_data, number,
-                                                          status):
-    """Of writing, whose errors have no path of their own."""
+def test_an_error_of_the_disk_has_its_path_and_what_to_do(tmp_path, server, run_data):
+    """Of writing, whose errors have no path of their own: of a shard, and of a download."""
     (tmp_path / "a.txt").write_text(WORDS)
-    monkeypatch.setattr(corpus.shards, "open", Full(number), raising=False)
-    done = run_data("--input", tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "d")
-    assert (*done[:2], done[2].count("\n")) == (status, "", 1) and "Errno" not in done[2]
-    assert re.fullmatch(rf"data.py: {tmp_path}/d/.new-\w+/(train|val)_000000.bin: "
-                        rf"{os.strerror(number)}(?P<needed>.*?): \w.*\n", done[2]), done[2]
-    assert names_in(tmp_path / "d") == []
-
-
-def test_a_download_to_a_full_disk_names_its_file(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(downloads, "open", Full(errno.ENOSPC), raising=False)
-    with pytest.raises(OSError) as error:
-        downloads.download(f"{server.url}/a", tmp_path / "file")
-    assert errors.describe(error.value) == (
-        f"{tmp_path}/file.part: No space left on device: free some space there, or give another "
-        f"path")
+    with no_file_above(1500):
+        status, out, error = run_data("--input", tmp_path / "a.txt", "--tokenizer", "bytes",
+                                      "--out", tmp_path / "d")
+        with pytest.raises(OSError) as of_download:
+            downloads.download(f"{server.url}/a", tmp_path / "file")
+    assert (status, out, error.count("\n")) == (1, "", 1) and names_in(tmp_path / "d") == []
+    assert re.match(rf"data.py: {tmp_path}/d/.new-\w+/train_000000.bin: File too large: raise ",
+                    error)
+    assert errors.describe(of_download.value).startswith(f"{tmp_path}/file.part: File too large: ")
 
 
 def test_an_out_that_cannot_be_written_is_refused_before_the_text_is_read(monkeypatch, refuse_data):
@@ -686,7 +615,7 @@ def test_an_out_that_cannot_be_written_is_refused_before_the_text_is_read(monkey
     refuse_data("a.txt/below", "a.txt", "--out", "a.txt/below")
     monkeypatch.setattr(tempfile, "mkdtemp", mock.Mock(
         side_effect=PermissionError(errno.EACCES, os.strerror(errno.EACCES), "d")))
-    assert refuse_data("", "a.txt", "--out", "d").startswith("data.py: d: Permission denied: ")
+    refuse_data("d: Permission denied", "a.txt", "--out", "d")
 
 
 @pytest.mark.parametrize("redirect, status, words", [
@@ -705,16 +634,13 @@ def test_a_standard_output_that_is_closed_or_full_takes_no_data_set_away(tmp_pat
 
 def test_names_that_a_console_cannot_show_end_in_no_traceback(tmp_path):
     """An ASCII console, and a name that is not UTF-8."""
-    for number, name in enumerate([b"\xc3\xa9.txt", b"\xe9.txt"]):
-        with open(os.path.join(os.fsencode(tmp_path), name), "w") as file:
-            file.write(f"{number} some words\n" * 100)
-    for file, environment in ((b"\xc3\xa9", dict(PYTHONIOENCODING="ascii")),
-                              (b"\xe9", dict(PYTHONUTF8="1"))):
-        done = subprocess.run(
-            [sys.executable, ROOT / "data.py", "--tokenizer", "bytes", "--input", file + b".txt",
-             "--out", b"d" + file], cwd=tmp_path, env=os.environ | environment,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert (done.returncode, done.stderr) == (0, b"") and b"torchrun" in done.stdout
+    with open(os.path.join(os.fsencode(tmp_path), b"\xe9.txt"), "w") as file:
+        file.write("some words\n" * 100)
+    done = subprocess.run(
+        [sys.executable, ROOT / "data.py", "--tokenizer", "bytes", "--input", b"\xe9.txt", "--out",
+         b"d\xc3\xa9\xe9"], cwd=tmp_path, env=os.environ | dict(PYTHONIOENCODING="ascii"),
+        capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"") and b"torchrun" in done.stdout
 
 
 # ---- Documents: their split and their pieces -------------------------------------------------
@@ -840,7 +766,7 @@ def test_the_default_needs_no_optional_package(make_data, refuse_data, monkeypat
     for name, package, *flags in (("a.parquet", "pyarrow"), ("a.txt.zst", file_formats.ZSTD),
                                   ("b.txt", "transformers", "--tokenizer", ".", "--out", "new")):
         Path(name).touch()
-        refuse_data(f"package {package} pip install {package}", name, *flags)
+        refuse_data(f"pip install {package}", name, *flags)
 
 
 # ---- The files of a data set -----------------------------------------------------------------
@@ -854,6 +780,9 @@ def test_a_data_set_stays_until_the_new_one_is_whole(tmp_path):
     make = functools.partial(prepare, [text], out, "bytes")
     replace_file = os.replace
 
+    def contents():
+        return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
+
     def killed(path, target):
         if target.name == "meta.json":
             raise KeyboardInterrupt
@@ -863,38 +792,21 @@ def test_a_data_set_stays_until_the_new_one_is_whole(tmp_path):
     with pytest.raises(ValueError, match="meta.json is damaged.*run data.py again"):
         data.TokenDataset(out, "train", 4)
     fingerprint = make()["fingerprint"]
-    assert names_in(out) == ["meta.json", "train_000000.bin", "val_000000.bin"]
-    before = {path: path.read_bytes() for path in out.iterdir()}
-    assert fingerprint == hashlib.sha256(before[out / "train_000000.bin"]
-                                         + before[out / "val_000000.bin"]).hexdigest()
+    before = contents()
+    assert [*before] == ["meta.json", "train_000000.bin", "val_000000.bin"]
+    assert fingerprint == hashlib.sha256(before["train_000000.bin"]
+                                         + before["val_000000.bin"]).hexdigest()
     for other, flags in [(letters, dict(shard_tokens=1024)), (letters, dict(seed=1)),
                          (letters, dict(shard_tokens=10 ** 6)),      # the beginning of 10 ** 8
                          (letters[:-1] + "J", {})]:
         text.write_text(other)
         with pytest.raises(ValueError, match="of other text, .* give another --out, or remove"):
             make(**flags)
-    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    assert contents() == before
     text.write_text(letters)
     (out / "val_000000.bin").write_bytes(b"damaged")
-    assert make()["fingerprint"] == fingerprint
-    assert {path: path.read_bytes() for path in out.iterdir()} == before
-
-
-def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path, monkeypatch):
-    """Wherever it stands in two shards, which three ranks share."""
-    monkeypatch.setattr(mixtures, "CHECKED_AT_ONCE", 1000)
-    for at in (0, 6_666, 6_667, 13_334, 19_999, 20_000, 29_999):
-        tokens = np.full(30_000, 256)
-        tokens[at] = 257
-        bad = dataset(tmp_path, {"train_0": tokens[:20_000], "train_1": tokens[20_000:]})
-        found = []
-        for part in range(3):
-            try:
-                bad.mixture.check(257, part, 3)
-            except ValueError as error:
-                found.append(str(error))
-        file = "train_0.bin" if at < 20_000 else "train_1.bin"
-        assert len(found) == 1 and f"{file} holds the token 257, beyond a vocab" in found[0]
+    make()
+    assert contents() == before
 
 
 def test_input_that_changes_between_the_passes_ends_in_one_line(refuse_data):
@@ -908,30 +820,11 @@ def test_input_that_changes_between_the_passes_ends_in_one_line(refuse_data):
         refuse_data("the input changed while it was read: run data.py again", "a.txt")
 
 
-@pytest.mark.parametrize("file, damage, words", [
-    ("train_0.bin", shard(range(20), magic=20240521), "20240521 no header data.py"),
-    ("train_0.bin", shard(range(20), version=2), "20240520, 2"),
-    ("train_0.bin", shard(range(20), count=21), "21 1064"), ("train_0.bin", shard([]), "1024"),
-    ("train_0.bin", shard([1])[:5], "5 bytes"), ("train_0.bin", b"", "0 bytes"),
-    ("train_0.bin", shard([1]), "1 tokens are too few for a window of 4 + 1: give more text"),
-    ("train_0.bin", shard(range(4)), "4 tokens 4 + 1: give more text, or a smaller --seq-len"),
-    ("meta.json", b"{", "remove run data.py again"), ("meta.json", b'{"tokenizer": "gpt2"}', ""),
-    ("meta.json", b'{"tokenizer": "bytes", "vocab_size": 257, "bytes_per_token": 1, "fingerprint": '
-     b'"f", "tokens": {"train": 3226}}', "5 train 3,226: a shard is missing")])
-def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file, damage, words):
-    """Five tokens make a window of 4 + 1; with the damage the ValueError names file and cause."""
-    assert dataset(tmp_path, {"train_0": range(5)}).n_windows == 1
-    (tmp_path / file).write_bytes(damage)
-    with pytest.raises(ValueError) as error:
-        data.TokenDataset(tmp_path, "train", 4)
-    assert all(word in str(error.value) for word in [file, *words.split()])
+# ---- Tokenizers by their names ---------------------------------------------------------------
 
-
-# ---- A tokenizer of one's own ----------------------------------------------------------------
-
-def test_a_vocabulary_above_65536_has_tokens_of_32_bits(tmp_path, monkeypatch, run_train):
-    """As llm.c's for Llama 3: magic 20240801, version 7, uint32. A run trains on them. The pairs
-    that begin with "a" are the last tokens."""
+def test_a_vocabulary_above_65536_has_tokens_of_32_bits(tmp_path, monkeypatch):
+    """As llm.c's for Llama 3: magic 20240801, version 7, uint32. The pairs that begin with "a" are
+    the last tokens."""
     tokens = [bytes([byte]) for byte in range(256)]
     tokens += [bytes([(first + 98) % 256, second]) for first in range(256) for second in range(256)]
     encoding = tiktoken.Encoding(
@@ -949,165 +842,37 @@ def test_a_vocabulary_above_65536_has_tokens_of_32_bits(tmp_path, monkeypatch, r
     assert encoding.decode(tokens) == text and max(tokens) > 1 << 16
     dataset_32 = data.TokenDataset(tmp_path / "d", "train", 16)
     assert dataset_32.tokens_of([1])[0].tolist() == made[0][16:33]
-    assert run_train("--data", tmp_path / "d", "--out", tmp_path / "o", *TINY)[0] == 0
 
 
-def plain_bpe(words, alphabet, n_tokens):
-    """Byte-pair encoding of {word: how often}, as in Sennrich et al.: the tokens in their order."""
-    words = collections.Counter({tuple(word): count for word, count in words.items()})
-    number = {character: i for i, character in enumerate(alphabet)}
-    while len(number) < n_tokens:
-        pairs = collections.Counter()
-        for word, count in words.items():
-            for pair in itertools.pairwise(word):
-                pairs[pair] += count
-        if not pairs:
-            break
-        best = max(pairs, key=lambda pair: (pairs[pair], -number[pair[0]], -number[pair[1]]))
-        number.setdefault("".join(best), len(number))
-        merged = collections.Counter()
-        for word, count in words.items():
-            parts = list(word)
-            at = 0
-            while at < len(parts) - 1:
-                if (parts[at], parts[at + 1]) == best:
-                    parts[at:at + 2] = ["".join(best)]
-                at += 1
-            merged[tuple(parts)] += count
-        words = merged
-    return list(number)
-
-
-def test_a_tokenizer_is_trained_on_a_part_of_a_long_text(monkeypatch, tmp_path):
-    (tmp_path / "a.txt").write_text("some words and others\n" * 1000)
-    monkeypatch.setattr(encode, "TOKENIZER_BYTES", 5000)
-    monkeypatch.setattr(encode, "train_tokenizer", lambda texts, n: len("".join(texts)))
-    assert encode.train_on(index_documents([tmp_path / "a.txt"], 0), 300) == 5000
-
-
-@pytest.mark.claim("`--train-tokenizer` makes the tokens of plain byte-pair encoding.")
-def test_trained_tokens_are_those_of_plain_byte_pair_encoding():
-    """Of a program and of random texts of three letters, also where a text has fewer."""
-    pytest.importorskip("transformers")
-    from tokenizers import pre_tokenizers
-    split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
-    rng = random.Random(0)
-    texts = [((ROOT / "train.py").read_text(), 500), ("".join(NASTY) * 3, 330)]
-    texts += [("".join(rng.choices("ab c", k=rng.randrange(1, 200))), 257 + rng.randrange(60))
-              for _ in range(30)]
-    for text, n_tokens in texts:
-        vocabulary = train_tokenizer([text], n_tokens).tokenizer.get_vocab()
-        words = collections.Counter(word for word, _ in split(text))
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        assert sorted(vocabulary, key=vocabulary.get) == [
-            *plain_bpe(words, alphabet, n_tokens - 1), EOT]
-
-
-@pytest.mark.parametrize("name, command", [
-    ("json-0123456789ab", "data.py --input FILE --tokenizer FOLDER --out NEW"),
-    ("bpe-0123456789ab", "data.py --input FILE --train-tokenizer N --out NEW")])
+@pytest.mark.parametrize("name, suffix, command", [
+    ("json-0123456789ab", "json", "--tokenizer FOLDER"),
+    ("bpe-0123456789ab", "tiktoken", "--train-tokenizer N")])
 def test_what_older_versions_made_is_refused_with_the_command_that_makes_it_again(
-        tmp_path, refuse_data, name, command):
+        tmp_path, refuse_data, name, suffix, command):
     """Data, a checkpoint's tokenizer, and the folder of such data as --tokenizer."""
-    for open_it in (lambda: dataset(tmp_path / "old", {"train_0": range(9)}, tokenizer=name),
-                    lambda: get_tokenizer(name, "the content of its file")):
-        with pytest.raises(ValueError, match=f"{name} is of an older version .* {command}"):
-            open_it()
-    suffix = "json" if name.startswith("json") else "tiktoken"
+    words = f"{name} is of an older version .* data.py --input FILE {command} --out NEW"
+    with pytest.raises(ValueError, match=words):
+        dataset(tmp_path / "old", {"train_0": range(9)}, tokenizer=name)
+    with pytest.raises(ValueError, match=words):
+        get_tokenizer(name, "the content of its file")
     Path(f"old/{name}.{suffix}").touch()
     Path("a.txt").write_text(WORDS)
     refuse_data(command, "a.txt", "--tokenizer", "old")
 
 
-# ---- A run's data ----------------------------------------------------------------------------
-
-def test_data_is_a_directory_or_several_by_weight(tmp_path, monkeypatch):
-    """--data is DIR, whose name may have a "=", or DIR=WEIGHT,... in lowest terms."""
-    monkeypatch.chdir(tmp_path)
-    Path("day=1").mkdir()
-    for text, weights in {"day=1": {"day=1": 1}, "data/a=0.7,b=0.3": {"data/a": 7, "b": 3},
-                          "a=.000001,b=1000,k=v=0": {"a": 1, "b": 10 ** 9, "k=v": 0}}.items():
-        assert parse_mixture(text) == {Path(folder): w for folder, w in weights.items()}
-
-
-def test_epochs_make_the_steps_that_read_the_data_so_often(run_train, tmp_path, monkeypatch):
-    """49 windows, in batches of 4. Sequences that were left out do not count: the same command ends
-    where it would have. A source of weight 0 is not read; other weights count from where the run
-    is."""
-    monkeypatch.chdir(tmp_path)
-    for name in "ab":
-        dataset(Path(name), {"train": [i % 256 for i in range(197)], "val": range(9)},
-                fingerprint=name)
-    flags = ["--n-layer", 1, "--n-head", 1, "--n-embd", 8, "--seq-len", 4, "--batch-size", 4]
-    run_train("--data", "a", *flags, "--epochs", 2, "--save-every", 20)
-    middle, end = saved(Path("out"), 20), saved(Path("out"), 25)
-    left_out = dict(middle, consumed_samples=92)
-    for state, given, steps in [
-            (None, dict(batch_size=4, epochs=1), 13), (end, {}, 25), (end, dict(epochs=2), 25),
-            (end, dict(steps=32), 32), (end, dict(epochs=3, batch_size=8), 25 + 6),
-            (left_out, dict(epochs=2), 25), (middle, dict(batch_size=8), 25),
-            (middle, dict(epochs=2, batch_size=8), 20 + 3),
-            (middle, dict(epochs=2, data="a=1,b=0"), 25),
-            (middle, dict(epochs=2, data="a=1,b=1"), 20 + 29),
-            # 98 sequences: 6 steps of 3, 3 of 6, 2 of 9, 4 of 12
-            (None, dict(epochs=2, batch_size=12, batch_ramp="3:3:50"), 15)]:
-        config, _ = checks.validate(dict(data="a", seq_len=4) | given, state, 1, "cpu")
-        assert config.steps == steps, given
-
-
-def test_gpt2s_tokens_end_to_end(run_train, run_sample, run_data, tmp_path, monkeypatch):
-    """data.py's default tokenizer, 40 steps, and sample.py: its text, of characters of up to three
-    tokens, is that of all greedy tokens decoded at once. Skipped where there is neither a network
+def test_gpt2s_tokens_are_the_default(run_data, tmp_path, monkeypatch):
+    """Characters of up to three tokens are streamed whole. Skipped where there is neither a network
     nor the vocabulary, in ../shared or tiktoken's cache."""
     if (SHARED / "tiktoken_cache").is_dir():
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
-    line = "\U0001f642 \u6f22\u5b57 \u00e9t\u00e9 \u20ac!\n"
-    (tmp_path / "a.txt").write_text(line * 500)
-    status, _, error = run_data("--input", tmp_path / "a.txt", "--out", tmp_path / "d")
+    text = "\U0001f642 \u6f22\u5b57 \u00e9t\u00e9 \u20ac!\n" * 500
+    (tmp_path / "a.txt").write_text(text)
+    status, out, error = run_data("--input", tmp_path / "a.txt", "--out", tmp_path)
     if "vocabulary could not be loaded" in error:
         pytest.skip(error)
-    assert (status, error) == (0, "")
-    flags = ["--data", tmp_path / "d", "--out", tmp_path / "o", *TINY, "--n-layer", 1, "--n-embd",
-             32, "--batch-size", 8, "--steps", 40, "--lr", 0.02, "--eval-every", 0]
-    assert "vocabulary 50257" in run_train(*flags)[1]
-    encoding = get_tokenizer("gpt2").encoding
-    plain, _ = checkpoint.load_model(tmp_path / "o/latest.pt")
-    text = line + encoding.decode(plain_generate(plain, encoding.encode(line), 40, 0))
-    assert text.count("\u6f22") > 1 and len(text) < len(line) + 40
-    assert run_sample("--ckpt", tmp_path / "o/latest.pt", "--temperature", 0, "--prompt", line,
-                      "--max-tokens", 40) == (0, text + "\n", "")
-
-
-# ---- Data larger than memory -----------------------------------------------------------------
-
-def bytes_read_from_disk(path, read):
-    """Of a file that is not in memory, while `read` is called: by the kernel's count."""
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    counts = []
-    for then in (read, int):
-        told = Path("/proc/self/io").read_text()
-        counts.append(int(re.search(r"^read_bytes: (\d+)$", told, re.M)[1]))
-        then()
-    return counts[1] - counts[0]
-
-
-@pytest.mark.claim("Training on data larger than memory reads the windows of a batch alone from "
-                   "the disk.")
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count reads")
-def test_windows_are_read_from_the_disk_alone(tmp_path):
-    """32 windows of 2 kB of a cold shard of 48 MB: at most three pages each. A plain map of the
-    file reads around each of them, several times as much."""
-    dataset(tmp_path, dict(train_0=np.random.default_rng(0).integers(257, size=24_000_000)))
-    file = tmp_path / "train_0.bin"
-    made = data.TokenDataset(tmp_path, "train", 1024)
-    windows = made.window_ids(1, 0, 32)
-    ours = bytes_read_from_disk(file, lambda: made.tokens_of(windows))
-    del made
-    tokens = np.memmap(file, "<u2", "r", 1024)
-    plain = bytes_read_from_disk(file, lambda: [tokens[1024 * i:1024 * (i + 1) + 1].sum()
-                                                for i in windows.tolist()])
-    if plain > 0:               # in a file system in memory nothing is read
-        assert 0 < ours <= 32 * 3 * 4096 < plain / 2, (ours, plain)
-
+    assert (status, error) == (0, "") and "\npython train.py --data " in out
+    encoding = get_tokenizer(meta_of(tmp_path)["tokenizer"])
+    stream = encoding.stream()
+    parts = [stream.add(token) for split in SPLITS
+             for token in open_shard(tmp_path / f"{split}_000000.bin").tolist()[1:]]
+    assert encoding.n_vocab == 50257 and "".join(parts) == text and "" in parts

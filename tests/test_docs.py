@@ -21,11 +21,10 @@ from tests.harness import ROOT
 from tools import docs
 
 PAGES_OF_TABLES = ("docs/flags.md", "docs/claims.md", "docs/faults.md", "docs/techniques.md")
-# Words of a cell, words of a paragraph.
-LIMITS = {"README.md": (15, 60)}
-LIMITS_OF_CHAPTERS = (25, 90)
-LINES_OF_README = 150
+WORDS_OF_README = dict(cell=15, paragraph=60)           # at most
+WORDS_OF_CHAPTERS = dict(cell=25, paragraph=90)
 WORDS_OF_A_CHAPTER = (500, 1500)
+LINES_OF_README = 150
 
 
 def pages():
@@ -34,36 +33,23 @@ def pages():
     return {file.relative_to(ROOT).as_posix(): file.read_text() for file in files}
 
 
-def elements(page):
-    """Yields (line number, kind, text) of each "heading", "row" of a table, line of "code", and
-    "paragraph". An item of a list is a paragraph."""
-    paragraph, first, in_code = [], 0, False
+def without_code(page):
+    return re.sub(r"(?ms)^ *```.*?^ *```$", "", page)
 
-    def finish():
-        if paragraph:
-            yield first, "paragraph", " ".join(paragraph)
-            paragraph.clear()
 
-    for number, line in enumerate(page.splitlines(), 1):
-        text = line.strip()
-        if text.startswith("```"):
-            yield from finish()
-            in_code = not in_code
-        elif in_code:
-            yield number, "code", line
-        elif not text or text.startswith(("#", "|", "<!--")):
-            yield from finish()
-            if text.startswith("#"):
-                yield number, "heading", text.lstrip("# ")
-            elif text.startswith("|"):
-                yield number, "row", text
-        else:
-            if re.match(r"([-*]|\d+\.) ", text):
-                yield from finish()
-            if not paragraph:
-                first = number
-            paragraph.append(text)
-    yield from finish()
+def parts_of(page):
+    """Yields (kind, text) of each "heading", "cell" and "paragraph". An item of a list is a
+    paragraph."""
+    page = re.sub(r"(?m)^ *(#.*|\|.*|<!--.*)$", r"\n\1\n", without_code(page))
+    page = re.sub(r"(?m)^( *([-*]|\d+\.) )", r"\n\1", page)
+    for part in re.split(r"\n\s*\n", page):
+        text = " ".join(part.split())
+        if text.startswith("#"):
+            yield "heading", text.lstrip("# ")
+        elif text.startswith("|"):
+            yield from (("cell", cell) for cell in re.split(r"(?<!\\)\|", text.strip("|")))
+        elif not text.startswith("<!--"):
+            yield "paragraph", text
 
 
 def count_words(text):
@@ -72,82 +58,26 @@ def count_words(text):
     return len([word for word in shown.split() if re.search(r"\w", word)])
 
 
-def too_long(page, most_in_cell, most_in_paragraph):
-    """[what is longer than that, with its line]."""
-    found = []
-    for number, kind, text in elements(page):
-        parts, most = [], 0
-        if kind == "row":
-            parts = re.split(r"(?<!\\)\|", text.strip("|"))
-            most = most_in_cell
-        elif kind == "paragraph":
-            parts = [text]
-            most = most_in_paragraph
-        for part in parts:
-            words = count_words(part)
-            if words > most:
-                found.append(f"line {number}: {'cell' if kind == 'row' else kind} of {words} words "
-                             f"(at most {most}): {part.strip()[:50]} ...")
-    return found
-
-
 def anchors(page):
     """The names that a link to this page may have behind #, as GitHub makes them."""
-    found = re.findall(r'<a (?:name|id)="([^"]+)"', page)
-    for _, kind, text in elements(page):
-        if kind == "heading":
-            shown = re.sub(r"\]\([^)]*\)", "", text).lower()
-            name = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
-            count = sum(known == name or known.startswith(f"{name}-") and known[len(name) + 1:]
-                        .isdigit() for known in found)
-            found.append(f"{name}-{count}" if name in found else name)
-    return found
+    shown = (re.sub(r"\]\([^)]*\)", "", text).lower() for kind, text in parts_of(page)
+             if kind == "heading")
+    return [*re.findall(r'<a name="([^"]+)"', page),
+            *(re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in shown)]
 
 
 def links(page):
-    """Yields (line number, target) of each link or picture outside of code."""
-    in_code = False
-    for number, line in enumerate(page.splitlines(), 1):
-        if line.strip().startswith("```"):
-            in_code = not in_code
-        elif not in_code:
-            for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "`", line)):
-                yield number, target
-
-
-def broken_links(path, page, root):
-    """[a relative link whose file or anchor does not exist, with its line]."""
-    found = []
-    for number, target in links(page):
-        if re.match(r"\w+:", target):               # https://, mailto:
-            continue
-        file, _, anchor = target.partition("#")
-        place = (root / path).parent / file if file else root / path
-        problem = None
-        if not place.exists():
-            problem = "no such file"
-        elif re.fullmatch(r"L\d+", anchor):
-            if int(anchor[1:]) > len(place.read_text().splitlines()):
-                problem = "the file has fewer lines"
-        elif anchor and anchor not in anchors(place.read_text()):
-            problem = "no such heading"
-        if problem:
-            found.append(f"line {number}: {target}: {problem}")
-    return found
-
-
-def without_blocks(page):
-    """The page without its generated blocks."""
-    return docs.BLOCK.sub("", page)
-
-
-def problems(check):
-    """"path, problem" of each page, by check(path, page)."""
-    return [f"{path}, {problem}" for path, page in pages().items() for problem in check(path, page)]
+    """The targets of links and pictures."""
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "`", without_code(page)))
 
 
 def test_no_paragraph_and_no_cell_is_too_long():
-    found = problems(lambda path, page: too_long(page, *LIMITS.get(path, LIMITS_OF_CHAPTERS)))
+    found = []
+    for path, page in pages().items():
+        most = WORDS_OF_README if path == "README.md" else WORDS_OF_CHAPTERS
+        found += [f"{path}: {kind} of {count_words(text)} words, at most {most[kind]}: {text[:50]}"
+                  for kind, text in parts_of(page)
+                  if kind in most and count_words(text) > most[kind]]
     assert not found, "\n".join(found)
 
 
@@ -159,23 +89,27 @@ def test_the_readme_is_read_in_one_sitting():
 def test_a_chapter_has_500_to_1500_words():
     """Without its generated blocks. Links count with their text, code counts."""
     fewest, most = WORDS_OF_A_CHAPTER
-
-    def check(path, page):
-        words = count_words(without_blocks(page))
-        if path.startswith("docs/") and path not in PAGES_OF_TABLES and not fewest <= words <= most:
-            yield f"{words} words, not {fewest} to {most}"
-    found = problems(check)
-    assert not found, "\n".join(found)
+    words = {path: count_words(docs.BLOCK.sub("", page)) for path, page in pages().items()
+             if path.startswith("docs/") and path not in PAGES_OF_TABLES}
+    found = {path: count for path, count in words.items() if not fewest <= count <= most}
+    assert not found, found
 
 
 def test_links_and_anchors_exist():
-    found = problems(lambda path, page: broken_links(path, page, ROOT))
+    found = []
+    for path, page in pages().items():
+        for target in links(page):
+            file, _, anchor = target.partition("#")
+            place = (ROOT / path).parent / file if file else ROOT / path
+            if not re.match(r"\w+:", target) and not (          # https://, mailto:
+                    place.exists() and (not anchor or anchor in anchors(place.read_text()))):
+                found.append(f"{path}: {target}")
     assert not found, "\n".join(found)
 
 
 def test_the_readme_links_every_page():
     all_pages = pages()
-    linked = {target.partition("#")[0] for _, target in links(all_pages["README.md"])}
+    linked = {target.partition("#")[0] for target in links(all_pages["README.md"])}
     missing = all_pages.keys() - linked - {"README.md"}
     assert len(all_pages) > 2 and not missing, f"README.md links to none of {sorted(missing)}"
 

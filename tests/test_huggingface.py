@@ -51,30 +51,27 @@ def write_form(tensors, form, folder):
 @pytest.mark.parametrize("name", THEIRS)
 def test_a_model_goes_to_transformers_and_comes_back(theirs_and_ours, tmp_path, name):
     """transformers opens an export with the weights that an import had, and an import reads it from
-    files of each type and form."""
+    files of three types and forms, of which each model has one."""
     folder, _, file = theirs_and_ours(name)
     huggingface.export_model(file, tmp_path / "out")
     before, after = (transformers.AutoModelForCausalLM.from_pretrained(one)
                      for one in (folder, tmp_path / "out"))
     for key in ("model_type", "router_aux_loss_coef"):
         assert getattr(after.config, key, None) == getattr(before.config, key, None)
-    expected, tokens = before.state_dict(), torch.arange(40)[None]
+    expected = before.state_dict()
     assert after.state_dict().keys() == expected.keys()
     assert all(full.equal(expected[key]) for key, full in after.state_dict().items())
-    assert after(tokens).logits.equal(before(tokens).logits)
-    state = checkpoint.load(file)
     written = load_file(tmp_path / "out/model.safetensors")
-    for form, dtype in (("shards", torch.bfloat16), ("pickles", torch.float16),
-                        ("wrapped", torch.float32)):
-        folder = tmp_path / form
-        folder.mkdir()
-        shutil.copy(tmp_path / "out/config.json", folder)
-        write_form({key: tensor.to(dtype) for key, tensor in written.items()}, form, folder)
-        huggingface.import_model(str(folder), folder / "a.pt")
-        back = checkpoint.load(folder / "a.pt")
-        assert back["model"] == state["model"]
-        for key, full in state["parameters"].items():
-            assert back["parameters"][key].equal(full.to(dtype).float()), (form, key)
+    form, dtype = [("shards", torch.bfloat16), ("pickles", torch.float16),
+                   ("wrapped", torch.float32)][[*THEIRS].index(name) % 3]
+    (tmp_path / form).mkdir()
+    shutil.copy(tmp_path / "out/config.json", tmp_path / form)
+    write_form({key: tensor.to(dtype) for key, tensor in written.items()}, form, tmp_path / form)
+    huggingface.import_model(str(tmp_path / form), tmp_path / "a.pt")
+    state, back = checkpoint.load(file), checkpoint.load(tmp_path / "a.pt")
+    assert back["model"] == state["model"]
+    for key, full in state["parameters"].items():
+        assert back["parameters"][key].equal(full.to(dtype).float()), (form, key)
 
 
 @pytest.mark.parametrize("activation, tokenizer, end", [
@@ -154,27 +151,26 @@ def test_transformers_opens_the_tokenizer_of_every_model(tmp_path, capsys, name)
 # ---- What is refused -------------------------------------------------------------------------
 
 LAYER = "transformer.h.1.ln_1"
-REFUSED = [     # a model, changes of config.json, changes of the tensors, the answer
-    ("gpt2", dict(model_type="phi3"), {}, "its model_type 'phi3' is none of opt, gpt2"),
-    ("gpt2", dict(model_type="nothing"), {}, "The checkpoint you are trying to load has model typ"),
-    ("gpt2", dict(activation_function="mish"), {}, "its activation_function is 'mish', and not on"),
-    ("gpt2", dict(n_layer="2"), {}, "Validation error for field 'n_layer'"),
-    ("gpt2", dict(n_inner=99), {}, "mismatched keys there, such as"),
-    ("gpt2", dict(layer_norm_epsilon=0.1, resid_pdrop=0.5), {},
-     "GPT2Config in {'layer_norm_epsilon': 0.1}\n"),
-    ("gpt2", dict(quantization_config=dict(quant_method="gptq")), {}, "its quantization_config is"),
-    ("gpt2", {}, {f"{LAYER}.bias": None}, f"missing keys there, such as {LAYER}.bias"),
-    ("gpt2", {}, {f"{LAYER}.gate": torch.ones(3)}, f"unexpected keys there, such as {LAYER}.gate"),
-    ("gpt2", {}, {f"{LAYER}.bias": torch.full((48,), torch.nan)}, "is not finite"),
+REFUSED = [     # a model, changes of config.json, changes of the tensors, words of the answer
+    ("gpt2", dict(model_type="phi3"), {}, "model_type 'phi3' opt, gpt2"),
+    ("gpt2", dict(model_type="nothing"), {}, "`nothing` does not recognize"),
+    ("gpt2", dict(activation_function="mish"), {}, "activation_function 'mish'"),
+    ("gpt2", dict(n_layer="2"), {}, "'n_layer'"),
+    ("gpt2", dict(n_inner=99), {}, "mismatched keys"),
+    ("gpt2", dict(layer_norm_epsilon=0.1, resid_pdrop=0.5), {}, "{'layer_norm_epsilon': 0.1}\n"),
+    ("gpt2", dict(quantization_config=dict(quant_method="gptq")), {}, "quantization_config"),
+    ("gpt2", {}, {f"{LAYER}.bias": None}, f"missing keys {LAYER}.bias"),
+    ("gpt2", {}, {f"{LAYER}.gate": torch.ones(3)}, f"unexpected keys {LAYER}.gate"),
+    ("gpt2", {}, {f"{LAYER}.bias": torch.full((48,), torch.nan)}, "not finite"),
     ("gpt2", {}, {f"{LAYER}.weight": torch.ones(48, dtype=torch.int8)},
-     f"model.safetensors is refused: {LAYER}.weight is torch.int8, and not of floating point"),
-    ("opt", dict(do_layer_norm_before=False), {}, "unexpected keys there, such as model.decoder.f"),
-    ("qwen2", dict(use_sliding_window=True, sliding_window=4), {}, "its sliding_window is 4: no q"),
-    ("llama", dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), {}, "its rope_type is 'ya"),
+     f"model.safetensors {LAYER}.weight torch.int8"),
+    ("opt", dict(do_layer_norm_before=False), {}, "unexpected keys model.decoder.final"),
+    ("qwen2", dict(use_sliding_window=True, sliding_window=4), {}, "sliding_window 4"),
+    ("llama", dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), {}, "rope_type 'yarn'"),
     ("llama", dict(rope_parameters=None, rope_scaling=dict(type="dynamic", factor=2.0)), {},
-     "its rope_type is 'dynamic'"),
-    ("olmo2", dict(tie_word_embeddings=True), {}, "lm_head.weight is a parameter of transformers'"),
-    ("mixtral", dict(num_experts_per_tok=6), {}, "n_active 6 is not between 1 and n_expert 5")]
+     "rope_type 'dynamic'"),
+    ("olmo2", dict(tie_word_embeddings=True), {}, "lm_head.weight"),
+    ("mixtral", dict(num_experts_per_tok=6), {}, "n_active 6 n_expert 5")]
 
 
 def changed(source, folder, config, tensors):
@@ -208,23 +204,20 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(theirs_and_ours, t
     os.truncate("shard/model-00002-of-00002.safetensors", 9999)
     before = names_in(tmp_path)
     capsys.readouterr()         # what transformers said of the models
-    for arguments, message in [
-            *((["import", number, "b.pt"], refused[3]) for number, refused in enumerate(REFUSED)),
-            (["export", "a.pt", "."], " exists: give a new folder"),
-            (["export", "half.pt", "new"], "half.pt is damaged"),
-            (["export", "bytes.pt", "new"], "has 257 tokens, but the model's vocabulary 100"),
-            (["import", ".", "a.pt"], "a.pt exists: give a new file"),
-            (["import", ".", "b.pt"], "config.json"),
-            (["import", "a.pt", "b.pt"], "a.pt is a file: give the folder of a model"),
-            (["import", "https://huggingface.co/gpt2", "b.pt"], "gpt2 is neither a folder nor a "),
-            (["import", "gap", "b.pt"], "gap is refused: Error no file named model.safetensors"),
-            (["import", "code", "b.pt"], "code/pytorch_model.bin is refused: Weights only load"),
-            (["import", "nested", "b.pt"], "n is refused: state_dict is dict, and not of floating"),
-            (["import", "cut", "b.pt"], "cut/pytorch_model.bin is refused: "),
-            (["import", "shard", "b.pt"], "2.safetensors is refused: Error while deserializing")]:
-        result = run_main(capsys, huggingface, *arguments)
-        assert result[0] == 2 and message in result[2], result
-        assert result[2].startswith("tools.huggingface: ") and result[2].count("\n") == 1, result
+    for command, words in [
+            *((f"import {number} b.pt", refused[3]) for number, refused in enumerate(REFUSED)),
+            ("export a.pt .", "exists"), ("export half.pt new", "half.pt damaged"),
+            ("export bytes.pt new", "257 tokens 100"), ("import . a.pt", "a.pt exists"),
+            ("import . b.pt", "config.json"), ("import a.pt b.pt", "a.pt file folder"),
+            ("import https://huggingface.co/gpt2 b.pt", "gpt2 neither"),
+            ("import gap b.pt", "gap model.safetensors"),
+            ("import code b.pt", "code/pytorch_model.bin Weights only load"),
+            ("import nested b.pt", "state_dict is dict"),
+            ("import cut b.pt", "cut/pytorch_model.bin"),
+            ("import shard b.pt", "2.safetensors deserializing")]:
+        status, _, error = run_main(capsys, huggingface, *command.split())
+        assert status == 2 and all(word in error for word in words.split(" ")), (words, error)
+        assert error.startswith("tools.huggingface: ") and error.count("\n") == 1, error
     with mock.patch.object(huggingface, "verify", side_effect=KeyboardInterrupt):
         assert run_main(capsys, huggingface, "export", "a.pt", "new") == (1, "", "")
     with mock.patch.dict(sys.modules, {"transformers": None}):
@@ -252,9 +245,9 @@ def test_an_export_whose_logits_differ_is_refused(theirs_and_ours, tmp_path, cap
                                                   monkeypatch):
     """As where model.py computes another thing than its config says."""
     monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, approximate="none": x.relu())
-    _, _, file = theirs_and_ours("gpt2")
-    status, _, error = run_main(capsys, huggingface, "export", file, tmp_path / "hf")
-    assert status == 2 and "GPT2LMHeadModel and GPT have other logits, by" in error
+    status, _, error = run_main(capsys, huggingface, "export", theirs_and_ours("gpt2")[2],
+                                tmp_path / "hf")
+    assert status == 2 and "GPT2LMHeadModel and GPT have other logits" in error
     assert error.count("\n") == 1 and names_in(tmp_path) == []
 
 
@@ -303,15 +296,15 @@ def test_a_key_of_config_json_that_is_changed_is_honoured_or_refused(theirs_and_
 
 # ---- The hub and the disk --------------------------------------------------------------------
 
-@pytest.mark.parametrize("error, status, message", [
+@pytest.mark.parametrize("error, status, words", [
     (huggingface_hub.errors.RepositoryNotFoundError("401 Error\n\nMore", response=mock.Mock()), 2,
-     "me/m is neither a folder nor a model on the hub that you may read (hf auth login): 401 Erro"),
-    (OSError("[Errno -2] Name or service not known"), 1,
-     "there is no folder me/m, and the model cannot be downloaded ([Errno -2] Name or service no")])
-def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, capsys, error, status, message):
+     "me/m folder hub hf auth login 401 Error"),
+    (OSError("[Errno -2] Name or service not known"), 1, "me/m downloaded [Errno -2]")])
+def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, capsys, error, status, words):
     with mock.patch("huggingface_hub.snapshot_download", side_effect=error):
         found, _, text = run_main(capsys, huggingface, "import", "me/m", tmp_path / "b.pt")
-    assert found == status and message in text and text.count("\n") == 1, text
+    assert found == status and all(word in text for word in words.split()), text
+    assert text.count("\n") == 1
 
 
 @pytest.mark.parametrize("form, weights", [

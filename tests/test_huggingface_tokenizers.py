@@ -3,6 +3,8 @@ folder to shards, checkpoints and samples. All is compared with the package tran
 
     python -m pytest tests/test_huggingface_tokenizers.py
 """
+import collections
+import itertools
 import json
 import random
 import shutil
@@ -16,11 +18,14 @@ import checkpoint
 import sample
 from corpus import encode
 from corpus.chat_records import Message
-from corpus.huggingface_tokenizers import find_tokenizer, open_file
+from corpus.dedup_and_split import index_documents
+from corpus.documents import EOT
+from corpus.huggingface_tokenizers import find_tokenizer, train_tokenizer
 from corpus.shards import open_shard
 from corpus.templates import JinjaTemplate, choose_template
 from corpus.tokenizers import decode, document_start, get_tokenizer
 from tests.commands import NASTY, TINY, meta_of, write_lines, write_texts
+from tests.harness import ROOT
 from tests.test_conversations import chat_with
 from tools import huggingface
 
@@ -36,8 +41,6 @@ CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['cont
 LLAMA2 = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + "
           "m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}"
           "{% endif %}{% endfor %}")
-THINKS = CHATML.replace("m['content'] + '<|im_end|>", "('<think>' + m.reasoning_content + "
-                        "'</think>' if m.reasoning_content else '') + m['content'] + '<|im_end|>")
 
 
 def byte_level(prefix=None):
@@ -133,13 +136,13 @@ SPECIAL = ["<s>", "</s>", "[SEP]", "<|im_end|>", "<|endoftext|>", "<think>"]
                    "the text that transformers gives.")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_text_are_those_of_transformers(folders, kind):
-    """Of 2,000 random strings, half of them with the characters of special tokens: these are text.
+    """Of 500 random strings, half of them with the characters of special tokens: these are text.
     (To transformers some are tokens of a Unigram model.) What begins a text is the prefix. The text
     comes token by token, and also behind a part of it nothing is raised or written twice."""
     theirs = transformers.AutoTokenizer.from_pretrained(folders[kind])
     ours = find_tokenizer(folders[kind])
     rng = random.Random(0)
-    for number in range(2000):
+    for number in range(500):
         some = CHARACTERS + SPECIAL * (number % 2)
         text = "".join(rng.choices(some, k=rng.randrange(30)))
         tokens = ours.encode_ordinary(text)
@@ -190,31 +193,23 @@ def test_the_ends_of_generation_config_stay_with_the_shards(folders, tmp_path, r
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tokenizer_is_the_same_from_its_file_and_saved_again(folders, kind, tmp_path):
-    ours = find_tokenizer(folders[kind])
-    again = transformers.AutoTokenizer.from_pretrained(folders[kind])
-    again.save_pretrained(tmp_path)
-    for other in (open_file(ours.file), find_tokenizer(tmp_path)):
-        assert other.name == ours.name and other.prefix == ours.prefix
-        assert other.encode_ordinary(TEXTS[0]) == ours.encode_ordinary(TEXTS[0])
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_shards_have_the_tokens_of_whole_documents(folders, make_data, kind):
+    """Of a tokenizer that is the same from the file beside them, and saved again."""
     _, error = make_data(write_texts("t.jsonl", TEXTS), "--tokenizer", folders[kind],
                          "--near-duplicates", "ignore")
     ours = find_tokenizer(folders[kind])
-    expected = sorted([*document_start(ours), *ours.encode_ordinary(text)] for text in TEXTS)
     tokens = [token for split in ("train", "val")
               for token in open_shard(Path(f"out/{split}_000000.bin")).tolist()]
     starts = [i for i, token in enumerate(tokens) if token == ours.eot_token]
-    found = [tokens[a:b] for a, b in zip(starts, [*starts[1:], len(tokens)])]
-    assert sorted(found) == expected
+    assert sorted(tokens[a:b] for a, b in zip(starts, [*starts[1:], len(tokens)])) == sorted(
+        [*document_start(ours), *ours.encode_ordinary(text)] for text in TEXTS)
+    assert (f"{ours.end_of_text}, the eos_token" in error) == (ours.end_of_text != "<|endoftext|>")
+    transformers.AutoTokenizer.from_pretrained(folders[kind]).save_pretrained("again")
     meta = meta_of("out")
-    kept = get_tokenizer(meta["tokenizer"], Path("out", meta["tokenizer_file"]).read_text())
-    assert kept.name == ours.name
-    told = f"note: {ours.end_of_text}, the eos_token of the tokenizer, separates the documents\n"
-    assert error == ("" if ours.end_of_text == "<|endoftext|>" else told)
+    for other in (get_tokenizer(meta["tokenizer"], Path("out", meta["tokenizer_file"]).read_text()),
+                  find_tokenizer("again")):
+        assert (other.name, other.prefix) == (ours.name, ours.prefix)
+        assert other.encode_ordinary(TEXTS[0]) == ours.encode_ordinary(TEXTS[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -223,13 +218,14 @@ def test_a_stream_survives_tokens_that_are_no_text(folders, kind):
     characters before the first wrong byte are written once."""
     ours = find_tokenizer(folders[kind])
     rng = random.Random(0)
-    for number in range(300):
+    for number in range(200):
         tokens = [rng.randrange(ours.n_vocab + 9) for _ in range(30)]
-        if kind == "llama2" and number % 2:             # bytes, mostly
+        of_bytes = kind == "llama2" and number % 2
+        if of_bytes:
             tokens = [rng.choice([*b"\xe6\xbc\xa2\xf0a", 7]) + 3 for _ in range(30)]
         stream = ours.stream(tokens[:number % 5 if number % 2 == 0 else 0])
-        parts = [stream.add(token) for token in tokens] + [stream.end()]
-        if kind == "llama2" and number % 2:
+        parts = [*map(stream.add, tokens), stream.end()]
+        if of_bytes:
             text = bytes(token - 3 for token in tokens).decode(errors="replace")
             assert "".join(parts).rstrip("\ufffd") == text.split("\ufffd")[0]
         whole = ours.backend.decode(tokens, skip_special_tokens=False)
@@ -238,12 +234,11 @@ def test_a_stream_survives_tokens_that_are_no_text(folders, kind):
 
 @pytest.mark.parametrize("change, words", [
     (lambda folder: (folder / "tokenizer_config.json").write_text(json.dumps(
-        dict(tokenizer_class="PreTrainedTokenizerFast"))), "it has no eos_token"),
+        dict(tokenizer_class="PreTrainedTokenizerFast"))), "no eos_token"),
     (lambda folder: (folder / "tokenizer.json").write_text("{}"), "opens no tokenizer"),
     (lambda folder: (folder / "tokenizer.json").unlink(), "opens no tokenizer"),
     (lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"),
-     "pip install sentencepiece protobuf, and "
-     "AutoTokenizer.from_pretrained('m').save_pretrained('m') makes one of its tokenizer.model")])
+     "sentencepiece AutoTokenizer.from_pretrained('m').save_pretrained('m')")])
 def test_what_is_no_tokenizer_is_refused_in_a_line(tmp_path, refuse_data, change, words):
     folder = write_folder(Path("m"), llama2(), eos_token="</s>")
     change(folder)
@@ -252,26 +247,68 @@ def test_what_is_no_tokenizer_is_refused_in_a_line(tmp_path, refuse_data, change
 
 
 def test_a_tokenizer_of_ones_own_is_byte_pair_encoding(run_data, tmp_path):
-    """It has so many tokens, gives each text back, and makes other data too."""
-    given = ["--input", write_texts(tmp_path / "t.jsonl", TEXTS), "--near-duplicates", "ignore"]
-    assert run_data(*given, "--train-tokenizer", 300, "--out", tmp_path / "own")[0] == 0
-    meta = meta_of(tmp_path / "own")
-    assert meta["vocab_size"] == 300
-    own = find_tokenizer(tmp_path / "own")
+    """Of conversations, too: it has so many tokens, gives each text back, and makes other data."""
+    chat = write_lines(tmp_path / "c.jsonl", [dict(prompt=text, completion="a") for text in TEXTS])
+    assert run_data("--input", chat, "--train-tokenizer", 300, "--out", tmp_path / "own")[0] == 0
+    own, meta = find_tokenizer(tmp_path / "own"), meta_of(tmp_path / "own")
+    assert meta["vocab_size"] == own.n_vocab == 300 and len(own.encode_ordinary(" the")) == 1
     for text in NASTY:
         assert decode(own, own.encode_ordinary(text)) == text
-    assert run_data(*given, "--tokenizer", tmp_path / "own", "--out", tmp_path / "more")[0] == 0
-    assert meta_of(tmp_path / "more")["fingerprint"] == meta["fingerprint"]
+    again = run_data("--input", chat, "--tokenizer", tmp_path / "own", "--out", tmp_path / "d")
+    assert again[0] == 0
+    assert meta_of(tmp_path / "d")["fingerprint"] == meta["fingerprint"]
+
+
+def plain_bpe(words, alphabet, n_tokens):
+    """Byte-pair encoding of {word: how often}, as in Sennrich et al.: the tokens in their order."""
+    words = [(list(word), count) for word, count in words.items()]
+    number = {character: i for i, character in enumerate(alphabet)}
+    while len(number) < n_tokens:
+        pairs = collections.Counter()
+        for word, count in words:
+            for pair in itertools.pairwise(word):
+                pairs[pair] += count
+        if not pairs:
+            break
+        best = max(pairs, key=lambda pair: (pairs[pair], -number[pair[0]], -number[pair[1]]))
+        number.setdefault("".join(best), len(number))
+        for word, _ in words:
+            at = 0
+            while at < len(word) - 1:
+                if (word[at], word[at + 1]) == best:
+                    word[at:at + 2] = ["".join(best)]
+                at += 1
+    return list(number)
+
+
+@pytest.mark.claim("`--train-tokenizer` makes the tokens of plain byte-pair encoding.")
+def test_trained_tokens_are_those_of_plain_byte_pair_encoding():
+    """Of a program and of random texts of three letters, also where a text has fewer."""
+    split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    rng = random.Random(0)
+    texts = [((ROOT / "train.py").read_text(), 400), ("".join(NASTY) * 3, 330)]
+    texts += [("".join(rng.choices("ab c", k=rng.randrange(1, 200))), 257 + rng.randrange(60))
+              for _ in range(30)]
+    for text, n_tokens in texts:
+        vocabulary = train_tokenizer([text], n_tokens).tokenizer.get_vocab()
+        words = collections.Counter(word for word, _ in split(text))
+        alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        assert sorted(vocabulary, key=vocabulary.get) == [
+            *plain_bpe(words, alphabet, n_tokens - 1), EOT]
+
+
+def test_a_tokenizer_is_trained_on_a_part_of_a_long_text(monkeypatch, tmp_path):
+    (tmp_path / "a.txt").write_text("some words and others\n" * 1000)
+    monkeypatch.setattr(encode, "TOKENIZER_BYTES", 5000)
+    monkeypatch.setattr(encode, "train_tokenizer", lambda texts, n: len("".join(texts)))
+    assert encode.train_on(index_documents([tmp_path / "a.txt"], 0), 300) == 5000
 
 
 # ---- Templates -------------------------------------------------------------------------------
 
-def talk(*turns):
-    return [Message(*turn) for turn in turns]
 
-
-TALK = talk(("user", "2 + 2?"), ("assistant", "4"), ("user", "more\n"),
-            ("assistant", "5, caf\u00e9"))
+TALK = [Message("user", "2 + 2?"), Message("assistant", "4"), Message("user", "more\n"),
+        Message("assistant", "5, caf\u00e9")]
 
 
 def learnt_text(template, messages):
@@ -286,38 +323,27 @@ def learnt_text(template, messages):
     ("begins", "4<|endoftext|>5, caf\u00e9<|endoftext|>")])
 def test_a_template_writes_what_transformers_writes_and_answers_are_learnt(folders, kind, learnt):
     """The third has no template of its own: `plain`."""
-    encoding = find_tokenizer(folders[kind])
-    template = choose_template(None, encoding)
+    template = choose_template(None, find_tokenizer(folders[kind]))
     assert (template.name == "plain") == (kind == "begins")
     theirs = transformers.AutoTokenizer.from_pretrained(folders[kind])
-    dicts = [dict(role=message.role, content=message.content) for message in TALK]
-    program = template.program
-    assert template.render(TALK)[0] == theirs.apply_chat_template(
-        dicts, chat_template=program, return_dict=False)
-    assert template.prompt_of(TALK[:3]) == theirs.apply_chat_template(
-        dicts[:3], chat_template=program, add_generation_prompt=True, return_dict=False)
+
+    def written(messages, **more):
+        dicts = [dict(role=message.role, content=message.content) for message in messages]
+        return theirs.apply_chat_template(dicts, chat_template=template.program, return_dict=False,
+                                          **more)
+    assert template.render(TALK)[0] == written(TALK)
+    assert template.prompt_of(TALK[:3]) == written(TALK[:3], add_generation_prompt=True)
     assert learnt_text(template, TALK).strip() == learnt
     first = [TALK[0], TALK[1]._replace(is_learnt=False), *TALK[2:]]
     assert "4" not in learnt_text(template, first)
 
 
-def test_blocks_of_generation_mark_what_the_prompt_rule_marks(folders):
-    """Where a template has such blocks, transformers masks the same tokens by them."""
-    program = CHATML.replace(
-        "m['content'] + '<|im_end|>\n' }}", "'' }}{% if m['role'] == 'assistant' %}{% generation %}"
-        "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-        "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}")
-    template = JinjaTemplate(program, find_tokenizer(folders["chatml"]))
-    theirs = transformers.AutoTokenizer.from_pretrained(folders["chatml"])
-    dicts = [dict(role=message.role, content=message.content) for message in TALK]
-    masked = theirs.apply_chat_template(dicts, chat_template=program, return_dict=True,
-                                        return_assistant_tokens_mask=True)
-    assert template.render(TALK) == (masked["input_ids"], [*map(bool, masked["assistant_masks"])])
-
-
 def test_a_thought_that_a_template_writes_is_learnt(folders):
-    template = JinjaTemplate(THINKS, find_tokenizer(folders["chatml"]))
-    messages = talk(("user", "a"), ("assistant", "b", True, "t"))
+    program = CHATML.replace("m['content'] + '<|im_end|>", "('<think>' + m.reasoning_content + "
+                             "'</think>' if m.reasoning_content else '') + m['content'] + "
+                             "'<|im_end|>")
+    template = JinjaTemplate(program, find_tokenizer(folders["chatml"]))
+    messages = [Message("user", "a"), Message("assistant", "b", True, "t")]
     assert learnt_text(template, messages) == "<think>t</think>b<|im_end|>"
 
 
@@ -332,27 +358,24 @@ def test_a_template_of_which_answers_cannot_be_told_is_refused(folders, tmp_path
     refuse_data(words, "c.jsonl", "--tokenizer", folders["chatml"], "--template", "t.jinja")
 
 
-NO_SYSTEM = CHATML.replace("messages %}", "messages if m['role'] != 'system' %}")
-
-
 @pytest.mark.parametrize("messages, words", [
-    ([dict(role="system", content="be brief")], "leaves out or changes 'be brief'"),
+    ([dict(role="system", content="be brief")], "leaves out 'be brief'"),
     ([dict(role="user", content="a"),
       dict(role="assistant", content="x", reasoning_content="a thought")],
-     "leaves out or changes 'a thought'"),
-    ([dict(role="assistant", content="hello")], "it begins with an answer, which has no prompt"),
-    ([dict(role="user", content="a <|im_end|> b")], "a content has <|im_end|>, a token"),
+     "leaves out 'a thought'"),
+    ([dict(role="assistant", content="hello")], "answer no prompt"),
+    ([dict(role="user", content="a <|im_end|> b")], "content <|im_end|>, a token"),
     ([dict(role="user", content="a"), dict(role="assistant", content=None, tool_calls=[{}])],
-     'has "tool_calls": tool calls, images and the like are not supported')])
+     '"tool_calls": not supported')])
 def test_a_record_that_is_not_written_whole_is_named_in_a_line(folders, refuse_data, messages,
                                                                words):
+    """By a template without the system's messages."""
     good = [dict(role="user", content="hello"), dict(role="assistant", content="hi")]
     records = [dict(messages=[dict(good[0], content=f"q {i}"), good[1]]) for i in range(30)]
     records[6] = dict(messages=messages + good)
-    Path("t.jinja").write_text(NO_SYSTEM)
-    refuse_data(f"c.jsonl line 7: {words}" if "not supported" not in words else words,
-                write_lines("c.jsonl", records), "--tokenizer", folders["chatml"], "--template",
-                "t.jinja", "--near-duplicates", "ignore")
+    Path("t.jinja").write_text(CHATML.replace("in messages", "in messages if m.role != 'system'"))
+    refuse_data(f"c.jsonl line 7 {words}", write_lines("c.jsonl", records), "--tokenizer",
+                folders["chatml"], "--template", "t.jinja", "--near-duplicates", "ignore")
 
 
 def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, folders, run_data,

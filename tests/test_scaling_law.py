@@ -22,16 +22,14 @@ KNOWN = Law(1.7, 400.0, 400.0, 0.34, 0.28)      # of no one: the one of the meas
 
 
 # The ladder of OLMo 2 (Bhagia et al. 2024): github.com/allenai/OLMo-ladder at commit 67a3f44,
-# src/scripts/paper/data/ladder-runs/. {N: {tokens in billions: cross-entropy on C4's validation
-# set at the end}}
+# src/scripts/paper/data/ladder-runs/. {N: (tokens in billions of the shortest run, cross-entropy on
+# C4's validation set at the end of runs of 1, 2, 4, 10 and 20 times these)}
 OLMO_LADDER = {
-    190_354_176: {1.909: 3.7475, 3.813: 3.5999, 7.619: 3.4965, 19.041: 3.3905, 38.076: 3.3367},
-    371_262_464: {3.721: 3.5319, 7.433: 3.3948, 14.859: 3.2879, 37.135: 3.1880, 74.260: 3.1326},
-    758_220_288: {7.596: 3.3315, 15.178: 3.2011, 30.343: 3.1043, 75.836: 3.0045, 151.658: 2.9549},
-    1_279_395_840: {12.811: 3.1830, 25.605: 3.0635, 51.192: 2.9712, 127.956: 2.8785,
-                    255.896: 2.8323},
-    3_169_537_280: {31.728: 2.9951, 63.424: 2.8737, 126.814: 2.7880, 316.986: 2.7057,
-                    633.940: 2.6644}}
+    190_354_176: (1.909, (3.7475, 3.5999, 3.4965, 3.3905, 3.3367)),
+    371_262_464: (3.721, (3.5319, 3.3948, 3.2879, 3.1880, 3.1326)),
+    758_220_288: (7.596, (3.3315, 3.2011, 3.1043, 3.0045, 2.9549)),
+    1_279_395_840: (12.811, (3.1830, 3.0635, 2.9712, 2.8785, 2.8323)),
+    3_169_537_280: (31.728, (2.9951, 2.8737, 2.7880, 2.7057, 2.6644))}
 
 
 def grid(sizes, tokens, law, noise=None):
@@ -56,7 +54,6 @@ def test_a_known_law_is_recovered(law, sizes, tokens):
     assert vars(found) == pytest.approx(vars(law), rel=1e-4, abs=1e-4)
     N, D = 4 * sizes[1], tokens[1]
     assert found(N, D) == pytest.approx(law(N, D), rel=2e-6)
-    assert fit(points) == found
     if law.a == law.b:
         assert vars(fit(points, tied=True)) == pytest.approx(vars(law), rel=1e-4, abs=1e-4)
 
@@ -65,8 +62,8 @@ def test_a_known_law_is_recovered(law, sizes, tokens):
     (3, 3, 0.0075, 0.013), (3, 4, 0.01, 0.022), (2, 3, 0.011, 0.018)])
 def test_a_public_ladder_predicts_the_sizes_that_were_held_out(fitted, held_out, mean, most):
     """1.7 to 4.2 times the largest size that is fitted: off by about 1% on average."""
-    points = Points.of((N, 1e9 * D, loss) for N, row in OLMO_LADDER.items()
-                       for D, loss in row.items())
+    points = Points.of((N, 1e9 * D * times, loss) for N, (D, losses) in OLMO_LADDER.items()
+                       for times, loss in zip((1, 2, 4, 10, 20), losses))
     sizes = points.sizes()
     law = fit(points.where(points.N < sizes[fitted]), tied=True)
     there = points.where(points.N == sizes[held_out])
@@ -141,16 +138,13 @@ def test_a_plan_takes_a_law_of_ones_own(tmp_path):
     published, own = (json.loads(answer([*flags, "--json", *more]))
                       for more in ([], ["--law", str(file)]))
     cfg = GPTConfig(50257, seq_len=1024, n_layer=12, n_head=12, n_embd=768)
-    N = parameter_count(cfg) - 1024 * 768           # the matrix of positions is looked up
-    assert own["predicted_loss"] == pytest.approx(law(N, 100 * 512 * 1024))
-    best, _ = law.optimal(6 * N * 100 * 512 * 1024)
-    assert own["compute_optimal_parameters_law"] == pytest.approx(best)
+    N, D = parameter_count(cfg) - 1024 * 768, 100 * 512 * 1024      # positions are looked up
+    assert own["predicted_loss"] == pytest.approx(law(N, D))
+    assert own["compute_optimal_parameters_law"] == pytest.approx(law.optimal(6 * N * D)[0])
     assert {name for name in published if published[name] != own.get(name)} == {
         "predicted_loss", "compute_optimal_parameters_chinchilla_law"}
-    text = answer([*flags, "--law", str(file)])
-    assert f"predicted loss {law(N, 100 * 512 * 1024):.2f}" in text and str(file) in text
-    for content in ("", "[]", '{"law": {"E": 1}}', '{"law": {"E": -1, "A": 1, "B": 1, "a": 1, '
-                    '"b": 1}}'):
+    assert f"predicted loss {law(N, D):.2f}" in answer([*flags, "--law", str(file)])
+    for content in ("", "[]", '{"law": {"E": 1}}', json.dumps(dict(law=vars(law) | dict(E=-1)))):
         file.write_text(content)
         with pytest.raises(ValueError, match="ladder.json"):
             answer([*flags, "--law", str(file)])
