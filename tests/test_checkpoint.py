@@ -90,7 +90,7 @@ def test_plain_save_writes_whole_files_without_padding(tmp_path, safe):
     optimizer.step()
     facts = small_state(0) | dict(model=asdict(cfg))
     for step in (1, 2):
-        checkpoint.plain_save(model, optimizer, facts | dict(step=step), tmp_path)
+        checkpoint.plain_save(model, optimizer, facts | dict(step=step), tmp_path, keep=2)
         assert content(tmp_path) == safe[tmp_path.stat().st_ino]
         file = saved_file(tmp_path, step)
         assert (tmp_path / "latest.pt").samefile(file)
