@@ -3,6 +3,7 @@
 What is in a file: test_all.py. What a file survives: test_faults.py.
 """
 import os
+import shutil
 import threading
 import weakref
 from dataclasses import asdict, replace
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import checkpoint
-from base import checkpoint_files
+from base import checkpoint_files, disk
 from base.options import Config
 from model import GPT, GPTConfig
 from runtime import checkpoint_writer
@@ -77,6 +78,17 @@ def test_files_reach_the_disk_before_they_get_their_names(tmp_path, links, safe)
         assert content(tmp_path) <= safe[tmp_path.stat().st_ino]        # some are removed since
         assert latest.samefile(newest) == links and content(latest) == content(newest)
     assert names_in(tmp_path) == ["latest.pt", *(f"step_0000000{k}.pt" for k in (1, 4, 5))]
+
+
+def test_a_folder_loses_its_name_on_the_disk_before_its_files(tmp_path, safe):
+    """Else a power cut could leave half of a folder under the name of a whole one."""
+    def spy_remove(path, rmtree=shutil.rmtree):
+        assert safe.get(tmp_path.stat().st_ino) == content(tmp_path)
+        rmtree(path)
+    (tmp_path / "step_00000001").mkdir()
+    with mock.patch.object(shutil, "rmtree", spy_remove):
+        disk.remove(tmp_path / "step_00000001")
+    assert names_in(tmp_path) == []
 
 
 def test_plain_save_writes_whole_files_without_padding(tmp_path, safe):
