@@ -167,6 +167,14 @@ def test_a_norm_out_of_range_is_reported_and_leaves_the_loss_scale(tmp_path):
         "too large for an exact sum (--exact)"]
 
 
+def test_an_exact_run_on_a_cpu_computes_in_one_thread(tmp_path):
+    """The number of threads chooses the kernels of products, and cuts elementwise ones."""
+    threads = []
+    with mock.patch.object(torch, "set_num_threads", threads.append):
+        watched(settings(tmp_path, steps=1, exact=True), cfg=NARROW)
+    assert threads == [1]
+
+
 def on_replica_1(run, change):
     def spoil(x):
         return change(x) if run.step == 2 else x
