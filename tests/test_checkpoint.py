@@ -3,6 +3,7 @@
 What is in a file: test_all.py. What a file survives: test_faults.py.
 """
 import os
+import shutil
 import threading
 import weakref
 from dataclasses import asdict, replace
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import checkpoint
-from base import checkpoint_files
+from base import checkpoint_files, disk
 from base.options import Config
 from model import GPT, GPTConfig
 from runtime import checkpoint_writer
@@ -79,6 +80,17 @@ def test_files_reach_the_disk_before_they_get_their_names(tmp_path, links, safe)
     assert names_in(tmp_path) == ["latest.pt", *(f"step_0000000{k}.pt" for k in (1, 4, 5))]
 
 
+def test_a_folder_loses_its_name_on_the_disk_before_its_files(tmp_path, safe):
+    """Else a power cut could leave half of a folder under the name of a whole one."""
+    def spy_remove(path, rmtree=shutil.rmtree):
+        assert safe.get(tmp_path.stat().st_ino) == content(tmp_path)
+        rmtree(path)
+    (tmp_path / "step_00000001").mkdir()
+    with mock.patch.object(shutil, "rmtree", spy_remove):
+        disk.remove(tmp_path / "step_00000001")
+    assert names_in(tmp_path) == []
+
+
 def test_plain_save_writes_whole_files_without_padding(tmp_path, safe):
     """Its files too reach the disk before they get their names. A save that was killed has left
     its files aside, of which one is a second name of a whole file."""
@@ -90,7 +102,7 @@ def test_plain_save_writes_whole_files_without_padding(tmp_path, safe):
     optimizer.step()
     facts = small_state(0) | dict(model=asdict(cfg))
     for step in (1, 2):
-        checkpoint.plain_save(model, optimizer, facts | dict(step=step), tmp_path)
+        checkpoint.plain_save(model, optimizer, facts | dict(step=step), tmp_path, keep=2)
         assert content(tmp_path) == safe[tmp_path.stat().st_ino]
         file = saved_file(tmp_path, step)
         assert (tmp_path / "latest.pt").samefile(file)

@@ -155,7 +155,8 @@ def test_a_norm_out_of_range_is_reported_and_leaves_the_loss_scale(tmp_path):
 
         def enlarged(*args):
             if run.step == 2:
-                run.flat.buckets[-1].shard["grad"][0] = 2.0 ** 13 * run.scaler.scale
+                for bucket in run.flat.buckets:
+                    bucket.shard["grad"][:] = 100 * run.scaler.scale    # each is in range
             return step_stats(*args)
         run.step_stats = enlarged
     config = settings(tmp_path, steps=4, exact=True, dtype="fp16", log_every=1)
@@ -164,6 +165,14 @@ def test_a_norm_out_of_range_is_reported_and_leaves_the_loss_scale(tmp_path):
     assert len(set(column(seen.rows, "loss_scale"))) == 1
     assert [event["reason"] for event in seen.events if event["event"] == "skip"] == [
         "too large for an exact sum (--exact)"]
+
+
+def test_an_exact_run_on_a_cpu_computes_in_one_thread(tmp_path):
+    """The number of threads chooses the kernels of products, and cuts elementwise ones."""
+    threads = []
+    with mock.patch.object(torch, "set_num_threads", threads.append):
+        watched(settings(tmp_path, steps=1, exact=True), cfg=NARROW)
+    assert threads == [1]
 
 
 def on_replica_1(run, change):

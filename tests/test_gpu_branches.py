@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import re
+import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -31,7 +32,7 @@ from parallelism import build, collectives, kernels, pipeline
 from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
-from runtime import evaluation, run_log
+from runtime import evaluation, run_log, sums
 from tests.commands import TINY, read_metrics, torchrun
 from tests.harness import (CFG, GPUS, ROOT, Memory, Rows, assert_same_rows, gather_full_state,
                            gridded, own_processes, run_steps, settings, traffic,
@@ -377,12 +378,25 @@ def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(pool, t
 
 def test_a_device_that_never_ends_its_work_ends_the_run():
     """A rank that hangs leaves the others' GPUs waiting, and a copy to the host with them: to_host
-    raises a DistError after its timeout."""
+    raises a DistError after its timeout. It looks often, because a step waits for it."""
     never = SimpleNamespace(Event=lambda: SimpleNamespace(record=list, query=lambda: False))
     x = mock.Mock(device=torch.device("cuda"))
-    with mock.patch.object(torch, "get_device_module", lambda device: never):
+    with mock.patch.object(torch, "get_device_module", lambda device: never), \
+            mock.patch.object(time, "sleep", wraps=time.sleep) as sleep:
         with pytest.raises(dist.DistError, match="has not ended its work in 0.05 s"):
             collectives.to_host(x, timeout=0.05)
+    assert sleep.call_args.args[0] < 1e-3
+
+
+@pytest.mark.parametrize("world, expected", [(1, math.inf), (2, 60)])
+def test_a_process_alone_waits_for_its_device_however_long(world, expected):
+    """--timeout is for other ranks."""
+    run = SimpleNamespace(device=torch.device("cpu"), stop=SimpleNamespace(number=None),
+                          config=SimpleNamespace(timeout=60),
+                          grid=SimpleNamespace(world=world, groups=dict(world=None)))
+    with mock.patch.object(sums, "to_host", wraps=collectives.to_host) as to_host:
+        sums.sum_across_ranks(run, {})
+    assert to_host.call_args.args[1] == expected
 
 
 # ---- What a compiled run of one process does that a plain model, compiled as a whole, does not

@@ -113,6 +113,13 @@ def test_an_error_of_one_rank_is_raised_while_others_still_act():
         processes.all_ranks(fail)
 
 
+def test_an_error_that_all_ranks_raise_names_rank_and_machine():
+    ended = [("node0", None), ("node1", ("too little", 2))]
+    with mock.patch.object(processes, "all_gather_object", return_value=ended), \
+            pytest.raises(processes.RunError, match="^rank 1 on node1: too little$"):
+        processes.all_ranks(lambda: None)
+
+
 def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(run_train, shards,
                                                                          tmp_path):
     """The refusal names the first run's machine and process. --eval-only is allowed; when the first

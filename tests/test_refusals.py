@@ -134,7 +134,7 @@ WORLD_SIZE=2 --plain | --plain, 2
 --resume torn.pt | torn.pt, damaged
 --resume torn.pt --out run | torn.pt
 --out sixth | format 6, format 7
---resume whole.pt --n-layer 3 | n_layer 2, 3, --out, --n-layer | --resume whole.pt
+--resume whole.pt --n-layer 3 | n_layer 2, 3, --out, without --resume, --n-layer | --resume whole.pt
 --resume whole.pt --model llama-nano | n_kv_head, hidden
 --out run --n-layer 3 --data other | n_layer 2, 3, --out, --data | --n-layer 3 --data other
 --resume whole.pt --data other | the text, --out, --data | --resume whole.pt --data SHARDS=0,other=1
