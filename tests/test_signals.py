@@ -287,18 +287,19 @@ def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(mon
 @pytest.mark.slow
 def test_a_closed_input_or_output_ends_quietly(shards, things, tmp_path):
     """`sample.py --prompt -` without standard input ends in one line and status 2, `| head` in no
-    line. train.py trains on when nobody reads its lines."""
+    line. train.py, also --plain, trains on when nobody reads its lines."""
     draw = f"{sys.executable} sample.py --ckpt {things / 'whole.pt'} --max-tokens 3000 --prompt "
-    run = map(str, [sys.executable, "train.py", "--data", shards, "--out", tmp_path, *TINY])
-    unread, closed, head, full = [
+    run = shlex.join(map(str, [sys.executable, "train.py", "--data", shards, *TINY, "--out"]))
+    *unread, closed, head, full = [
         subprocess.Popen(["bash", "-o", "pipefail", "-c", command], stdout=subprocess.PIPE,
                          stderr=subprocess.PIPE, text=True, errors="replace", cwd=ROOT)
-        for command in (shlex.join(run), draw + "- <&-", draw + "line | head -c 6",
-                        draw + "line > /dev/full")]
-    unread.stdout.close()
-    _, error = unread.communicate()
-    assert (unread.returncode, error) == (0, "")
-    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 4
+        for command in (f"{run} {tmp_path}/run", f"{run} {tmp_path}/plain --plain", draw + "- <&-",
+                        draw + "line | head -c 6", draw + "line > /dev/full")]
+    for process, name in zip(unread, ("run", "plain")):
+        process.stdout.close()
+        _, error = process.communicate()
+        assert (process.returncode, error) == (0, "")
+        assert checkpoint.load(tmp_path / name / "latest.pt")["step"] == 4
     out, error = closed.communicate()
     assert (closed.returncode, out, error.count("\n")) == (2, "", 1) and "is closed" in error
     out, error = head.communicate()
