@@ -79,9 +79,8 @@ def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: Path,
 
 
 @torch.no_grad()
-def plain_load(model: GPT, optimizer: torch.optim.AdamW, path: Path) -> dict:
-    """Fill the model and the optimizer from a file that any layout wrote. Returns the other
-    entries of the file."""
+def plain_load(model: GPT, optimizer: torch.optim.AdamW, path: Path) -> None:
+    """Fill the model and the optimizer from a file that any layout wrote."""
     state = torch.load(path, map_location="cpu", weights_only=True)     # runs no code from the file
     for parameter in model.parameters():
         optimizer.state[parameter] = dict(
@@ -89,7 +88,6 @@ def plain_load(model: GPT, optimizer: torch.optim.AdamW, path: Path) -> dict:
             exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
     for key, name, tensor in named_tensors(model, optimizer):
         tensor.copy_(state[key][name])
-    return {key: value for key, value in state.items() if key not in STATE}
 
 
 # ---- In any layout: each rank reads its slices of the full tensors --------------------------

@@ -123,10 +123,10 @@ def plain_train(config: Config, model: GPT, optimizer: torch.optim.Optimizer, be
             row["val_loss"] = plain_evaluate(config, model, val_shards)
             print_rank0(f"step {step}/{config.steps}  validation {row['val_loss']:.4f}")
         metrics.write(**row)
-
         stopped = stop.number is not None
         if stopped or config.is_due(step, config.save_every):
-            facts = plain_run.make_facts(config, model.cfg, begin, step)    # all but the tensors
+            facts = begin.facts | dict(         # what a checkpoint holds besides tensors
+                step=step, tokens=row["tokens"], consumed_samples=step * config.batch_size)
             checkpoint.plain_save(model, optimizer, facts, Path(config.out), config.keep)
         if stopped and step < config.steps:
             metrics.write(event="stop", step=step)
@@ -141,8 +141,8 @@ def plain_main(given: dict, device: torch.device) -> None:
     `given` are the flags of the command line. They win over those of the newest whole checkpoint in
     --out, begin.path, if there is one, and these over the defaults."""
     config, model_config, begin = plain_run.read_config(given)
-    with lock_output_dir(Path(config.out)):             # no other run may write there
-        dtype = PRECISIONS[config.dtype].parameters     # fp32 or fp64
+    with lock_output_dir(Path(config.out), begin.found):        # no other run may write there
+        dtype = PRECISIONS[config.dtype].parameters             # fp32 or fp64
         model = model_config.build().initialize(config.seed).to(device, dtype)
         optimizer = plain_adamw(config, model)
         if begin.path is not None:

@@ -19,9 +19,10 @@ from checkpoint import load
 
 
 @contextmanager
-def lock_output_dir(out: Path):
+def lock_output_dir(out: Path, found: list):
     """Create the directory `out` and hold its lock during the block, or until the process ends.
-    Raises RunError if another process holds it, or if `out` cannot be written or locked."""
+    Raises RunError if another process holds it, or has written checkpoints since `found` were
+    listed, or if `out` cannot be written or locked."""
     with ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -35,6 +36,9 @@ def lock_output_dir(out: Path):
                         raise
                     warn(f"the file system of {out} has no locks ({error.strerror}): see that no "
                          f"second run writes to it")
+            file.truncate(0)
+            file.write(f"{socket.gethostname()}, process {os.getpid()}")
+            file.flush()
         except BlockingIOError:
             file.seek(0)
             raise RunError(f"another run writes to {out} ({file.read()}): stop it first, or give "
@@ -42,9 +46,8 @@ def lock_output_dir(out: Path):
         except OSError as error:
             raise RunError(f"--out {out} is not a directory that can be written and locked: "
                            f"{error.strerror}: give another", 2) from error
-        file.truncate(0)
-        file.write(f"{socket.gethostname()}, process {os.getpid()}")
-        file.flush()
+        if list_checkpoints(out) != found:
+            raise RunError(f"another run has just written to {out}: start again", 2)
         yield
 
 
@@ -103,6 +106,7 @@ class Start(NamedTuple):
     found: list             # the checkpoints in --out at this time
     events: list            # of damaged checkpoints that were passed over
     given: dict = {}        # the flags of the command, before a checkpoint's and defaults
+    facts: dict = {}        # of a plain run: what all its checkpoints hold besides tensors
 
     @property
     def step(self) -> int:

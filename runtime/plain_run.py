@@ -61,9 +61,12 @@ def read_config(given: dict) -> tuple[Config, GPTConfig, Start]:
     if begin.state is not None:
         check_continues(begin.state, config)
     else:
+        rows = min(train_data.meta["vocab_size"], model_config.vocab_size)
         for data in (train_data, val_data):         # for tokens beyond the vocabulary
-            all_ranks(lambda: data.mixture.check(model_config.vocab_size, part=0, parts=1))
-    return config, model_config, begin
+            all_ranks(lambda: data.mixture.check(rows, part=0, parts=1))
+    facts = run_state.make_facts(config, model_config, train_data, begin.run,
+                                 make_scaler(config.dtype), DivergenceMonitor())    # a new one
+    return config, model_config, begin._replace(facts=facts)
 
 
 def check_continues(state: dict, config: Config) -> None:
@@ -85,17 +88,6 @@ def check_continues(state: dict, config: Config) -> None:
     if len(state["data"]) > 1:
         raise RunError("this run has read a mixture, or other data before, which --plain cannot "
                        "continue: drop --plain", 2)
-
-
-def make_facts(config: Config, model_config: GPTConfig, begin: Start, step: int) -> dict:
-    """What the checkpoint of a step holds besides tensors and the number of updates. No loss is
-    judged, so the monitor is a new one."""
-    sequences = step * config.batch_size
-    train_data = all_ranks(lambda: TokenDataset(config.data, "train", model_config.seq_len))
-    facts = run_state.make_facts(config, model_config, train_data, begin.run,
-                                 make_scaler(config.dtype), DivergenceMonitor())
-    return facts | dict(step=step, consumed_samples=sequences,
-                        tokens=sequences * model_config.seq_len)
 
 
 def open_metrics(config: Config, model_config: GPTConfig, begin: Start) -> Metrics:

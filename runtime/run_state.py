@@ -46,9 +46,14 @@ def go_back(run, find: Callable) -> None:
 
 
 def save(run, is_start: bool = False) -> None:
-    """Write a checkpoint after the last finished step. `is_start`: save the state before the first
-    step. Of a file the state is copied, and threads write it while training goes on."""
-    judge_checkpoint(run, is_start)
+    """Write a checkpoint after the last finished step, and record in the monitor whether it is
+    healthy: a rollback may return to it. `is_start`: it is the starting state of the run. Of a file
+    the state is copied, and threads write it while training goes on."""
+    config, done = run.config, run.finished_step
+    file = step_file(Path(config.out), done, config.checkpoint_format).name
+    scheduled = config.is_due(done, config.save_every)
+    at_floor = config.dtype == "fp16" and run.scaler.scale <= run.scaler.min_scale
+    run.divergence.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)
     all_ranks(run.writer.wait)          # a rank holds at most one copy of its shards
     submit(run)
 
@@ -57,16 +62,6 @@ def wait_for_last_save(run) -> None:
     """Wait for the last checkpoint. If it could not be written, every rank raises the same error.
     """
     all_ranks(lambda: run.writer.wait(required=True))
-
-
-def judge_checkpoint(run, is_start: bool) -> None:
-    """Record in the monitor the checkpoint that is about to be written, and whether it is healthy:
-    a rollback may return to it. `is_start`: it is the starting state of the run."""
-    config, done = run.config, run.finished_step
-    file = step_file(Path(config.out), done, config.checkpoint_format).name
-    scheduled = done == config.steps or (config.save_every > 0 and done % config.save_every == 0)
-    at_floor = config.dtype == "fp16" and run.scaler.scale <= run.scaler.min_scale
-    run.divergence.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)
 
 
 def submit(run) -> None:

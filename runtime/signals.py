@@ -27,9 +27,9 @@ NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 class StopSignal:
     """The signals to this process during the block. The end of the block then ends a process alone
-    by the first one, so that Ctrl-C also ends a shell's loop; ranks go on to exit status 0. A
-    second signal ends the process at once, unless it comes within half a second: a launcher may
-    forward what the terminal has already sent.
+    by the first one, also after a run's last step, so that Ctrl-C ends a shell's loop; ranks go on
+    to exit status 0. A second signal ends the process at once, unless it comes within half a
+    second: a launcher may forward what the terminal has already sent.
 
     number      of the first signal, or None
     agreed      whether all ranks know that one of them has a signal

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from base import devices
-from base.checkpoint_files import list_checkpoints
 from base.errors import out_of_memory
 from base.options import Config, parse_flags
 from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_mistake, on_rank0,
@@ -90,9 +89,7 @@ def resolve(begin: Start, job: Job, device: torch.device, store: dist.Store,
     if config.log is not None:
         import_dashboards(config.log)
     if not config.eval_only:
-        stack.enter_context(lock_output_dir(Path(config.out)))
-        if list_checkpoints(Path(config.out)) != begin.found:
-            raise ValueError(f"another run has just written to {config.out}: start again")
+        stack.enter_context(lock_output_dir(Path(config.out), begin.found))
         store.set("begun", "")
     return config, model_config
 

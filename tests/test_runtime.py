@@ -131,7 +131,7 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, capsys, number, 
     """As Lustre without the option flock, or some of NFS. Another error is none of that."""
     with mock.patch.object(fcntl, "flock", side_effect=OSError(number, "the reason")):
         with nullcontext() if told else pytest.raises(RunError, match="written and locked"):
-            with directory.lock_output_dir(tmp_path):
+            with directory.lock_output_dir(tmp_path, []):
                 pass
     error = f"train.py: warning: the file system of {tmp_path} has no locks (the reason): see that"
     assert capsys.readouterr().err.startswith(error) == told
