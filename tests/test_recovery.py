@@ -234,7 +234,8 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
     straight, chained = tmp_path / "straight", tmp_path / "chained"
 
     def layout(out):
-        _, (dp, tp, pp), flags = drawn(rng.random(), ["gpt"], 2 if same_layout else 4, cp=1, ep=1)
+        most = 2 if same_layout or diverges else 4
+        _, (dp, tp, pp), flags = drawn(rng.random(), ["gpt"], most, cp=1, ep=1)
         return dp * tp * pp, settings(out, steps=steps, save_every=1, keep=99, dtype=dtype, tp=tp,
                                       pp=pp, **flags)
     world, config = layout(straight)
