@@ -70,7 +70,7 @@ def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: Path,
     """Write out/step_0000000k.pt and latest.pt, and remove all but the newest `keep` checkpoints.
     `facts` are the entries of the file except the tensors and the number of updates, which Adam
     counts."""
-    adam = next(iter(optimizer.state.values()))     # the count is the same of all parameters
+    adam = next(iter(optimizer.state.values()))     # all parameters have the same count
     state = {**facts, "optimizer_steps": int(adam["step"]),
              "parameters": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for key, name, tensor in named_tensors(model, optimizer):
@@ -115,7 +115,7 @@ def load_shards(tensors: Mapping, flat: FlatParameters, kind: str) -> None:
 def save(state: dict, out: Path, keep: int, protected: Container[str] = ()) -> Path:
     """Write out/step_0000000k.pt and latest.pt. Then remove old checkpoints, except the newest
     `keep` and the files whose names are in `protected`. Raises OSError if a file cannot be written,
-    as on a full disk. Earlier files are then untouched."""
+    for example on a full disk. Earlier files are then untouched."""
     out.mkdir(parents=True, exist_ok=True)      # somebody may have removed it
     path = step_file(out, state["step"])
     write_file(state, out / "step.pt.tmp", path)
@@ -139,7 +139,7 @@ def load(path: Path) -> dict:
             raise ValueError("it is not a checkpoint of this project")
         if state["format"] == FORMAT:
             check_entries(state)
-    if state["format"] != FORMAT:               # not damaged: it must not be passed over
+    if state["format"] != FORMAT:               # no damage: no older file may be taken instead
         raise ValueError(f"{path} has format {state['format']}, this code reads format {FORMAT}: "
                          f"use the version of the code that wrote it")
     return state
@@ -147,7 +147,7 @@ def load(path: Path) -> dict:
 
 def check_entries(state: dict) -> None:
     """Raise ValueError if the keys of a checkpoint, or the names and shapes of its tensors, are not
-    those of its model. One of weights alone has no moments."""
+    those of its model. A file of weights alone has no moments."""
     difference = (set(state) - set(OPTIONAL)) ^ KEYS
     if difference:
         raise ValueError(f"its keys differ: {sorted(difference)}")

@@ -44,8 +44,8 @@ IGNORE_INDEX = -1       # a target that does not count in the loss, as model.IGN
 
 
 def plain_prepare(texts, tokenizer, directory: Path, seed=0) -> None:
-    """Write one shard for each split. The split of a text is a function of (seed, text). It needs
-    at least 20 texts of similar lengths. corpus/dedup_and_split.py has rules for others."""
+    """Write one shard for each split. The split of a text is a function of (seed, text). Of fewer
+    than 20 texts, none may validate. corpus/dedup_and_split.py has rules for them."""
     tokens = dict(train=[], val=[])
     salt = seed.to_bytes(16, "little")
     for text in dict.fromkeys(texts):               # of equal texts the first
@@ -91,8 +91,8 @@ def plain_batch(shards: list[np.ndarray], seq_len: int, seed: int, consumed: int
 
 
 def epoch_windows(sequences: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Which of n windows each of these sequences is, int64 (k,) -> int64 (k,). Epoch 0 is sequences
-    0 to n - 1, epoch 1 is sequences n to 2 n - 1. Each reads every window once."""
+    """Which of n windows each of these sequences reads, int64 (k,) -> int64 (k,). Epoch 0 is
+    sequences 0 to n - 1, epoch 1 is sequences n to 2 n - 1. Each reads every window once."""
     epochs, numbers = np.divmod(sequences, n)           # numbers within the epoch, 0 to n - 1
     windows = np.empty_like(numbers)
     for epoch in np.unique(epochs).tolist():
@@ -152,8 +152,8 @@ class TokenDataset:
         return inputs, targets, positions[:, :-1]
 
     def count_targets(self, window_ids) -> int:
-        """How many targets of these windows count in the loss. It reads no tokens, because every
-        rank counts those of the whole batch."""
+        """How many targets of these windows count in the loss. It reads no tokens: every rank does
+        this for the whole batch, so it must be cheap."""
         return sum(windows.count_targets(number)
                    for _, windows, number in self.mixture.find(window_ids))
 
@@ -201,7 +201,7 @@ class Batches:
 def split_microbatches(window_ids: np.ndarray, micro_batch: int, dp_rank: int,
                        dp: int) -> np.ndarray:
     """(B,) -> (m, micro_batch): the microbatches of one of dp ranks. The first microbatches of all
-    ranks are the first windows of the batch, and so on."""
+    ranks together are the first dp x micro_batch windows, and so on."""
     return window_ids.reshape(-1, dp, micro_batch)[:, dp_rank]      # of (m, dp, micro_batch)
 
 

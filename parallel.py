@@ -41,7 +41,7 @@ from model import GPT, GPTConfig, ceil_div
 # 1. Ranks
 #
 # A rank is one process. The ranks form an array (pp, dp, cp, tp) in row-major order: neighbors in
-# tp have consecutive ranks, and so has each stage. For pp 2, dp 2, cp 1, tp 2:
+# tp have consecutive numbers, and so have the ranks of a stage. For pp 2, dp 2, cp 1, tp 2:
 #
 #                     replica 0   replica 1
 #       stage 0       0   1       2   3          tensor parallel    (0 1) (2 3) (4 5) (6 7)
@@ -50,9 +50,9 @@ from model import GPT, GPTConfig, ceil_div
 #
 # A machine has consecutive ranks, so the ranks that send each other most are neighbors. Tensor
 # parallelism sends most: two all-reduces in the forward of each block, and two in its backward.
-# Context and expert parallelism exchange one message in each, data parallelism one in a step.
-# Pipelines send least: one activation for each microbatch, and its gradient. So a boundary of
-# stages is the cheapest place to cut a job into machines (Narayanan et al. 2021, section 3).
+# Context parallelism gathers keys and values in each, data parallelism sums each gradient once.
+# Pipelines send the fewest bytes: one block's output and its gradient. So a boundary of stages is
+# the cheapest place to cut a job into machines (Narayanan et al. 2021, section 3).
 # ---------------------------------------------------------------------------------------------
 
 
@@ -87,7 +87,7 @@ class Grid:
     def members(self, kind: str) -> list[int]:
         """The ranks in this rank's group of this kind."""
         p, d, c, t = self.stage, self.dp_rank, self.cp_rank, self.tp_rank
-        replicas = self.ranks[p, :, :, t].reshape(-1, self.ep)      # a row has all experts together
+        replicas = self.ranks[p, :, :, t].reshape(-1, self.ep)      # a row shares all experts
         members = dict(
             tp=self.ranks[p, d, c, :],                      # share each matrix
             cp=self.ranks[p, d, :, t],                      # share each sequence
@@ -101,9 +101,9 @@ class Grid:
 
 
 def make_groups(grid: Grid) -> None:
-    """Create this rank's process groups. Only the members of a group create it. PyTorch names a
-    group by how many the process has created before, and the name must be the same on all members.
-    So "embedding", which stages in the middle do not create, comes last."""
+    """Create this rank's process groups. Only the members of a group create it. PyTorch counts the
+    groups of a process to name the next one, and all members must find the same name. So
+    "embedding", which stages in the middle do not create, comes last."""
     for kind in GROUPS:
         ranks = grid.members(kind)
         if grid.rank in ranks and len(set(ranks)) > 1:
@@ -149,8 +149,8 @@ def all_gather(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
 
 
 class Conjugate(torch.autograd.Function):
-    """A collective in forward. In backward another one, its conjugate, makes the gradient of x from
-    that of the result.
+    """A collective in forward. In backward another one, its conjugate, turns the gradient of the
+    result into that of x.
 
     The conjugate of an all-gather is a reduce-scatter. All ranks compute with this rank's slice, so
     its gradient is the sum of theirs. The conjugate of a reduce-scatter is an all-gather."""
@@ -185,7 +185,7 @@ class Conjugate(torch.autograd.Function):
 # Attention is cut the same way: each rank has some heads instead of some columns. nn.Linear stores
 # its weight as (out, in), so "by columns" cuts dimension 0. In train.py: parallelism/tensor.py.
 #
-# Sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f stand
+# Sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f come
 # bias, residual addition and LayerNorm: all tp ranks do the same work on the same activations.
 # Instead, let each hold some positions there. For two ranks and positions 0 to 3:
 #
@@ -260,7 +260,7 @@ class PlainRowLinear(nn.Module):
 
 def find_local(tokens: torch.Tensor, weight: torch.Tensor, grid: Grid) -> tuple:
     """The token matrix, which embedding and head share, is cut by rows: `weight` has V / tp tokens.
-    Returns the row of each token in it, 0 if it lacks the token, and whether it has the token."""
+    Returns for each token its row in `weight`, or 0, and whether the token is there."""
     rows = tokens - grid.tp_rank * len(weight)
     is_local = (rows >= 0) & (rows < len(weight))
     return rows.where(is_local, 0), is_local
@@ -292,14 +292,14 @@ class PlainPositionEmbedding(nn.Module):
         if grid.sequence_parallel:
             self.positions = self.positions.chunk(grid.tp)[grid.tp_rank]        # (T / cp / tp,)
 
-    def forward(self, _):       # the model counts from 0, as if x had the first positions
+    def forward(self, _):       # the model passes positions from 0, which a cut sequence has not
         return F.embedding(self.positions, self.weight)
 
 
 class PlainVocabHead(nn.Module):
-    """x (B, T, C), targets (B, T) -> the summed loss of model.Head. All targets count in the loss.
-    Each rank computes V / tp of the logits z of a position. The ranks exchange three numbers of a
-    position: m, the sum and z_target.
+    """x (B, T, C), targets (B, T) -> the summed loss of model.Head. No target is ignored. Each rank
+    computes V / tp of the logits z of a position. For each position the ranks exchange three
+    numbers: m, the sum and z_target.
 
         loss = log sum_v exp(z_v) - z_target = m + log sum_v exp(z_v - m) - z_target
 
@@ -342,7 +342,7 @@ def plain_tensor_parallel(model: GPT, grid: Grid) -> None:
 #
 # The layers are cut into p stages, one for each rank of a pipeline, and the batch into m
 # microbatches, which pass through the stages one after another: forward (F), then backward (B).
-# A row for each of three stages, for five microbatches, if a backward takes two forwards:
+# A row for each of three stages, five microbatches, a backward as long as two forwards:
 #
 #     GPipe      F0 F1 F2 F3 F4 .  .  .  .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0
 #                .  F0 F1 F2 F3 F4 .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .
@@ -502,8 +502,8 @@ def kind_of_group(parameter: nn.Parameter) -> str:
 
 
 def plain_buckets(model: GPT, grid: Grid) -> list[PlainBucket]:
-    """A bucket for each block, one for its experts, and for the last LayerNorm, the position matrix
-    and the token matrix, whose gradient is complete last: head and embedding add to it."""
+    """A bucket for each block, one for its experts, and one each for the last LayerNorm, positions
+    and tokens. The matrix of tokens is complete last: head and embedding add to it."""
     contents = defaultdict(list)
     for name, parameter in model.named_parameters():            # lists the tied matrix once
         module = ".".join(name.split(".")[:2])                  # blocks.0, embed.token, head.norm
@@ -644,7 +644,7 @@ def gather_in_order(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     gather, scatter = partial(all_gather, dim=2), partial(reduce_scatter, dim=2)
     pieces = Conjugate.apply(x, gather, scatter, grid.groups["cp"]).chunk(2 * grid.cp, dim=2)
     early, late = pieces[0::2], pieces[1::2]        # each rank's first and second piece
-    return torch.cat([*early, *reversed(late)], dim=2)
+    return torch.cat([*early, *reversed(late)], dim=2)      # the last rank's late piece comes first
 
 
 class PlainContextAttention(nn.Module):
@@ -659,8 +659,8 @@ class PlainContextAttention(nn.Module):
         k, v = gather_in_order(k, self.grid), gather_in_order(v, self.grid)     # (B, H, T, D)
         of_keys = torch.arange(k.shape[2])
         of_queries = cut_sequence(of_keys, self.grid.cp_rank, self.grid.cp)
-        mask = of_queries.unsqueeze(1) >= of_keys                               # (T / cp, T)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        is_earlier = of_queries.unsqueeze(1) >= of_keys                         # (T / cp, T)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=is_earlier)
 
 
 def plain_context_parallel(model: GPT, grid: Grid) -> None:
@@ -694,8 +694,8 @@ def exchange(x: torch.Tensor, group, sent: list, received: list) -> torch.Tensor
 
 def plain_experts(experts: nn.Module, grid: Grid, x: torch.Tensor, counts: torch.Tensor):
     """Replaces `run` of a moe.Experts of which this rank keeps E / ep. x (n, C) are this rank's
-    tokens, sorted by the expert that they chose, and counts (E,) are the rows of each expert.
-    Returns what the experts compute for these rows, (n, C)."""
+    tokens, sorted by the expert that they chose, and counts (E,) says how many rows each has.
+    Returns what the experts compute for these rows, (n, C), by `mlp` (rows, counts of experts)."""
     group = grid.groups["ep"]
     counts = counts.view(grid.ep, -1)               # (ep, E / ep): a row for each rank's experts
     arriving = torch.empty_like(counts)             # (ep, E / ep): a row from each rank
@@ -728,14 +728,14 @@ def plain_expert_parallel(model: GPT, grid: Grid) -> None:
 
 def plain_norm_squared(owned: dict, grid: Grid, zero: int) -> torch.Tensor:
     """This rank's share of the squared norm of the whole gradient: the shares of all ranks add up
-    to it. If several ranks have a number of the gradient, each has a part of its square."""
+    to it. If several ranks have an element of the gradient, each counts a part of its square."""
     squares = torch.zeros((), dtype=torch.float64)
     for name, parameter in owned.items():
         copies = 1 if hasattr(parameter, "is_cut") else grid.tp
         if zero == 0:                       # with ZeRO replicas have different shards
             copies *= len(grid.members(kind_of_group(parameter)))
         if name in TIED and grid.pp > 1:
-            copies *= 2
+            copies *= 2                     # both end stages have it
         squares += parameter.grad.double().square().sum() / copies
     return squares
 
@@ -761,8 +761,8 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
     loss_sum = plain_pipeline(model, batch, order, tokens_in_batch, grid)
 
     # Sum the gradients over the replicas. With ZeRO 2 and 3 backward has done it. Then sum those
-    # that have terms on other ranks: of the tied matrix, and with sequence parallelism of what all
-    # tp ranks have.
+    # that are still partial: of the tied matrix over the end stages, and with sequence parallelism
+    # of parameters that are not cut over the tp ranks.
     for bucket in buckets:
         bucket.finish()
     if zero == 1:
@@ -796,7 +796,7 @@ def train_plainly(dataset, config: GPTConfig, steps: int, grid: Grid, zero: int 
     model = config.build().initialize(seed)     # the whole model
 
     # This rank's part: of the matrices, of the positions, of the layers, then what it owns.
-    if not hasattr(config, "n_expert"):         # a mixture has replicas alone
+    if not hasattr(config, "n_expert"):         # a mixture has data and expert parallelism alone
         plain_tensor_parallel(model, grid)
     if grid.ep > 1:
         plain_expert_parallel(model, grid)
@@ -843,10 +843,10 @@ def read_flags(world: int) -> argparse.Namespace:
                         help="1: shard AdamW's moments; 2: also gradients; 3: also parameters")
     parser.add_argument("--cp", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--mixture", action="store_true",
-                        help="train a tiny mixture of experts, on replicas alone")
+                        help="train a tiny mixture of experts, with --ep alone")
     parser.add_argument("--ep", type=int, default=1, help="replicas that divide the experts")
     parser.add_argument("--steps", type=int, default=20,
-                        help="train.py has the same learning rate up to step 50")
+                        help="steps; after 50 train.py has another learning rate")
     args = parser.parse_args()
     tp, pp, cp = args.tp, args.pp, args.cp
     layout = f"--tp {tp} --pp {pp} --cp {cp}"
@@ -855,7 +855,7 @@ def read_flags(world: int) -> argparse.Namespace:
         refuse(f"{layout} --ep {args.ep}: give at least 1 of each")
     size = tp * pp * cp             # ranks that share each row of the batch
     if world % size or 16 % (world // size):
-        refuse(f"{layout} need {size} processes, or times a dp that divides the batch of 16, "
+        refuse(f"{layout} need {size} processes, times a dp that divides the batch of 16, "
              f"not {world}: start them by torchrun --nproc_per_node={size} parallel.py {layout}")
     if config.n_head % tp or pp > config.n_layer or config.seq_len % (2 * cp * tp):
         refuse(f"{layout}: tp must divide the model's {config.n_head} heads, pp be at most its "

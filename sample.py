@@ -7,8 +7,8 @@
     prompt -> tokens -> model -> logits of the last position (V,) -> / temperature -> the k largest
     -> the smallest set whose probability reaches p -> one token -> appended, and again
 
-`plain_generate` is this loop. `generate` adds a cache, several samples at once, and two filters.
-runtime/sample_and_chat.py has what stands around it: prompts, conversations, and printing.
+`plain_generate` is this loop without the two filters, which `generate` adds, with a cache and
+several samples at once. runtime/sample_and_chat.py has the rest: prompts, conversations, printing.
 """
 import sys
 from pathlib import Path
@@ -77,10 +77,10 @@ def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
 def generate(model, tokens: list[int], max_tokens: int, ends: set[int], temperature: float = 1.0,
              top_k: int = 0, top_p: float = 1.0, generators=(None,)):
     """Continue `tokens` once with each of the `generators`, as one batch with one cache. Yields up
-    to `max_tokens` times the new token of each sample, as a list. A sample that draws one of the
-    tokens `ends` has ended: from then on its place in the list is None. The cache makes a new token
-    cost one position. A full window continues with its newest half, which moves to the first
-    positions and is computed again. Raises FloatingPointError if a logit is not finite."""
+    to `max_tokens` lists, with the new token of each sample, or None after it has drawn one of the
+    tokens `ends`. With the cache a token costs one position. A full window continues with its
+    newest half, which moves to the first positions and is computed again. Raises
+    FloatingPointError if a logit is not finite."""
     seq_len = model.cfg.seq_len
     device = next(model.parameters()).device
     count = len(generators)

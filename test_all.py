@@ -2,7 +2,7 @@
 
 The book is model.py, data.py, amp.py, parallel.py, checkpoint.py, sample.py and train.py. It shows
 how a large model is trained, and each file begins with its plain form. parallelism/ has the
-techniques of parallel.py as train.py runs them. Its claims are here, too.
+techniques of parallel.py as train.py runs them. The claims of parallelism/ are here, too.
 
     python -m pytest test_all.py                what a change must pass: minutes, on two CPU cores
     python -m pytest test_all.py -m slow        the same claims at a size that takes longer
@@ -10,10 +10,10 @@ techniques of parallel.py as train.py runs them. Its claims are here, too.
 
 Section             Claims                                                Compared with
 All layouts         losses, gradients and norms are those of one          one process
-                    process; with --exact each bit is
-Parallel layers     tensor, sequence, pipeline, data and context          the whole layers
-                    parallelism and ZeRO, in plain form, compute
-                    what whole layers do; together, what train.py does
+                    process; with --exact bit for bit
+Parallel layers     tensor, pipeline, data and context parallelism        the whole layers
+                    and ZeRO, in plain form, compute what whole
+                    layers do; together, what train.py does
 torch's own stack   logits; AdamW and clipping; five steps of every       nn, AdamW, FSDP2, ZeRO,
                     technique end where torch's end                       pipelining, DTensor
 The loss scaler     its moves; an fp16 run finds its scale; an            GradScaler, fp64
@@ -33,8 +33,9 @@ A layout is (dp, tp, pp). `@on_ranks` runs the body of a test on each of `world`
 `trained(pool, layout, ...)` trains with train.Run on dp x tp x pp ranks, on the data of `Memory`,
 and `reference(cfg, ...)` in one process. These and the fixtures are in tests/harness.py.
 
-Upstream gradients are random: ones would hide a transposition. A claim that fails prints one line,
-with -vv also the traceback. tests/ has every model in every layout, and the mechanisms."""
+Upstream gradients are random: a gradient of ones looks the same transposed. A claim that fails
+prints one line, with -vv also the traceback. tests/ has every model in every layout, and tests the
+machinery."""
 import copy
 import functools
 import itertools
@@ -130,8 +131,7 @@ def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, n
 
 
 def test_a_vocabulary_of_gpt2s_size_trains_as_one_process(pool, tmp_path, reference):
-    """Two tensor-parallel ranks of two stages, to 1e-5 in fp32. Two ranks swap small tensors
-    directly."""
+    """Two tensor-parallel ranks of two stages, to 1e-5 in fp32."""
     cfg = GPTConfig(vocab_size=50257, seq_len=8, n_layer=3, n_head=4, n_embd=16)
     flags = dict(dtype="fp32", steps=2)
     found = compare_layout(pool, (1, 2, 2), reference(cfg, **flags), tmp_path, cfg, **flags)
@@ -357,8 +357,7 @@ def test_plain_context_attention_equals_plain_attention(rank, world):
 @pytest.mark.parametrize("world, tp, pp", [
     (8, 2, 2), pytest.param(1, 1, 1, marks=pytest.mark.slow)])
 def test_plain_program_has_the_losses_of_train_py(pool, shards, losses_of_train_py, world, tp, pp):
-    """`torchrun parallel.py` prints the losses of train.py, to 1e-5: in one process, on two
-    replicas, and with all three parallelisms on eight ranks."""
+    """To 1e-5: with all three parallelisms on eight ranks, and in one process."""
     found = pool.run(world, losses_of_plain_program, tp, pp, shards, 3)[0]
     assert len(found) == 3 and found == pytest.approx(losses_of_train_py(3), rel=1e-5)
 
@@ -662,7 +661,7 @@ def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
 
 def spoil_in_turn(run):
     """At step k rank k - 1 alone finds a gradient that is not finite. This comes after the
-    reductions, so only the agreement can tell the others."""
+    reductions, so the others learn of it only when the ranks agree."""
     step_stats = run.step_stats
 
     def spoil(loss, *args):
@@ -683,8 +682,8 @@ HALVED = [65536, 32768, 16384, 8192, 4096, 2048, 1024, 512, 256]
 @pytest.mark.parametrize("dtype, zero, scales", [
     ("fp16", 2, HALVED), pytest.param("fp32", 0, [1] * 9, marks=pytest.mark.slow)])
 def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, zero, scales):
-    """Each of eight ranks overflows once, by an inf or a NaN, and a loss is infinite. All ranks
-    skip all nine steps and halve the scale."""
+    """Each of eight ranks overflows once, by an inf or a NaN, and at step 9 a loss is infinite. All
+    ranks skip all nine steps and halve the scale. The learning rate moves on."""
     cfg = replace(CFG, n_layer=2)
     config = settings(tmp_path, dtype=dtype, steps=9, tp=2, pp=2, zero=zero, rollback="off")
     ranks = pool.run(8, run_steps, (2, 2, 2), config, cfg, monitor_now, None, spoil_in_turn)
