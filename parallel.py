@@ -451,7 +451,7 @@ def plain_pipeline(stage: GPT, batch: list, order: list, tokens_in_batch: int,
 # ---------------------------------------------------------------------------------------------
 
 
-def plain_step(model, optimizer, tokens, targets):
+def plain_replica_step(model, optimizer, tokens, targets):
     """tokens, targets (B, T): the whole batch. Each rank trains on its share of the rows."""
     rank, dp = dist.get_rank(), dist.get_world_size()
     optimizer.zero_grad()

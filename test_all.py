@@ -271,12 +271,12 @@ def comparable(whole):
     return found
 
 
-@pytest.mark.claim("Replicas by `plain_step`, by buckets and by ZeRO 1 to 3 in their plain forms "
-                   "train as one process.")
+@pytest.mark.claim("Replicas by `plain_replica_step`, by buckets and by ZeRO 1 to 3 in their plain "
+                   "forms train as one process.")
 @on_ranks
 def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
-    """Five AdamW steps on two ranks with half of a batch each, by plain_step and by the plain forms
-    of buckets and ZeRO 1 to 3, end at the parameters of one process, to 1e-12 in fp64, and at the
+    """Five AdamW steps on two ranks with half of a batch each, by the plain step of a replica, plain
+    buckets and ZeRO 1 to 3, end at the parameters of one process, to 1e-12 in fp64, and at the
     same bits on both ranks."""
     cfg = replace(CFG, n_layer=2)
     tokens, targets = tokens_of(cfg, 4), tokens_of(cfg, 4, seed=1)
@@ -300,7 +300,7 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
             (one(tokens, targets) / targets.numel()).backward()
             of_one.step()
 
-            parallel.plain_step(plain, of_plain, tokens, targets)
+            parallel.plain_replica_step(plain, of_plain, tokens, targets)
 
             for bucket in buckets:
                 bucket.begin_step(num_microbatches=1)
@@ -319,7 +319,7 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
         whole = {name: parallel.all_gather(x.detach(), grid.groups["replicas"])
                  for name, x in shards[2].items()}
     expected = dict(one.named_parameters())
-    forms = {"plain_step": dict(plain.named_parameters()),
+    forms = {"plain_replica_step": dict(plain.named_parameters()),
              "PlainBucket": dict(bucketed.named_parameters()),
              "ZeRO 1": dict(sharded[0].named_parameters()),
              "ZeRO 2": dict(sharded[1].named_parameters()),

@@ -148,7 +148,7 @@ def plain_main(given: dict, device: torch.device) -> None:
         if begin.path is not None:
             checkpoint.plain_load(model, optimizer, begin.path)
         if begin.step >= config.steps:
-            print_rank0(f"{begin.path} is step {begin.step} of {config.steps}: nothing left to do")
+            print_rank0(f"{begin.path} is step {begin.step} of {config.steps}: raise --steps")
             return
         metrics = plain_run.open_metrics(config, model_config, begin)       # metrics.jsonl
         # Ctrl-C or SIGTERM sets stop.number. The process then ends when this block does.

@@ -80,8 +80,8 @@ class Bucket:
         return flat[offset:offset + spec.numel].view(spec.local_shape)
 
 
-def make_buckets(specs: list[ParamSpec], replicas: int, num_shards: int = 1,
-                 shard_rank: int = 0) -> list[Bucket]:
+def make_buckets(specs: list[ParamSpec], replicas: int, num_shards: int,
+                 shard_rank: int) -> list[Bucket]:
     """The buckets drawn above. No other waits for the tied gradient, which is complete last."""
     contents = {"tied": [], "embed": [], "ends": []}
     for spec in specs:

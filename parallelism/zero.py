@@ -2,7 +2,7 @@
 
 parallel.py has plain forms of most rows: `PlainBucket`, `plain_shards`, `PlainGathered` and
 `reduce_scatter_in_backward`. It has one bucket a block, gradients in the parameters' type, no views
-and no block that awaits updates. The table compares with its `plain_step` (GPT-2 124M, 16 bits):
+and no block that awaits updates. The table compares with `plain_replica_step` (GPT-2 124M, 16 bit):
 
     difference                              gain                          where
     microbatches add up, one sync a step    1/m of the traffic            prepare_grad_sync

@@ -162,7 +162,7 @@ $ cp q/step_00000008.pt r
 = two["monitor"]["losses"] == [] and two["monitor"]["checkpoints"] == []
 = kinds(events("o")) == ["start", "end"] and events("o")[0]["data"] == events("run")[0]["data"]
 = set().union(*[a.keys() - b.keys() for a, b in zip(rows("run"), rows("o"))]) == NOT_PLAIN
-0 TINY --out o --plain :: is step 4 of 4: nothing left to do
+0 TINY --out o --plain :: is step 4 of 4: raise --steps
 0 TINY --out o --plain --steps 6 --lr 0.001 :: steps 6 instead of 4, lr 0.001 instead of 0.004
 = events("o")[-2]["changed"] == dict(steps=[4, 6], lr=[0.004, 0.001])
 0 TINY --out o --steps 8 --keep 1 :: after step 6
