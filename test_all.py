@@ -275,8 +275,8 @@ def comparable(whole):
                    "forms train as one process.")
 @on_ranks
 def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
-    """Five AdamW steps on two ranks with half of a batch each, by the plain step of a replica, plain
-    buckets and ZeRO 1 to 3, end at the parameters of one process, to 1e-12 in fp64, and at the
+    """Five AdamW steps on two ranks with half of a batch each, by the plain step, plain buckets and
+    plain ZeRO 1 to 3, end at the parameters of one process, to 1e-12 in fp64, and at the
     same bits on both ranks."""
     cfg = replace(CFG, n_layer=2)
     tokens, targets = tokens_of(cfg, 4), tokens_of(cfg, 4, seed=1)
