@@ -28,7 +28,7 @@ from torch.utils.backend_registration import (_setup_privateuseone_for_python_ba
 import checkpoint
 import train
 from base import processes
-from parallelism import build, collectives, context, kernels, pipeline
+from parallelism import build, collectives, kernels, pipeline
 from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
@@ -397,14 +397,6 @@ def test_a_process_alone_waits_for_its_device_however_long(world, expected):
     with mock.patch.object(sums, "to_host", wraps=collectives.to_host) as to_host:
         sums.sum_across_ranks(run, {})
     assert to_host.call_args.args[1] == expected
-
-
-def test_attention_to_a_prefix_has_a_mask_in_memory_on_a_cpu_alone():
-    with mock.patch("torch.nn.attention.bias.causal_lower_right", return_value=None) as flash:
-        for device, calls in (("cpu", 0), ("meta", 1)):
-            q, k = (torch.zeros(1, 2, n, 8, device=device) for n in (4, 8))
-            assert context.attend_to_prefix(q, k, k, 0.0, None).shape == q.shape
-            assert flash.call_count == calls
 
 
 # ---- What a compiled run of one process does that a plain model, compiled as a whole, does not
