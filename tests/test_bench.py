@@ -5,24 +5,12 @@
 No figure of these tests is a measurement.
 """
 import sys
-from dataclasses import replace
 
-import pytest
 import torch
 
 from tests.commands import readme_commands, run_main
 from tools.bench import __main__ as bench
 from tools.bench import launch
-
-
-def test_a_program_that_fails_is_an_error_and_one_that_ends_returns_what_it_printed():
-    assert launch.finished(1, "json.tool", "-h").startswith("usage: ")
-    with pytest.raises(RuntimeError, match="No module named nowhere"):
-        launch.finished(1, "nowhere")
-    with pytest.raises(RuntimeError, match="stopped after 0 s"):
-        launch.finished(1, "http.server", "0", seconds=0.1)
-    text = "W1 warning\n[rank1]: a\ntrain.py: rank 1: it fails\nChildFailedError:\n=====\n"
-    assert launch.first_error(text) == "train.py: rank 1: it fails"
 
 
 def test_the_parts_write_a_page(monkeypatch, tmp_path, capsys):
@@ -50,16 +38,6 @@ def test_the_parts_write_a_page(monkeypatch, tmp_path, capsys):
     assert "H100, torch " in pages[0] and "kernels \na table\n" in pages[0]
     assert pages[0].count("loss is off by 0\n") == len(bench.LAYOUTS)
     assert "--compile" not in pages[1] and "memory" not in pages[1].replace("no memory", "")
-
-
-def test_memory_is_compared_with_the_plan(monkeypatch, tmp_path):
-    """What an offloaded state takes on the host is left out of the plan."""
-    monkeypatch.setattr(launch, "train_py", lambda *_, **__: ([], dict(peak=3.0)))
-    work = replace(bench.WORKS["gpu"], microbatches=(16,))
-    plan = {row["flags"]: row["plan, GB"] for row in bench.memory(work, tmp_path)}
-    state = 12 * 124.4e6 / 1e9                  # of GPT-2's parameters, in GB
-    assert plan[""] - plan["--offload"] == pytest.approx(state, rel=0.01)
-    assert plan["--recompute"] < plan[""] < plan["--dtype fp32"]
 
 
 def test_the_command_names_what_it_lacks(capsys):

@@ -153,18 +153,6 @@ def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(tmp_path, mo
     assert text.splitlines()[-1].split()[:7] == "2.2500 4 2.2500 4 5 500 1h30m".split()
 
 
-def test_a_picture_has_means_of_the_losses(tmp_path, monkeypatch):
-    """Of 1/50 of the longest run's tokens. What has no loss is left out."""
-    monkeypatch.chdir(tmp_path)
-    write_lines(Path("a"), [(s, s, dict(loss=s)) for s in range(1, 201)])
-    losses = [2.0, 4.0, None, math.nan, 0, 3.0]
-    write_lines(Path("b"), [(s, s, dict(loss=loss)) for s, loss in enumerate(losses, 1)])
-    a, b = compare.read_runs(["a", "b"])
-    assert compare.part_means(a, "loss", 400) == ([400 * k + 200 for k in range(50)],
-                                                  [4 * k + 2.5 for k in range(50)])
-    assert compare.part_means(b, "loss", 400) == ([200, 600], [3.0, 3.0])
-
-
 def test_a_picture_names_the_best_run_first_and_the_flags_that_differ(capsys, tmp_path,
                                                                       monkeypatch):
     pytest.importorskip("matplotlib")

@@ -29,8 +29,8 @@ from models.llama import LlamaConfig
 from runtime import loader
 from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
 from tests.commands import TINY, expect_mistake, meta_of, run_main, write_lines
-from tests.harness import (BOUNDS, CFG, INTERLEAVED, assert_same_state, differences, relative,
-                           same_bits, saved, trained, whole_gradient, without_saves)
+from tests.harness import (BOUNDS, CFG, differences, relative, trained, whole_gradient,
+                           without_saves)
 
 WORDS = replace(CFG, n_layer=4, seq_len=32)     # windows for the conversations of `reversals`
 
@@ -160,11 +160,10 @@ def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
     assert data.IGNORE_INDEX == model.IGNORE_INDEX
 
 
-@pytest.mark.parametrize("opening", [
-    [], [("assistant", "Hello!")], [("system", "x"), ("user", "hi"), ("assistant", "hello")]])
-def test_a_last_question_is_in_one_split_and_equal_conversations_count_once(make_data, opening):
+def test_a_last_question_is_in_one_split_and_equal_conversations_count_once(make_data):
     """Forty questions with four answers each, and all of it twice. The split is by the text before
     the last answer."""
+    opening = [("system", "x"), ("user", "hi"), ("assistant", "hello")]
     records = [messages(*opening, ("user", f"prompt {i}"), ("assistant", f"{j}"))
                for i in range(40) for j in range(4)]
     out, _ = make_data(write_lines("c.jsonl", 2 * records), "--near-duplicates", "ignore")
@@ -174,11 +173,6 @@ def test_a_last_question_is_in_one_split_and_equal_conversations_count_once(make
         for split in ("train", "val"))
     assert len(prompts + held_out) == 160 > len(prompts) > 100
     assert not set(prompts) & set(held_out)
-
-
-def test_without_prompts_answers_are_split_by_themselves(make_data):
-    make_data(write_lines("c.jsonl", [pair("", f"answer {i}") for i in range(60)]))
-    assert Path("out/val_000000.bin").stat().st_size < 10_000
 
 
 TURNS = [dict(role="user", content="a b"), dict(role="assistant", content="c")]
@@ -295,9 +289,7 @@ def one_process(pool, tmp_path_factory, reversals):
     ((4, 1, 1), dict(zero=2), "fp32"),
     ((1, 2, 2), dict(sequence_parallel=True, pp_schedule="1f1b"), "fp64"),
     ((2, 1, 1), dict(cp=2, zero=1), "fp64"),
-    pytest.param((2, 2, 1), dict(zero=3, recompute=True), "fp64", marks=pytest.mark.slow),
-    pytest.param((1, 1, 2), INTERLEAVED, "fp64", marks=pytest.mark.slow),
-    pytest.param((1, 1, 2), dict(pp_schedule="zb-h1"), "fp64", marks=pytest.mark.slow)])
+    pytest.param((2, 2, 1), dict(zero=3, recompute=True), "fp64", marks=pytest.mark.slow)])
 def test_layouts_train_on_answers_as_one_process(pool, tmp_path, reversals, one_process, layout,
                                                  flags, dtype):
     ours = chat_run(pool, layout, tmp_path, reversals, dtype=dtype, **flags)
@@ -325,13 +317,6 @@ def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_proce
     assert relative(np.mean(np.divide(losses, counts)), row["loss"]) > 1e-5
 
 
-def test_exact_layouts_have_the_same_bits(pool, tmp_path, reversals):
-    one, other = (chat_run(pool, layout, tmp_path, reversals, exact=True, steps=2, **flags)
-                  for layout, flags in (((1, 1, 1), {}), ((2, 1, 2), dict(zero=2))))
-    assert same_bits(one, other)
-    assert all(row["skipped"] == 0 for row in one.rows)       # no sum was out of range
-
-
 @pytest.mark.parametrize("cfg", [
     replace(WORDS, seq_len=96),
     LlamaConfig(vocab_size=257, seq_len=96, n_layer=2, n_head=8, n_embd=32, n_kv_head=4)],
@@ -350,21 +335,16 @@ def test_the_loss_of_a_conversation_does_not_depend_on_its_neighbors(reversals, 
     assert len(alone) > dataset.n_windows and relative(packed.item(), sum(alone)) < 1e-12
 
 
-def test_a_run_tells_what_it_cuts_and_resumes_with_the_same_bits(tmp_path, reversals, run_train):
-    """With a ramp, accumulation and dropout. Conversations longer than a window lose their end; the
-    checkpoint says the template."""
-    flags = ["--data", reversals, *TINY, "--seq-len", 32, "--dropout", 0.1, "--batch-size", 8,
-             "--micro-batch", 2, "--batch-ramp", "4:4:12", "--steps", 6]
-    status, out, _ = run_train(*flags, "--out", tmp_path / "a")
+def test_a_run_tells_what_it_cuts(tmp_path, reversals, run_train):
+    """Conversations longer than a window lose their end; the checkpoint says the template."""
+    status, out, _ = run_train("--data", reversals, *TINY, "--seq-len", 32, "--out", tmp_path / "a")
     source, = data.TokenDataset(reversals, "train", 32).mixture.sources.values()
     assert status == 0 and "tokens are learnt" in out and source.windows.n_truncated > 0
     assert (f"{source.windows.n_truncated:,} conversations lose their end, "
             f"{source.windows.n_left_out:,} have no answer") in out
-    half = tmp_path / "a/step_00000004.pt"
-    assert run_train(*flags, "--out", tmp_path / "b", "--resume", half)[0] == 0
-    one, two = saved(tmp_path / "a", 6), saved(tmp_path / "b", 6)
-    assert_same_state(one, two, but=("config", "run", "monitor"))
-    assert one["template"] == "plain" and one["monitor"]["least_deviation"] == ANSWERS_DEVIATION
+    state = checkpoint.load(tmp_path / "a/latest.pt")
+    assert state["template"] == "plain"
+    assert state["monitor"]["least_deviation"] == ANSWERS_DEVIATION
 
 
 def test_a_mixture_of_text_and_conversations(reversals, shards):

@@ -6,25 +6,14 @@
 The commands of the pages have tests in tests/test_readme.py.
 """
 import ast
-import os
 import re
-import shlex
-import shutil
-import subprocess
-import sys
-import xml.etree.ElementTree
-
-import pytest
 
 from tests.commands import run_main
 from tests.harness import ROOT
 from tools import docs
 
-PAGES_OF_TABLES = ("docs/flags.md", "docs/claims.md", "docs/faults.md", "docs/techniques.md")
 WORDS_OF_README = dict(cell=15, paragraph=60)           # at most
 WORDS_OF_CHAPTERS = dict(cell=25, paragraph=90)
-WORDS_OF_A_CHAPTER = (500, 1500)
-LINES_OF_README = 150
 
 
 def pages():
@@ -82,17 +71,7 @@ def test_no_paragraph_and_no_cell_is_too_long():
 
 
 def test_the_readme_is_read_in_one_sitting():
-    lines = pages()["README.md"].count("\n")
-    assert lines <= LINES_OF_README, f"README.md has {lines} lines: move text into docs/"
-
-
-def test_a_chapter_has_500_to_1500_words():
-    """Without its generated blocks. Links count with their text, code counts."""
-    fewest, most = WORDS_OF_A_CHAPTER
-    words = {path: count_words(docs.BLOCK.sub("", page)) for path, page in pages().items()
-             if path.startswith("docs/") and path not in PAGES_OF_TABLES}
-    found = {path: count for path, count in words.items() if not fewest <= count <= most}
-    assert not found, found
+    assert pages()["README.md"].count("\n") <= 150, "move text into docs/"
 
 
 def test_links_and_anchors_exist():
@@ -151,41 +130,3 @@ def test_every_claim_and_fault_of_a_mark_stands_in_its_page():
     for words, _, named in marks("fault"):
         row = f"| {words} | {named['tried']:,} | {named['survived']:,} | {named['note']} |"
         assert row in pages()["docs/faults.md"], row
-
-
-def test_every_picture_is_well_formed_and_follows_the_color_scheme():
-    pictures = sorted(ROOT.glob("docs/images/*.svg"))
-    assert {"block.svg", "schedules.svg", "layouts.svg"} <= {file.name for file in pictures}
-    for file in pictures:
-        content = file.read_text()
-        assert "prefers-color-scheme:dark" in content, file
-        assert "<title>" in content and xml.etree.ElementTree.fromstring(content) is not None, file
-
-
-@pytest.mark.slow
-def test_a_run_killed_in_the_middle_has_the_same_weights_as_in_the_transcript(shards, tmp_path):
-    """The commands of the page's transcript, in one shell and with a smaller model. Each line that
-    it shows is printed, in this order, with other numbers."""
-    [block] = [code for page in pages().values() for code in page.split("```")[1::2]
-               if "kill -9 $!" in code]
-    lines = block.strip().splitlines()[1:]
-    assert len(lines) <= 12 and lines[-1] == "the same"
-    shutil.copytree(shards, tmp_path / "data" / "python")
-    python = shlex.quote(sys.executable)
-    smaller = "--n-layer 2 --n-head 2 --n-embd 96 --seq-len 64 --micro-batch 16"
-    (tmp_path / "python").write_text(
-        f'#!/bin/bash\n[ "$1" = train.py ] || exec {python} "$@"\n'
-        f'exec {python} {shlex.quote(str(ROOT))}/"$@" {smaller}\n')
-    (tmp_path / "python").chmod(0o755)
-    commands = "\n".join(line[2:] for line in lines if line.startswith("$ "))
-    done = subprocess.run(["bash", "-c", commands], cwd=tmp_path, text=True, timeout=300,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          env=dict(os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}"))
-
-    def masked(line):
-        line = re.sub(r"\b(loss|lr|norm|left) +\S+|[\d,]+ tok/s", r"\1", line)
-        return re.sub(r"step_\d+\.pt, after step \d+", "FILE", " ".join(line.split()))
-    printed = iter(map(masked, done.stdout.splitlines()))
-    for line in lines:
-        if not line.startswith("$ "):
-            assert masked(line) in printed, f"{line}\nis not in\n{done.stdout}"

@@ -4,15 +4,13 @@
 """
 import json
 import math
-import signal
 import sys
 from unittest import mock
 
 import pytest
 
 from runtime import dashboards, directory
-from tests.commands import TINY, launch, read_metrics, run_main, wait_for_step
-from tests.harness import no_file_above
+from tests.commands import TINY, read_metrics, run_main
 from tools import follow, metrics
 
 
@@ -140,35 +138,6 @@ def test_a_dashboard_that_raises_costs_one_warning_and_never_the_run(run_train, 
     assert status == 0 and "step 3/3" in text and error.count("\n") == 1, error
     assert "train.py: warning: --log: wandb is off from here on: lost" in error
     assert [step for step, _ in ReadByTensorBoard(tmp_path / "o").losses()] == [1, 2, 3]
-
-
-def test_a_full_disk_costs_one_warning(tmp_path, capsys):
-    with no_file_above(300):
-        log_words(tmp_path, "1 2 3 4 5 6 7 8 9 10 11 12", names=["tensorboard"])
-    error = capsys.readouterr().err
-    assert error.count("tensorboard is off from here on: [Errno 27] File too large") == 1, error
-    assert "Traceback" not in error
-
-
-def test_a_run_ended_by_a_signal_and_resumed_is_whole_in_tensorboard(shards, tmp_path):
-    """Rank 0 of two writes each row and event, the last ones too."""
-    pytest.importorskip("tensorboard")
-    flags = ["--data", shards, "--out", "o", *TINY, "--log", "tensorboard"]
-    ranks = launch(2, *flags, "--steps", 10 ** 6, cwd=tmp_path)
-    wait_for_step(tmp_path / "o", 3, ranks[0])
-    for rank in ranks:
-        rank.send_signal(signal.SIGTERM)
-    for rank in ranks:
-        assert rank.finish(200)[::2] == (0, "")
-    done = read_metrics(tmp_path / "o")[1][-1]["step"]
-    for rank in launch(2, *flags, "--steps", done + 2, cwd=tmp_path):
-        assert rank.finish(200)[::2] == (0, "")
-    run = metrics.read_metrics(tmp_path / "o")
-    assert [event["event"] for event in run.events] == ["start", "stop", "resume", "end"]
-    seen = ReadByTensorBoard(tmp_path / "o")
-    assert seen.losses() == [(row["step"], pytest.approx(row["loss"])) for row in run.rows]
-    assert len(seen.losses()) == done + 2
-    assert_events_arrived(tmp_path / "o", seen.texts())
 
 
 def test_follow_refuses_mistakes_in_one_line(tmp_path, monkeypatch, capsys):

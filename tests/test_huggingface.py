@@ -56,7 +56,7 @@ def test_a_model_goes_to_transformers_and_comes_back(theirs_and_ours, tmp_path, 
     huggingface.export_model(file, tmp_path / "out")
     before, after = (transformers.AutoModelForCausalLM.from_pretrained(one)
                      for one in (folder, tmp_path / "out"))
-    for key in ("model_type", "router_aux_loss_coef"):
+    for key in ("model_type", "router_aux_loss_coef", "sliding_window"):
         assert getattr(after.config, key, None) == getattr(before.config, key, None)
     expected = before.state_dict()
     assert after.state_dict().keys() == expected.keys()

@@ -1,9 +1,8 @@
-"""tools/scaling_law.py: known laws are recovered, published ones too, and predictions tested.
+"""tools/scaling_law.py: known laws are recovered, published ones too, and predicted from.
 
     python -m pytest tests/test_scaling_law.py
 """
 import json
-import math
 
 import numpy as np
 import pytest
@@ -16,20 +15,7 @@ from tools.scaling_law import Law, Points, back_test, fit, on_law, predict, read
 # Published laws, and the sizes and tokens on which they were fitted, about.
 HOFFMANN = Law(1.69, 406.4, 410.7, 0.34, 0.28)                  # 2022, equation 10
 BESIROGLU = Law(1.817, 482.0, 2085.0, 0.348, 0.366)             # 2024, of Chinchilla's figure 4
-GEMSTONES = Law(math.exp(0.7458889548), math.exp(5.3627962101), math.exp(14.9717677508),
-                0.2970133066, 0.6903991635)                     # 2025, its cooled-down points
 KNOWN = Law(1.7, 400.0, 400.0, 0.34, 0.28)      # of no one: the one of the measured noise below
-
-
-# The ladder of OLMo 2 (Bhagia et al. 2024): github.com/allenai/OLMo-ladder at commit 67a3f44,
-# src/scripts/paper/data/ladder-runs/. {N: (tokens in billions of the shortest run, cross-entropy on
-# C4's validation set at the end of runs of 1, 2, 4, 10 and 20 times these)}
-OLMO_LADDER = {
-    190_354_176: (1.909, (3.7475, 3.5999, 3.4965, 3.3905, 3.3367)),
-    371_262_464: (3.721, (3.5319, 3.3948, 3.2879, 3.1880, 3.1326)),
-    758_220_288: (7.596, (3.3315, 3.2011, 3.1043, 3.0045, 2.9549)),
-    1_279_395_840: (12.811, (3.1830, 3.0635, 2.9712, 2.8785, 2.8323)),
-    3_169_537_280: (31.728, (2.9951, 2.8737, 2.7880, 2.7057, 2.6644))}
 
 
 def grid(sizes, tokens, law, noise=None):
@@ -45,9 +31,8 @@ def grid(sizes, tokens, law, noise=None):
                    "prediction at 4 times the largest size to 2e-6.")
 @pytest.mark.parametrize("law, sizes, tokens", [
     (HOFFMANN, (7e7, 1.6e10), (5e9, 5e11)), (BESIROGLU, (5e7, 1e10), (1e9, 3e11)),
-    (GEMSTONES, (5e7, 2e9), (1e9, 3.5e11)),
-    (Law(0.0, 30.0, 20.0, 0.3, 0.3), (3e4, 2e5), (2e5, 2e6))
-], ids=["Hoffmann", "Besiroglu", "Gemstones", "no E"])
+    (Law(0.0, 30.0, 20.0, 0.3, 0.3), (3e4, 2e5), (2e5, 2e6))],
+    ids=["Hoffmann", "Besiroglu", "no E"])
 def test_a_known_law_is_recovered(law, sizes, tokens):
     points = grid(np.geomspace(*sizes, 6), np.geomspace(*tokens, 6), law)
     found = fit(points)
@@ -56,19 +41,6 @@ def test_a_known_law_is_recovered(law, sizes, tokens):
     assert found(N, D) == pytest.approx(law(N, D), rel=2e-6)
     if law.a == law.b:
         assert vars(fit(points, tied=True)) == pytest.approx(vars(law), rel=1e-4, abs=1e-4)
-
-
-@pytest.mark.parametrize("fitted, held_out, mean, most", [
-    (3, 3, 0.0075, 0.013), (3, 4, 0.01, 0.022), (2, 3, 0.011, 0.018)])
-def test_a_public_ladder_predicts_the_sizes_that_were_held_out(fitted, held_out, mean, most):
-    """1.7 to 4.2 times the largest size that is fitted: off by about 1% on average."""
-    points = Points.from_rows((N, 1e9 * D * times, loss) for N, (D, losses) in OLMO_LADDER.items()
-                       for times, loss in zip((1, 2, 4, 10, 20), losses))
-    sizes = points.sizes()
-    law = fit(points.where(points.N < sizes[fitted]), tied=True)
-    there = points.where(points.N == sizes[held_out])
-    errors = np.abs(law(there.N, there.D) / there.loss - 1)
-    assert 0.001 < errors.mean() <= mean and errors.max() <= most
 
 
 def test_an_outlier_counts_little():

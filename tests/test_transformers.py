@@ -17,7 +17,6 @@ import checkpoint
 import sample
 from model import IGNORE_INDEX
 from models.moe import MoEConfig
-from models.window import WindowedAttention
 from tests.harness import tokens_of
 from tools import huggingface, huggingface_families
 
@@ -42,6 +41,7 @@ THEIRS = {      # model_type, config.json
     "mistral": ("mistral", SMALL | dict(
         sliding_window=None, hidden_size=44, head_dim=10)),         # which LlamaConfig refuses
     "mistral, window": ("mistral", SMALL | dict(sliding_window=7, head_dim=16)),
+    "mistral, window of all": ("mistral", SMALL | dict(sliding_window=64)),
     "qwen2": ("qwen2", SMALL | dict(tie_word_embeddings=True, hidden_size=44, head_dim=10)),
     "qwen3": ("qwen3", SMALL | dict(head_dim=16)),
     "olmo": ("olmo", SMALL | dict(num_key_value_heads=6, pad_token_id=None)),
@@ -185,20 +185,3 @@ def test_a_block_has_the_loss_of_transformers_with_that_of_its_router(theirs_and
     gradient = theirs.get_submodule("model.layers.0.mlp.gate").weight.grad
     assert difference(router.weight.grad, gradient) < 1e-6
     assert router.load.sum() == (T - padding) * ours.cfg.n_active
-
-
-def test_a_window_that_hides_nothing_is_kept():
-    """sliding_window of Mistral at or above its positions: attention has no mask, and the export
-    says it again. With a longer --seq-len it hides something."""
-    for window, ours in ((None, 0), (64, 64), (65, 65), (63, 63)):
-        config = transformers.MistralConfig(
-            vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-            sliding_window=window)
-        cfg = huggingface_families.our_config(config)
-        assert cfg.window == ours
-        core = cfg.build().blocks["0"].attn.core_attention
-        assert isinstance(core, WindowedAttention) == (ours == 63)
-        written = huggingface_families.their_config(cfg)
-        assert getattr(written, "sliding_window", None) == window
-        assert huggingface_families.our_config(written) == cfg
