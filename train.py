@@ -170,10 +170,8 @@ def learning_rate(config: Config, step: int) -> float:
     if step <= decay_start:
         return config.lr
     done = (step - decay_start) / (config.steps - decay_start)      # of the decay: 0 to 1
-    if config.lr_schedule == "cosine":
-        left = 0.5 * (1 + math.cos(math.pi * done))
-    else:                       # "linear" and "wsd"
-        left = 1 - done
+    decays = dict(cosine=0.5 * (1 + math.cos(math.pi * done)), linear=1 - done, wsd=1 - done)
+    left = decays[config.lr_schedule]
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
 
 

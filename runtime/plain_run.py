@@ -6,6 +6,7 @@ from pathlib import Path
 
 from amp import make_scaler
 from base.errors import RunError
+from base.flops import parameter_count
 from base.options import SHAPE, Config
 from base.processes import all_ranks, print_rank0
 from data import TokenDataset
@@ -91,9 +92,11 @@ def check_continues(state: dict, config: Config) -> None:
 
 
 def open_metrics(config: Config, model_config: GPTConfig, begin: Start) -> Metrics:
-    """Open metrics.jsonl and write how the run begins. Of a resume also print it."""
+    """Open metrics.jsonl. Write how the run begins, and print it."""
     metrics = all_ranks(lambda: Metrics(Path(config.out)))
     val_data = TokenDataset(config.data, "val", model_config.seq_len)
+    print_rank0(f"model    {parameter_count(model_config):,} parameters, {config.dtype}; "
+                f"{config.data} -> {config.out}")
     event = dict(event="start")
     if begin.state is not None:
         for damaged in begin.events:

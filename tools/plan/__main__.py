@@ -67,8 +67,8 @@ def answer(arguments: list[str]) -> str:
     found = replace(config, **{name: plans[0][name] for name in LAYOUT})
     command = format_command(found, given)
     if config.search:
-        batch = [f"batch    {config.batch_size} sequences{source}"] if source else []
-        return "\n".join([*batch, *format_search(plans), format_trust(cfg, config), command])
+        batch = f"batch    {config.batch_size} sequences{source}, in {config.dtype}"
+        return "\n".join([batch, *format_search(plans), format_trust(cfg, config), command])
     return "\n".join(format_plan(cfg, found, plans[0], source, command))
 
 
