@@ -147,10 +147,7 @@ def test_a_folder_of_the_same_step_is_replaced_and_old_ones_are_removed(tmp_path
     assert names_in(tmp_path) == ["latest", "step_00000004.pt", "step_00000005"]
 
 
-# ---------------------------------------------------------------------------------------------
-# Programs that take folders
-# ---------------------------------------------------------------------------------------------
-
+# ---- Programs that take folders
 
 @pytest.fixture
 def run_tool(capsys):
