@@ -4,13 +4,8 @@
 for test_all.py and every file in tests/. It loads before torch and sets the environment that torch
 reads at its import. A test imports the functions it calls: `from tests.harness import trained`.
 
-    Ranks       Pool: eight processes, started once. An `on_ranks` test runs on each of `world`.
-    Runs        trained(pool, layout, ...): train.Run on dp x tp x pp ranks; watched(config): here;
-                losses_of_plain_program: those that parallel.py prints
-    Compared    relative(ours, theirs): the largest relative difference; outputs_and_dx: of layers
-    Files       small_state, saved, links: checkpoints without a run
-
-Programs, and the data sets that they read, are in tests/commands.py.
+A test on ranks is `on_ranks`, or takes `pool`; a run is trained(pool, layout, ...), or watched(...)
+in this process. Programs, and the data sets that they read, are in tests/commands.py.
 """
 import functools
 import gc
@@ -719,19 +714,17 @@ class Alive(TorchDispatchMode):
 
 
 class Passes(TorchDispatchMode):
-    """`calls`: the names of the operations in the block. `names`: those that read or write all of a
-    matrix of this shape."""
+    """`names`: of the operations in the block that read or write all of a matrix of this shape."""
 
     def __init__(self, *shape):
         super().__init__()
-        self.shape, self.names, self.calls = shape, [], []
+        self.shape, self.names = shape, []
 
     def __torch_dispatch__(self, function, _, args=(), kwargs=None):
         out = function(*args, **kwargs or {})
         few = "gather", "scatter_", "alias", "detach", "view", "slice"
         tensors = [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
         name = function.name().removeprefix("aten::").split(".")[0]
-        self.calls.append(name)
         if any(x.shape == self.shape for x in tensors) and name not in few:
             self.names.append(name)
         return out

@@ -22,14 +22,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import checkpoint
 from base import checkpoint_files
 from base.checkpoint_files import CorruptCheckpoint, step_file
-from base.checkpoint_folder import FolderTensors, chunks, part_file, read_chunks, read_table
+from base.checkpoint_folder import chunks
 from models.llama import LlamaConfig
 from models.llama_sizes import FAMILIES
 from models.moe import MoEConfig
 from parallelism.build import Grid
-from parallelism.parameters import ParamSpec
 from parallelism.pieces import owned_slices, owners
-from runtime.folder_writer import make_table, write_part
 from tests.commands import TINY, run_main
 from tests.harness import (CFG, assert_same_state, names_in, no_file_above, saved_file,
                            settings, trained, watched)
@@ -43,7 +41,7 @@ MIXTURE = MoEConfig(257, 16, 2, 4, 32, n_expert=4, n_active=2, shared_hidden=32)
 
 @pytest.mark.parametrize("cfg, grid, num_shards", [
     (CFG, Grid(2, 2, 2), 2), (CFG, Grid(1, 1, 4), 1), (CFG, Grid(8, 1, 1), 8),
-    (LLAMA, Grid(2, 1, 4), 2), (LLAMA, Grid(3, 1, 2), 3),
+    (LLAMA, Grid(2, 1, 4), 2), (LLAMA, Grid(3, 1, 2), 3), (MODELS["uneven"], Grid(1, 1, 3), 1),
     (MIXTURE, Grid(4, 1, 2, ep=2), 4), (MIXTURE, Grid(2, 2, 1, ep=2), 1)])
 def test_each_number_is_in_one_chunk_at_its_place(cfg, grid, num_shards):
     """Cut by tensor and expert parallelism, with heads that ranks share, and anywhere by ZeRO. The
@@ -59,18 +57,6 @@ def test_each_number_is_in_one_chunk_at_its_place(cfg, grid, num_shards):
                 assert chunk.equal(full[spec.name][box])
                 counts[spec.name][box] += 1
     assert all((count == 1).all() for count in counts.values())
-
-
-def test_padding_before_another_section_is_in_no_chunk():
-    """Two sections of 3 rows, cut in two: rank 1 has a row and a row of padding, of each."""
-    spec = ParamSpec("two", (6, 2), 0, (3, 3), (2, 2), 2, [], False)
-    full = torch.arange(12).view(6, 2)
-    for rank, rows in [(0, [0, 1, 3, 4]), (1, [2, 5])]:
-        grid = Grid(1, 1, 2, rank)
-        numbers = spec.cut(full, grid).flatten()
-        found = list(chunks(spec, grid, numbers, slice(0, 8)))
-        assert all(chunk.equal(full[row:row + len(chunk)]) for (row, _), chunk in found)
-        assert sorted(row + i for (row, _), chunk in found for i in range(len(chunk))) == rows
 
 
 @pytest.mark.claim("A checkpoint of which every rank writes a part resumes in any layout, bit for "
@@ -112,25 +98,6 @@ def test_pytorch_alone_opens_a_folder(pool, tmp_path):
     whole = torch.load(tmp_path / "theirs.pt")
     assert whole.keys() == names.keys()
     assert all(full.equal(theirs[name]) and full.equal(whole[name]) for name, full in names.items())
-
-
-def test_a_read_takes_the_chunks_that_overlap_and_refuses_a_table_that_lacks_one(tmp_path):
-    """No number of a tensor stays as it was in memory."""
-    full = torch.arange(8.0).view(4, 2)
-    parts = [write_part(tmp_path / part_file(rank), [
-        ("parameters.x", full.shape, (2 * rank, 0), full[2 * rank:2 * rank + 2])])[0]
-             for rank in (0, 1)]
-    (tmp_path / ".metadata").write_bytes(make_table(parts, torch.float32))
-    tensors = FolderTensors(tmp_path, read_table(tmp_path), "parameters.")
-    assert tensors["x"].equal(full)
-    row = torch.empty(1, 1)
-    found = tensors.find([("x", (3, 1), row)])
-    assert [*found] == [part_file(1)]
-    read_chunks(tmp_path, found)
-    assert row.item() == 7
-    (tmp_path / ".metadata").write_bytes(make_table(parts[:1], torch.float32))
-    with pytest.raises(ValueError, match="lacks a part of parameters.x"):
-        FolderTensors(tmp_path, read_table(tmp_path), "parameters.")["x"]
 
 
 def write_folders(tmp_path, steps):
@@ -180,10 +147,7 @@ def test_a_folder_of_the_same_step_is_replaced_and_old_ones_are_removed(tmp_path
     assert names_in(tmp_path) == ["latest", "step_00000004.pt", "step_00000005"]
 
 
-# ---------------------------------------------------------------------------------------------
-# Programs that take folders
-# ---------------------------------------------------------------------------------------------
-
+# ---- Programs that take folders
 
 @pytest.fixture
 def run_tool(capsys):

@@ -13,7 +13,6 @@ import functools
 import gc
 import io
 import itertools
-import math
 import os
 import random
 import re
@@ -341,33 +340,7 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_folder(tmp_path, 
         assert save(2) is None and step_of(tmp_path / "latest") == 2
 
 
-def test_a_file_system_without_links_has_folders_but_no_latest(tmp_path, capsys):
-    """A link that fails costs a line, and the older link, which would name an older folder. The
-    same if a folder that is replaced cannot be removed."""
-    with saver(tmp_path, keep=2) as save:
-        assert save(1) is None
-        with mock.patch.object(os, "symlink", side_effect=OSError(errno.EPERM, "not permitted")):
-            assert save(2) is None
-        assert names_in(tmp_path) == ["step_00000001", "step_00000002"]
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and "step_00000002 is whole, but no link" in said
-        with mock.patch.object(disk.shutil, "rmtree", side_effect=OSError("stale")):
-            assert save(2) is None
-        assert "could not be removed: stale" in capsys.readouterr().err
-        assert step_of(tmp_path / "latest") == 2
-        assert save(3) is None
-        assert names_in(tmp_path) == ["latest", "step_00000002", "step_00000003"]
-
-
-def test_a_save_tells_too_little_memory_and_old_files_that_stay_from_a_full_disk(tmp_path, capsys):
-    """Too little memory for a tensor is raised as it is, and no file is left; if old files cannot
-    be removed, a warning says so and the new one is whole."""
-    def no_memory():
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 GB")
-    with pytest.raises(RuntimeError, match="^DefaultCPUAllocator: can't allocate memory"):
-        checkpoint.save(small_state(2) | dict(exp_avg=dict(
-            x=Streamed((2,), torch.float32, SimpleNamespace(read=no_memory)))), tmp_path, keep=2)
-    assert names_in(tmp_path) == []
+def test_a_save_is_whole_though_old_files_cannot_be_removed(tmp_path, capsys):
     with mock.patch.object(checkpoint_files, "list_checkpoints",
                            side_effect=OSError("stale handle")):
         path = checkpoint.save(small_state(2), tmp_path, keep=2)
@@ -376,22 +349,20 @@ def test_a_save_tells_too_little_memory_and_old_files_that_stay_from_a_full_disk
 
 
 @pytest.mark.claim("A save adds a rank's own shards to its memory, and two tensors on rank 0.")
-@pytest.mark.parametrize("tp, pp, zero", [(1, 2, 1)])
 @on_ranks
-def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4, *, tmp_path, tp,
-                                                                  pp, zero):
+def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4, *, tmp_path):
     """Under a limit far below the state, each rank's memory grows by what it sends, within 10% and
     10 MB (code, the threads' own), and rank 0's by its own part, the parts of the largest tensor
     and their union."""
     cfg = replace(CFG, n_layer=6, n_embd=384, vocab_size=8200)
-    config = settings(tmp_path, tp=tp, pp=pp, micro_batch=1, zero=zero)
-    with gridded(rank, world, config.tp, config.pp) as grid:
+    config = settings(tmp_path, pp=2, micro_batch=1, zero=1)
+    with gridded(rank, world, 1, config.pp) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
         own = sum(x.nbytes for x in copy_pieces(run.flat, checkpoint.STATE.values(), 60))
         allowed = own
         if rank == 0:       # its part of the largest tensor, the first, then leaves the copies
             largest = 4 * cfg.padded_vocab * cfg.n_embd
-            allowed += 2 * largest - largest // (grid.tp * run.flat.num_shards)
+            allowed += 2 * largest - largest // run.flat.num_shards
         give_back_freed_memory()
         seen = [bytes_held("RssAnon")]
         limits = resource.getrlimit(resource.RLIMIT_DATA)
@@ -405,13 +376,6 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4,
             run.writer.wait(required=True)
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, limits)
-        file = processes.on_rank0(lambda: checkpoint_files.list_checkpoints(Path(config.out))[0])
-        state = checkpoint.load(file)
-        checkpoint.restore(dict(state), run.flat)       # `state` keeps the file mapped
-        of_stage = 12 * sum(math.prod(spec.shape) for b in run.flat.buckets for spec in b.specs)
-    maps = Path("/proc/self/smaps").read_text()     # with the pages of the file that were read
-    read = 1024 * sum(map(int, re.findall(rf"{file.name}\nSize:.*\n.*\n.*\nRss:\s+(\d+)", maps)))
-    assert own < read < 0.75 * of_stage, (own, read, of_stage)
     whole = 12 * (parameter_count(cfg) + (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd)
     assert sum(processes.all_gather_object(own)) == whole
     grown = max(seen) - seen[0]

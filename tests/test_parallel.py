@@ -39,18 +39,12 @@ def test_plain_sequence_parallel_layers_equal_the_whole_layers(rank, world):
 
 
 def test_plain_orders_are_those_of_the_schedules():
-    """1F1B keeps the activations of at most one microbatch for each stage from its own on."""
     for stages in (1, 2, 3, 5):
         for stage in range(stages):
             for m in (1, 2, 5, 8):
                 for plain, ours in ((parallel.plain_1f1b, one_f_one_b),
                                     (parallel.plain_gpipe, gpipe)):
-                    order = plain(stage, stages, m)
-                    assert order == [op[:2] for op in ours(stage, stages, m)]
-                order = parallel.plain_1f1b(stage, stages, m)
-                kept = [sum(1 if kind == "F" else -1 for kind, _ in order[:n])
-                        for n in range(2 * m + 1)]
-                assert max(kept) == min(m, stages - stage) and kept[-1] == 0
+                    assert plain(stage, stages, m) == [op[:2] for op in ours(stage, stages, m)]
 
 
 def owned_with(zero, model, grid):

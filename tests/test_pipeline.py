@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from parallelism import pipeline
 from parallelism.build import Grid
@@ -121,16 +120,3 @@ def test_backward_frees_what_its_microbatch_holds(schedule, expected):
     run_schedule(schedule, local, flat.grid,
                  [(x, x, 0, None) for x in tokens_of(CFG, 8).split(1)], torch.empty(0), flat)
     assert max(live) == expected and len(live) == 8
-
-
-def test_an_error_of_a_pipelines_messages_names_rank_machine_and_stage():
-    """With tp 2, rank 2 on the second of three stages has the neighbors 0 and 4."""
-    grid = Grid(dp=1, pp=3, tp=2, rank=2)
-    grid.hosts = ["n0", "n0", "n1", "n1", "n2", "n2"]
-    messages = [pipeline.Message(sending, ("B", 7, 0), torch.zeros(1)) for sending in (True, False)]
-    closed = mock.Mock(side_effect=RuntimeError("closed"))
-    words = (r"^backward of microbatch 7: send to rank 0 on n0 \(stage 0\), "
-             r"backward .* 7: receive from rank 4 on n2 \(stage 2\): closed$")
-    with mock.patch.multiple(dist, P2POp=mock.Mock(), batch_isend_irecv=closed), \
-            pytest.raises(dist.DistError, match=words):
-        pipeline.start_messages(grid, messages)

@@ -60,31 +60,6 @@ train.main()
 """
 
 
-def lose_either_rank(folder, flags, fate, step=11):
-    """Two jobs at the same time, each folder/wrapper.py on two ranks, in folder/0 and folder/1.
-    After a step a signal `fate` reaches rank 0 of the one and rank 1 of the other, and the job's
-    file "lost" appears. The other rank exits with status 1 and one line. Returns the two folders,
-    which are --out and the working directory."""
-    folders = folder / "0", folder / "1"
-    jobs = []
-    for out in folders:
-        out.mkdir()
-        jobs.append(launch(2, *flags, "--out", out, file=folder / "wrapper.py", cwd=out))
-    try:
-        for victim, (out, job) in enumerate(zip(folders, jobs)):
-            wait_for_step(out, step, job[0])    # of saves every 5 steps: 5 is whole, 10 is not
-            job[victim].send_signal(fate)
-            (out / "lost").touch()
-        for victim, job in enumerate(jobs):
-            status, _, error = job[1 - victim].finish()
-            assert status == 1 and error.count("\n") == 1, error
-    finally:
-        for rank in itertools.chain(*jobs):
-            rank.process.kill()
-            rank.process.join()
-    return folders
-
-
 @pytest.mark.fault("a rank is killed or hangs during a save", tried=6, survived=6,
                    note="the other rank ends; earlier checkpoints are whole")
 @pytest.mark.parametrize("fate, form", [
@@ -96,7 +71,24 @@ def test_a_rank_lost_during_a_save_costs_at_most_that_save(shards, tmp_path, fat
     (tmp_path / "wrapper.py").write_text(SLOW_SAVES)
     flags = ["--data", shards, *TINY, "--steps", 1_000_000, "--eval-every", 0, "--save-every", 5,
              "--pp", 2, "--timeout", 10, "--checkpoint-format", form]
-    for out in lose_either_rank(tmp_path, flags, fate, step=dict(file=11, folder=10)[form]):
+    folders, jobs = (tmp_path / "0", tmp_path / "1"), []      # in a job each is the victim
+    for out in folders:
+        out.mkdir()
+        jobs.append(launch(2, *flags, "--out", out, file=tmp_path / "wrapper.py", cwd=out))
+    try:
+        for victim, (out, job) in enumerate(zip(folders, jobs)):
+            # Of saves every 5 steps 5 is whole, 10 is not.
+            wait_for_step(out, 11 if form == "file" else 10, job[0])
+            job[victim].send_signal(fate)
+            (out / "lost").touch()
+        for victim, job in enumerate(jobs):
+            status, _, error = job[1 - victim].finish()
+            assert status == 1 and error.count("\n") == 1, error
+    finally:
+        for rank in itertools.chain(*jobs):
+            rank.process.kill()
+            rank.process.join()
+    for out in folders:
         assert list_checkpoints(out) == [step_file(out, 5, form)]
         checkpoint_files.verify(out / LATEST[form])
         again = launch(2, *flags, "--out", out, "--steps", 6)
@@ -165,18 +157,12 @@ def test_a_peer_that_hangs_or_vanishes_is_named(shards, tmp_path):
 def test_a_slow_disk_of_rank_0_does_not_end_a_healthy_run(shards, things, tmp_path):
     """Every write and check of a file on rank 0 takes longer than --timeout."""
     (tmp_path / "wrapper.py").write_text("""
-import sys, time, checkpoint, train
-from runtime import directory, divergence
+import time, checkpoint, train
+from runtime import directory
 def slow(function):
     return lambda *args: time.sleep(2.5) or function(*args)
 directory.verify = slow(checkpoint.verify)
-if not sys.argv[4].endswith("back"):
-    checkpoint.save = slow(checkpoint.save)
-def diverges(monitor, *args, observe=divergence.DivergenceMonitor.observe):
-    observe(monitor, *args)
-    if sys.argv[4].endswith("back") and len(monitor.losses) == 2 and monitor.rollbacks == 0:
-        return divergence.Divergence("on purpose", 1)
-divergence.DivergenceMonitor.observe = diverges
+checkpoint.save = slow(checkpoint.save)
 train.main()
 """)
     (tmp_path / "old").mkdir()
@@ -184,11 +170,10 @@ train.main()
     jobs = [launch(2, "--data", shards, "--out", tmp_path / out, *TINY, "--save-every", 1,
                    "--steps", steps, "--eval-every", 0, "--timeout", 2,
                    file=tmp_path / "wrapper.py")
-            for out, steps in (("new", 2), ("old", 5), ("back", 2))]
+            for out, steps in (("new", 2), ("old", 5))]
     for status, _, error in [process.finish() for process in itertools.chain(*jobs)]:
         assert status == 0, error
     assert column(read_metrics(tmp_path / "new")[0], "step") == [1, 2]
-    assert "rollback" in kinds(read_metrics(tmp_path / "back")[1])
     assert column(read_metrics(tmp_path / "old")[0], "step") == [5]
 
 
@@ -219,30 +204,27 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
         run.writer.wait()
 
 
-@pytest.mark.parametrize("seed, dtype, same_layout, steps, dropout, bound", [
-    (0, "fp16", True, 8, 0.1, 0),
-    pytest.param(6, "fp64", False, 12, 0.0, 1e-10, marks=pytest.mark.slow),
-    pytest.param(7, "fp64", False, 33, 0.0, 1e-10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed, dtype, diverges, steps, dropout, bound", [
+    (0, "fp16", False, 8, 0.1, 0),
+    pytest.param(7, "fp64", True, 33, 0.0, 1e-10, marks=pytest.mark.slow)])
 def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
-        pool, tmp_path, seed, dtype, same_layout, steps, dropout, bound):
+        pool, tmp_path, seed, dtype, diverges, steps, dropout, bound):
     """A run that is stopped, killed or damaged at random steps, and saves in either format, ends as
-    one without: bit for bit in one layout, to `bound` if each part draws its own."""
+    one without: bit for bit in one layout, to `bound` if each part draws its own, and diverges."""
     rng = random.Random(seed)
-    diverges = steps > 28
     fates = ["signal", "kill", "damage"][:2 if diverges else 3]
     cfg = replace(CFG, n_layer=4, dropout=dropout)
     straight, chained = tmp_path / "straight", tmp_path / "chained"
 
     def layout(out):
-        most = 2 if same_layout or diverges else 4
-        _, (dp, tp, pp), flags = drawn(rng.random(), ["gpt"], most, cp=1, ep=1)
+        _, (dp, tp, pp), flags = drawn(rng.random(), ["gpt"], 2, cp=1, ep=1)
         return dp * tp * pp, settings(out, steps=steps, save_every=1, keep=99, dtype=dtype, tp=tp,
                                       pp=pp, **flags)
     world, config = layout(straight)
     pool.run(world, train_until, config, cfg, None, diverges, 0, None)
     chain, file, step = [], None, 0
     while step < steps:
-        if not same_layout:
+        if diverges:
             world, config = layout(straight)
         at, fate = step + rng.randint(1, max(8, steps // 2)), rng.choice(fates)
         chain.append((world, config, at, fate))
@@ -266,7 +248,7 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
                 assert abs(row[name] - two[step][name]) <= bound * row[name], (step, name, chain)
     states = [saved(straight, steps), checkpoint.load(list_checkpoints(chained)[0])]
     assert [state["monitor"]["rollbacks"] for state in states] == [diverges, diverges]
-    if same_layout:
+    if not diverges:
         assert_same_state(*states, but=("config", "run", "monitor"))
 
 
@@ -307,12 +289,12 @@ def test_a_run_made_to_diverge_ends_near_the_healthy_one(library, tmp_path, faul
         flags += ["--data", with_noise(library, tmp_path / "noisy", range(200, 241), 16, 64)]
     runs = []
     for out in (on, off):
+        out.mkdir()
+        shutil.copy(saved_file(healthy, 100), out)
+        state = torch.load(saved_file(healthy, 150))
         if fault == "overflow":             # a matrix goes wrong just before step 150
-            state = torch.load(saved_file(healthy, 150))
             state["parameters"]["blocks.1.mlp.up.weight"] *= 1e5
-            out.mkdir()
-            shutil.copy(saved_file(healthy, 100), out)
-            checkpoint.save(state, out, keep=9)
+        checkpoint.save(state, out, keep=9)
         runs.append(Command("train.py", "--out", out, *flags, "--rollback", out.name))
     (status, *_), (failed, _, error) = (run.finish(600) for run in runs)
     goal, helped, alone = (read_metrics(out)[0][-1].get("val_loss", math.inf)
@@ -368,7 +350,7 @@ def test_a_run_killed_five_times_ends_bit_equal(shards, tmp_path, form):
 
 @contextmanager
 def machines(out, *flags):
-    """Yields (start, lose). start() is a torchrun of two processes, one of two machines, by the
+    """Yields (start, lose). start() is a torchrun of one process, one of two machines, by the
     README's command; lose(it): its processes are gone at once, as if by a power failure."""
     line = next(x for x in README.split("```")[1::2] if "--nnodes=1:2" in x).replace("\\\n", " ")
     options = re.search(r"torchrun (.*?) train\.py", line)[1]
@@ -376,7 +358,7 @@ def machines(out, *flags):
         free.bind(("127.0.0.1", 0))
         host = free.getsockname()
     options = options.replace("HOST:29500", f"localhost:{host[1]}")
-    options = options.replace("--nproc_per_node=8", "--nproc_per_node=2")
+    options = options.replace("--nproc_per_node=8", "--nproc_per_node=1")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
     environment.update(re.findall(r"(TORCH_\w+)=(\S+)", line))
     running = []
@@ -406,11 +388,11 @@ def machines(out, *flags):
 
 
 @pytest.mark.fault("one of two machines is lost, with `--exact`; later another joins", tried=1,
-                   survived=1, note="bit-equal at the end, with two ranks and then four")
+                   survived=1, note="bit-equal at the end, with one rank and then two")
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_machines_that_are_left_and_has_the_same_bits(shards, tmp_path):
-    """Of two machines with two processes each, one is lost. The other goes on from the last
-    checkpoint, with half of the replicas, until a machine joins again."""
+    """Of two machines with a process each, one is lost. The other goes on from the last checkpoint,
+    with half of the replicas, until a machine joins again."""
     flags = ["--data", shards, *TINY, "--steps", 400, "--save-every", 20, "--eval-every", 10,
              "--exact", "--micro-batch", 1, "--timeout", 20]
     out = tmp_path / "out"
@@ -420,13 +402,13 @@ def test_a_run_goes_on_with_the_machines_that_are_left_and_has_the_same_bits(sha
         lose(second)
         [resumed] = wait_for(out, lambda _, events: [
             event for event in events if event["event"] == "resume"], first)
-        assert resumed["environment"]["hosts"] == [socket.gethostname()] * 2
+        assert resumed["environment"]["hosts"] == [socket.gethostname()]
         wait_for_step(out, resumed["step"] + 5, first)
         third = start()
         texts = [machine.communicate(timeout=300)[0] for machine in (first, third)]
         assert first.returncode == 0 and third.returncode == 0, texts
     worlds = [len(event["environment"]["hosts"]) for event in read_metrics(out)[1]
               if event["event"] in ("start", "resume")]
-    assert worlds == [4, 2, 4]
+    assert worlds == [2, 1, 2]
     assert Command("train.py", *flags, "--out", tmp_path / "one").finish(300)[0] == 0
     assert_same_state(saved(tmp_path / "one", 400), saved(out, 400), ("config", "run"))

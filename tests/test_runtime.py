@@ -26,7 +26,6 @@ import torch
 import checkpoint
 import data
 from base import devices
-from base.batch_ramp import batch_size_at
 from base.flops import flops_per_token, peak_flops
 from base.options import Config
 from base.processes import Job, RunError
@@ -125,8 +124,7 @@ def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys
     assert path.read_bytes() == one
 
 
-@pytest.mark.parametrize("number, told", [(errno.ENOSYS, True), (errno.EOPNOTSUPP, True),
-                                          (errno.ENOLCK, True), (errno.EIO, False)])
+@pytest.mark.parametrize("number, told", [(errno.ENOSYS, True), (errno.EIO, False)])
 def test_a_file_system_without_locks_is_told_and_used(tmp_path, capsys, number, told):
     """As Lustre without the option flock, or some of NFS. Another error is none of that."""
     with mock.patch.object(fcntl, "flock", side_effect=OSError(number, "the reason")):
@@ -170,8 +168,8 @@ def test_a_long_run_prints_fifty_lines_and_at_most_one_a_second(monkeypatch, cap
 
 def test_bits_per_byte_are_in_the_row_of_an_evaluation_as_on_the_console(run_train, two_sources,
                                                                          tmp_path, monkeypatch):
-    """Of a mixture (mean loss) / ln 2 / (mean bytes per token), by weight, and of each source. The
-    lines are a table. A resume with other weights says so in its event, too."""
+    """Of a mixture (mean loss) / ln 2 / (mean bytes per token), by weight, and of each source. A
+    resume with other weights says so in its event, too."""
     monkeypatch.chdir(two_sources)
     flags = ["--out", tmp_path, *TINY, "--eval-every", 4]
     text = run_train("--data", "a=3,b=1", *flags)[1]
@@ -183,12 +181,6 @@ def test_bits_per_byte_are_in_the_row_of_an_evaluation_as_on_the_console(run_tra
         bits = row["val_loss" + key] / math.log(2) / size
         assert row["bits_per_byte" + key] == pytest.approx(bits, rel=1e-12)
         assert f" {bits:.4f} bits a byte" in text
-    table = re.findall(r"^(?:validation|  [ab]):.*", text, re.M)
-    assert len(table) == 3
-    for word in ("nats a token", "perplexity", "bits a byte"):
-        assert len({line.index(word) for line in table}) == 1, table
-    text = run_train("--data", "a=3,b=1", *flags, "--eval-only")[1]
-    assert "on a=3,b=1:\nvalidation: " in text
     run_train("--data", "a=1,b=1", *flags, "--steps", 5)
     start, _, resume, _ = read_metrics(tmp_path)[1]
     for event, weights in [(start, (3, 1)), (resume, (1, 1))]:
@@ -273,27 +265,6 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
         assert run_log.format_step(run, row, timedelta(seconds=left)).endswith(told)
 
 
-def test_the_time_left_counts_the_sequences_of_a_ramp_and_the_evaluations():
-    """A sequence takes 3 s. After step 1 of 10 five evaluations follow, of 128 sequences and a
-    third of the time each; after step 4 four, which took 100 s, its own among them."""
-    config = Config(steps=10, batch_size=8, batch_ramp="4:2:16", eval_every=2)
-    log = run_log.RunLog(SimpleNamespace(write=nothing))
-    log.recent_seconds.append(3.0)
-    run = SimpleNamespace(config=config, model_config=CFG, val_data=Memory(CFG), batches=None)
-
-    def left(step, trained):
-        run.batches = SimpleNamespace(sequences_trained=trained)
-        return log.time_left(run, step).total_seconds()
-    sizes = []
-    for _ in range(10):
-        sizes.append(batch_size_at(config, sum(sizes)))
-    assert sizes[0] < sizes[-1]
-    assert left(1, sizes[0]) == 3 * sum(sizes[1:]) + 5 * 128
-    log.evaluation_seconds = 100.0
-    assert left(4, sum(sizes[:4])) == 3 * sum(sizes[4:]) + 400
-    assert left(10, sum(sizes)) == 100
-
-
 def contents(folder):
     """{path: (time of writing, bytes)} of the files in a folder and in its folders."""
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*")
@@ -347,13 +318,9 @@ def test_a_devices_peak_is_that_of_its_full_name():
     """The dense 16-bit TFLOP/s of the maker's data sheet. Parts of a device, slower editions and
     unknown devices have no peak rather than another's."""
     for name, peak in {
-            "Tesla V100-SXM2-16GB": 125, "Tesla V100-SXM3-32GB": 125, "Tesla V100-DGXS-32GB": 125,
-            "Tesla V100-PCIE-32GB": 112, "Tesla V100S-PCIE-32GB": 130, "A100-SXM4-40GB": 312,
-            "NVIDIA A100 80GB PCIe": 312, "NVIDIA A800-SXM4-80GB": 312,
-            "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835,
-            "NVIDIA H20-3e": 148, "NVIDIA H200": 989, "NVIDIA GH200 480GB": 989,
-            "NVIDIA B200": 2250, "NVIDIA GB10": 0, "NVIDIA A10": 125, "NVIDIA A10G": 70,
-            "NVIDIA L4": 121, "NVIDIA L40S": 362, "Tesla T4": 65, "Tesla T40 24GB": 0,
+            "Tesla V100-SXM2-16GB": 125, "Tesla V100S-PCIE-32GB": 130, "A100-SXM4-40GB": 312,
+            "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H20-3e": 148,
+            "NVIDIA A10": 125, "NVIDIA A10G": 70, "Tesla T4": 65, "Tesla T40 24GB": 0,
             "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA GeForce RTX 4090 Laptop GPU": 0,
             "NVIDIA A100-SXM4-40GB MIG 1g.5gb": 0, "AMD Instinct MI300X": 1307.4, "": 0}.items():
         assert peak_flops(name) == peak * 1e12, name

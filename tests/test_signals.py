@@ -10,56 +10,19 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import checkpoint
 from base import processes
 from base.checkpoint_files import LATEST
 from base.options import parse_flags
 from parallelism import collectives
-from runtime import checkpoint_writer, signals
-from tests.commands import TINY, kinds, launch, read_metrics, torchrun, wait_for_step
+from runtime import signals
+from tests.commands import TINY, kinds, launch, read_metrics, wait_for_step
 from tests.harness import ROOT, assert_same_state, column
-
-
-@pytest.mark.claim("After a signal the run saves, and the same command continues it.")
-@pytest.mark.parametrize("ranks, number, to", [
-    (1, signal.SIGINT, "all"), (2, signal.SIGTERM, "the last"),
-    pytest.param(2, signal.SIGTERM, "torchrun", marks=pytest.mark.slow)])
-def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, number, to):
-    """A rank that gets a signal tells the others; torchrun passes its own on to all. One process
-    saves, then ends by the signal, so that Ctrl-C ends a shell's loop; a rank exits with 0."""
-    flags = ["--data", shards, "--out", tmp_path, *TINY, "--steps", 100000, "--save-every", 0,
-             "--eval-every", 0, "--pp", ranks]
-    if to == "torchrun":
-        run = [torchrun(ranks, ROOT / "train.py", *flags)]
-    else:
-        run = launch(ranks, *flags)
-    wait_for_step(tmp_path, 3, run[0])
-    for process in run:
-        if to == "all" or process is run[-1]:
-            process.send_signal(number)
-    if to == "torchrun":
-        text, _ = run[0].communicate(timeout=60)
-    else:
-        (status, text, error), *others = [process.finish() for process in run]
-        expected = -number if ranks == 1 else 0
-        assert (status, error) == (expected, "") and others == [(0, "", "")] * (ranks - 1)
-    rows, events = read_metrics(tmp_path)
-    last = rows[-1]["step"]
-    assert events[-1].items() >= dict(event="stop", step=last).items()
-    assert "val_loss" not in rows[-1]
-    assert f"saved after step {last}; run the same command to go on" in text
-    assert checkpoint.load(tmp_path / "latest.pt")["step"] == last >= 3
-    ends = [process.finish() for process in launch(ranks, *flags, "--steps", last + 1)]
-    assert [status for status, *_ in ends] == [0] * ranks, ends
-    assert column(read_metrics(tmp_path)[0], "step") == [*range(1, last + 2)]
 
 
 def test_a_signal_promises_no_save_that_a_dead_peer_prevents(shards, tmp_path):
@@ -120,25 +83,29 @@ def slow(method, step=None):
 """
 
 
+@pytest.mark.claim("After a signal the run saves, and the same command continues it.")
 @pytest.mark.parametrize("form, phase, number, ranks", [
     ("file", "start", signal.SIGTERM, 1), ("file", "step", signal.SIGHUP, 1),
-    ("file", "step", signal.SIGUSR1, 1),
+    ("file", "step", signal.SIGUSR1, 1), ("file", "step", signal.SIGTERM, 2),
     ("folder", "evaluation", signal.SIGINT, 1), ("file", "save", signal.SIGTERM, 2),
-    *(pytest.param(form, phase, signal.SIGTERM, 2, marks=pytest.mark.slow)
-      for form in LATEST for phase in PHASES)])
+    *(pytest.param("folder", phase, signal.SIGTERM, 2, marks=pytest.mark.slow)
+      for phase in PHASES)])
 def test_a_signal_ends_a_run_after_the_step_in_progress(shards, things, tmp_path, phase, number,
                                                         ranks, form):
     """Its step is evaluated, where that is due, and saved. The same command goes on, and ends with
-    the bits of a run that was not stopped. Two ranks get the signal from their launcher."""
+    the bits of a run that was not stopped. One process ends by the signal, so that Ctrl-C ends a
+    shell's loop; a rank exits with 0. Two ranks get the signal from their launcher, or in a step
+    the last one alone, which tells the other."""
     statement, last = PHASES[phase]
     command = ["--data", shards, *TINY, "--pp", ranks, "--checkpoint-format", form]
     run = start_and_wait_for(ranks, tmp_path, SLOW + statement, *command)
     time.sleep(0.1)
-    for process in run:
+    for process in run[-1:] if phase == "step" else run:
         process.send_signal(number)
-    (status, text, error), *_ = [process.finish() for process in run]
+    (status, text, error), *others = [process.finish() for process in run]
     stopped = last < 4
     assert (status, error) == (-number if ranks == 1 and stopped else 0, "")
+    assert others == [(0, "", "")] * (ranks - 1)
     assert (f"stopped and saved after step {last}; " in text) == stopped
     rows, events = read_metrics(tmp_path / "out")
     assert column(rows, "step") == list(range(1, last + 1))
@@ -196,58 +163,22 @@ def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monk
         "ended without saving"]
 
 
-SLOW_SAVE = """
+def test_a_signal_that_one_rank_gets_later_than_another_is_no_second_one(shards, tmp_path):
+    """As from the launchers of two machines, while the first is saving."""
+    run = start_and_wait_for(2, tmp_path, """
 def slow_save(state, *where, save=checkpoint.save):
-    if state["step"] == {step}:
+    if state["step"] == 2:
         there()
         time.sleep(2)
     return save(state, *where)
 checkpoint.save = slow_save
-"""
-
-
-def test_a_signal_that_one_rank_gets_later_than_another_is_no_second_one(shards, tmp_path):
-    """As from the launchers of two machines, while the first is saving."""
-    run = start_and_wait_for(2, tmp_path, SLOW_SAVE.format(step=2), "--data", shards, *TINY,
-                             "--steps", 100000, "--pp", 2, "--eval-every", 0)
+""", "--data", shards, *TINY, "--steps", 100000, "--pp", 2, "--eval-every", 0)
     run[1].send_signal(signal.SIGTERM)
     time.sleep(1.2)
     run[0].send_signal(signal.SIGTERM)
     ends = [process.finish() for process in run]
     assert [(status, error) for status, _, error in ends] == [(0, ""), (0, "")], ends
     assert "stopped and saved after step " in ends[0][1]
-
-
-def test_an_out_whose_name_is_not_utf_8_is_resumed_and_sampled(run_train, capsys, shards, tmp_path):
-    """As a folder of an old system, or any accent in a process without UTF-8."""
-    out = os.fsdecode(bytes(tmp_path) + b"/\xff")
-    for steps in (2, 4):
-        status, text, error = run_train("--data", shards, "--out", out, *TINY, "--steps", steps)
-        assert (status, error) == (0, "")
-    assert ", after step 2" in text
-    model, state = checkpoint.load_model(Path(out) / "latest.pt")
-    assert state["step"] == 4
-
-
-def test_a_signal_ends_a_run_whose_output_is_closed(shards, tmp_path):
-    command = shlex.join(map(str, [sys.executable, ROOT / "train.py", "--data", shards, "--out",
-                                   tmp_path, *TINY, "--steps", 100000]))
-    run = subprocess.Popen(["bash", "-c", f"exec {command} >&-"])
-    wait_for_step(tmp_path, 3, run)
-    run.send_signal(signal.SIGTERM)
-    assert run.wait(10) == -signal.SIGTERM
-    assert (tmp_path / "lock").read_text().count("\n") == 0        # nothing was printed to it
-    assert kinds(read_metrics(tmp_path)[1])[-1] == "stop"
-
-
-@pytest.mark.slow
-def test_a_mistake_ends_torchruns_restarts(shards, tmp_path):
-    """A restart would repeat it. Another failure is still restarted."""
-    group = torchrun(2, "--max-restarts=3", ROOT / "train.py", "--data", shards, "--tp", 3, "--out",
-                     tmp_path / "out")
-    _, error = group.communicate(timeout=60)
-    assert group.returncode != 0
-    assert error.count("2 processes are not divisible by tp 3") == 1, error
 
 
 def test_only_a_launcher_with_restarts_left_is_ended(monkeypatch):
@@ -262,26 +193,6 @@ def test_only_a_launcher_with_restarts_left_is_ended(monkeypatch):
     assert ended == []
     processes.forbid_restart(processes.Job(parent=parent))
     assert ended == [(parent, signal.SIGTERM)]
-
-
-def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(monkeypatch):
-    """Serves restarts by torchrun: three ranks, as threads, meet three times under a new prefix of
-    a store that holds what the groups before wrote; without the others there is no answer."""
-    store = dist.HashStore()
-    threads = checkpoint_writer.ThreadPoolExecutor(3)
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, None, None)]))
-
-    def meet(rank, attempt):
-        time.sleep(0.1 * ((rank + attempt) % 3))                # the dead ones' keys come first
-        prefix = processes.rendezvous(rank, 3, timedelta(seconds=20))
-        of_the_dead = prefix.check([f"{rank}"])
-        prefix.set(f"{rank}", "here")
-        return prefix, of_the_dead
-    for attempt in range(3):
-        for prefix, of_the_dead in list(threads.map(meet, range(3), [attempt] * 3)):
-            assert prefix.check(["0", "1", "2"]) and not of_the_dead
-    with pytest.raises(RuntimeError, match="no answer"):        # nobody but the dead
-        processes.rendezvous(1, 3, timedelta(seconds=0.3))
 
 
 @pytest.mark.slow

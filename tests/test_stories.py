@@ -48,16 +48,6 @@ $ diff -r base copy && rm -r base
 A 0 TINY --out new --resume base/step_00000002.pt --steps 7 :: after step 6
 = state("new/latest.pt")["run"]["id"] == state("new/step_00000002.pt")["run"]["id"]
 = state("new/latest.pt")["run"]["origin"][0] == "resume" """,
-    "resume FILE by other paths": r"""
-0 TINY --out base ::
-0 TINY --out new --keep 1 --resume base/step_00000002.pt ::
-$ ln -s base/step_00000002.pt link.pt && mv base/step_00000004.pt base/step_00000003.pt
-0 TINY --out ./new --keep 1 --resume link.pt --steps 5 :: after step 4
-$ rm link.pt && mv base old
-0 TINY --out old/../new --keep 1 --resume ./old/step_00000002.pt --steps 6 :: step 5
-2 TINY --out new --resume old/step_00000003.pt :: did not begin from old/step_00000003.pt: drop
-$ rm -r old && mv new newer && truncate -s 1000 newer/step_00000006.pt
-0 TINY --out newer :: 6.pt is damaged.*newer/step_00000002.pt, after step 2""",
     "init-from FILE": r"""
 0 TINY --out base ::
 0 TINY --out new --init-from base/step_00000004.pt --lr 0 --steps 1 --seq-len 8 :: weights  from

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model import IGNORE_INDEX, GPTConfig
 from parallelism.build import Grid
 from parallelism.tensor import (MAX_LOGITS, ColumnParallelLinear, softmax_over_ranks, tile_loss,
-                                tile_size, tile_sums)
+                                tile_sums)
 from tests.harness import (CFG, Alive, Passes, gridded, in_turn, on_ranks, random_gpt,
                            random_tensor, relative, stage_of, staged, tokens_of, traffic)
 
@@ -58,14 +58,6 @@ def test_the_loss_of_a_tile_passes_over_its_logits_few_times(dtype, keeps_p):
     assert {"amax", "sum"} < set(passes.names) and len(passes.names) <= most
     assert relative(loss, expected_loss.detach()) < 1e-6
     assert relative(logits, F.pad(exact.grad, (0, 84))) < torch.finfo(dtype).eps
-
-
-def test_logits_are_computed_in_equal_tiles_of_at_most_MAX_LOGITS():
-    """A GPU's 2^28 logits hold 5336 positions of GPT-2: four microbatches of 4096 positions are
-    four tiles. Without p they are two."""
-    assert tile_size(4 * 4096, 50304, "cuda") == 4096
-    assert tile_size(4 * 4096, 50304, "cuda", without_p=True) == 8192
-    assert tile_size(4 * 4096, 50304, "cpu", without_p=True) == tile_size(4 * 4096, 50304, "cpu")
 
 
 @pytest.mark.parametrize("sequence_parallel, expected", [

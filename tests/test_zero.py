@@ -17,7 +17,7 @@ from parallelism.parameters import param_specs
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import one_f_one_b
 from parallelism.zero import FlatParameters
-from tests.harness import (CFG, FORMULA, Passes, assert_close, gridded, in_turn, plain_gradient,
+from tests.harness import (CFG, FORMULA, assert_close, gridded, in_turn, plain_gradient,
                            run_steps, settings, staged, tokens_of, traffic, without_saves)
 from tests.test_layouts import MODELS
 from tools.plan.memory import rank_buckets
@@ -153,35 +153,6 @@ def test_sums_of_buckets_overlap_backward(pool, zero, most_held):
                 assert place[previous, ""] < place["gather ends", bucket] < place[part, ""]
 
 
-@pytest.mark.parametrize("stage, expected", [
-    (0, "2.mlp 2.attn 1.mlp 1.attn 0.mlp 0.attn ends tied"),
-    (1, "tied 4.mlp 4.attn 3.mlp 3.attn ends")])
-def test_buckets_are_summed_in_the_order_of_their_completion(stage, expected):
-    """Mechanism (that backward hides the largest one): on a pipeline's last stage the tied matrix
-    is first, because only the head uses it there."""
-    local, flat = staged(CFG, Grid(dp=1, pp=2, tp=1, rank=stage))
-    order = []
-    flat._start_grad_sync = lambda bucket: order.append(bucket.name)
-    x = tokens_of(CFG, 2) if stage == 0 else torch.randn(2, 16, 32, requires_grad=True)
-    flat.prepare_grad_sync(local, True)
-    local(x, tokens_of(CFG, 2)).sum().backward()
-    assert " ".join(order) == expected
-
-
-@pytest.mark.parametrize("dtype, copies", [(torch.float32, 0), (torch.bfloat16, 1)])
-def test_a_step_calls_each_operation_on_all_buckets_once(dtype, copies):
-    """Mechanism (that a GPU does not wait for the host): not once a bucket, of which there are 12.
-    AdamW takes two calls: for what decays, and for what does not."""
-    local, flat = staged(CFG, Grid(1, 1, 1), dtype)
-    assert len(flat.buckets) == 12
-    with Passes() as seen:
-        flat.zero_grad()
-        flat.adamw_step(0.5, 1, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
-    counts = {name: seen.calls.count(name) for name in ("_foreach_zero_", "_foreach_mul_",
-                                                        "_fused_adamw_", "_foreach_copy_", "copy_")}
-    assert list(counts.values()) == [1, 1, 2, copies, 0]
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_zero_3_holds_one_block_and_gathers_the_next(recompute):
     """Mechanism (of ZeRO 3's memory and overlap): which buckets have memory, the two halves of a
@@ -215,37 +186,17 @@ def test_zero_3_holds_one_block_and_gathers_the_next(recompute):
     assert in_turn(seen) == [*forward, *backward, "", *forward, ""]
 
 
-# ---- Full tensors by name
-
-def refused(read, *args):
-    with pytest.raises((RuntimeError, ValueError)) as error:
-        next(iter(read(*args)))
-    return str(error.value)
+def gradients_and_weights(run):
+    return dict(full_gradients(run.flat)), dict(full_tensors(run.flat, "master"))
 
 
-def read_before_the_sum(run):
-    finish = run.flat.finish_grad_sync
-
-    def look_and_finish():
-        run.early = refused(full_gradients, run.flat)
-        finish()
-    run.flat.finish_grad_sync = look_and_finish
-    without_saves(run)
-
-
-def read_after_a_step(run):
-    refused(full_tensors, run.flat, "weights")
-    return run.early, dict(full_gradients(run.flat)), dict(full_tensors(run.flat, "master"))
-
-
-def test_full_tensors_are_read_by_name_on_every_rank_or_refused(pool, tmp_path):
-    """On two replicas of two stages. A gradient before its sum over the ranks is refused."""
+def test_full_tensors_are_read_by_name_on_every_rank(pool, tmp_path):
+    """On two replicas of two stages."""
     cfg = replace(CFG, n_layer=2)
     config = settings(tmp_path, steps=1, micro_batch=1, pp=2, zero=2)
-    answers = pool.run(4, run_steps, (2, 1, 2), config, cfg, read_after_a_step, None,
-                       read_before_the_sum)
+    answers = pool.run(4, run_steps, (2, 1, 2), config, cfg, gradients_and_weights, None,
+                       without_saves)
     for answer in answers:
-        early, gradients, weights = answer.seen[0]
-        assert "not summed" in early
+        gradients, weights = answer.seen[0]
         assert_close({"gradient": (gradients, plain_gradient(cfg))}, 1e-5)
         assert_close({"weights": (weights, answers[0].state["master"])}, 0)
