@@ -26,6 +26,7 @@ import torch
 import checkpoint
 import data
 from base import devices
+from base.batch_ramp import sequences_after
 from base.flops import flops_per_token, peak_flops
 from base.options import Config
 from base.processes import Job, RunError
@@ -263,6 +264,20 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
         run.config = Config(dtype=dtype)
         row |= dict(tokens_per_second=1e9, loss_scale=8.0)
         assert run_log.format_step(run, row, timedelta(seconds=left)).endswith(told)
+
+
+def test_the_time_left_counts_the_sequences_of_a_ramp_and_the_evaluations():
+    """A sequence takes 3 s; five evaluations of 128 sequences follow step 1, of a third of that."""
+    config = Config(steps=10, batch_size=8, batch_ramp="4:2:16", eval_every=2)
+    log = run_log.RunLog(SimpleNamespace(write=nothing))
+    log.recent_seconds.append(3.0)
+    batches = SimpleNamespace(sequences_trained=4)
+    run = SimpleNamespace(config=config, model_config=CFG, val_data=Memory(CFG), batches=batches)
+    left = sequences_after(config, 4, 9) - 4
+    assert 9 * 4 < left < 9 * 8
+    assert log.time_left(run, 1).total_seconds() == 3 * left + 5 * 128
+    log.evaluation_seconds = 100.0
+    assert log.time_left(run, 1).total_seconds() == 3 * left + 500
 
 
 def contents(folder):

@@ -99,6 +99,8 @@ A 0 TINY --out new --init-from old/step_00000004.pt --seq-len 8 --steps 6 :: aft
 0 --out o --batch-ramp none --skip-steps none --steps 9 --log-every 3 :: .
 = re.findall(r"^step (\d)/9", text, re.MULTILINE) == ["6", "9"]
 = column(rows("o"), "step") == [*range(1, 10)]
+! trained = torch.tensor(column(rows("o"), "batch_size")).cumsum(0)
+= column(rows("o"), "tokens") == (16 * trained).tolist()
 = config("o").items() >= dict(batch_ramp=None, skip_steps=None).items()""",
     "a branch has the whole state but a new history": r"""
 0 TINY --out o ::
