@@ -2,8 +2,10 @@
 
 That layouts and resumed runs are alike: test_all.py.
 """
+import math
 import re
 from dataclasses import asdict, replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 import checkpoint
 import data
 import train
+from base.errors import RunError
 from base.options import Config
 from model import GPT, GPTConfig
 from tests.commands import TINY, launch, read_metrics
@@ -36,6 +39,16 @@ def test_losses_equal_the_recorded_ones(tmp_path):
     config = settings(tmp_path, dtype="fp64", steps=50, lr=3e-3, init_from=str(file), micro_batch=8)
     rows = run_steps(0, 1, (1, 1, 1), config, GOLDEN).rows
     assert relative(column(rows[:10], "loss"), GOLDEN_LOSSES) <= 1e-9
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_a_plain_step_whose_norm_is_not_finite_ends_the_run(norm):
+    model = GPT(GOLDEN).initialize(1)
+    shards = [np.arange(400) % GOLDEN.vocab_size]
+    config = Config(lr=1e-3)
+    with mock.patch.object(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(norm)), \
+            pytest.raises(RunError, match="lower --lr"):
+        train.plain_step(config, model, train.plain_adamw(config, model), shards, 1)
 
 
 def test_learning_rate_warms_up_then_decays_to_the_ratio():
