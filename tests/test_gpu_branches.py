@@ -304,7 +304,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
     names = "all_reduce", "reduce_scatter_single", "all_gather_single", "isend", "irecv"
     with gridded(rank, world, tp, pp, config.sequence_parallel, cp=config.cp) as grid, \
             ExitStack() as stack:
-        for module in ("runtime.sums", "parallelism.pipeline", "parallelism.zero"):
+        for module in ("train", "runtime.sums", "parallelism.pipeline", "parallelism.zero"):
             stack.enter_context(mock.patch(f"{module}.sum_dtype", lambda device: wide))
         stack.enter_context(mock.patch.multiple(
             dist, P2POp=lambda *message: message, batch_isend_irecv=batch,
