@@ -125,9 +125,9 @@ def test_data_py_needs_neither_torch_nor_the_model():
 # Lines at most, of folders, of files of the book and of the program. A change that raises one says
 # what it is worth.
 LINES = {"base": 1655, "corpus": 2700, "models": 870, "parallelism": 3850, "runtime": 2900,
-         "tools": 4400, "parallel.py": 900, "model.py": 350, "train.py": 380, "checkpoint.py": 190,
+         "tools": 4390, "parallel.py": 900, "model.py": 350, "train.py": 380, "checkpoint.py": 190,
          "data.py": 220, "sample.py": 140, "amp.py": 130}
-PROGRAM = 18_650
+PROGRAM = 18_620
 
 
 def test_the_program_grows_by_decision_alone():

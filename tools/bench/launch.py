@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import train
+from corpus.shards import append_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,9 +30,7 @@ def random_data(folder: Path, vocab: int) -> Path:
     if not path.exists():
         path.mkdir()
         for split, count in (("train", 400_000), ("val", 2049)):
-            header = np.array([20240520, 1, count], "<i4").tobytes().ljust(1024, b"\0")
-            tokens = draw.integers(vocab, size=count).astype("<u2").tobytes()
-            (path / f"{split}_000000.bin").write_bytes(header + tokens)
+            append_tokens(path, split, draw.integers(vocab, size=count).astype("<u2"), 0, count)
         (path / "meta.json").write_text(json.dumps(dict(
             tokenizer="bytes", vocab_size=vocab, bytes_per_token=1.0, fingerprint="random")))
     return path
