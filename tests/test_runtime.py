@@ -136,6 +136,12 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, capsys, number, 
     assert capsys.readouterr().err.startswith(error) == told
 
 
+def test_a_lock_refuses_checkpoints_that_came_since_the_start(tmp_path):
+    (tmp_path / "step_00000001.pt").touch()
+    with pytest.raises(RunError, match="has just written"), directory.lock_output_dir(tmp_path, []):
+        pass
+
+
 @pytest.mark.parametrize("flags, seconds, lines", [
     ({}, 0.1, [1, *range(20, 1001, 20)]), ({}, 1 / 128, [1, *range(140, 1001, 140), 1000]),
     (dict(steps=5), 0.1, [1, 5]), (dict(steps=5), 2, [1, 2, 3, 4, 5]),
