@@ -23,6 +23,7 @@ stay as they are. The step number, the learning-rate schedule and the place in t
 batch is not tried again, because a batch that always overflows would stop the run.
 """
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,38 +42,12 @@ PRECISIONS = {                      # by --dtype
 }
 
 
-# ---------------------------------------------------------------------------------------------
-# The loss scaler
-#
-# Dynamic loss scaling in its plainest form is one function. A test runs it beside
-# torch.amp.GradScaler. Training departs from the plain form:
-#
-#     1  the scale also grows, after 2,000 steps in a row without overflow     LossScaler.update
-#     2  the scale has a floor, which it reaches only if the run diverges      min_scale
-#     3  if one rank has an overflow, all ranks skip the step                  train.Run.step_stats
-#     4  one factor divides by the scale and clips, in one pass                clip_factor
-#     5  gradients and masters are fp32, beside 16-bit parameters              FlatParameters
-# ---------------------------------------------------------------------------------------------
-
-
-def plain_scaled_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer, scale: float) -> float:
-    """Take one step of `optimizer` on the gradients of an fp16 `loss`. Returns the next scale."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.zero_grad()
-    (loss * scale).backward()                       # small gradients no longer round to zero
-    if not all(p.grad.isfinite().all() for p in parameters):
-        return scale / 2                            # overflow: skip this step
-    for p in parameters:
-        p.grad /= scale
-    optimizer.step()
-    return scale
-
-
 MIN_SCALE = 1.0                 # the floor of the loss scale
 NEVER = 2 ** 62                 # a growth_interval that no run reaches
 NOT_FINITE = "not finite"       # why a step is skipped: the loss or a gradient is inf or NaN
 
 
+@dataclass
 class LossScaler:
     """The factor on the loss: halved when gradients overflow, doubled after a long run without.
 
@@ -80,15 +55,12 @@ class LossScaler:
     never falls below `min_scale` and never grows past what fp32 holds. `update` never raises.
     runtime/divergence.py judges what a scale at its floor means."""
 
-    def __init__(self, init_scale: float = 2.0 ** 16, growth_factor: float = 2.0,
-                 backoff_factor: float = 0.5, growth_interval: int = 2000,
-                 min_scale: float = MIN_SCALE):
-        self.scale = _round_to_fp32(init_scale)
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.growth_interval = growth_interval
-        self.min_scale = min_scale
-        self.growth_tracker = 0         # steps without overflow since the scale last changed
+    scale: float = 2.0 ** 16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = MIN_SCALE
+    growth_tracker: int = 0         # steps without overflow since the scale last changed
 
     def update(self, found_inf: bool) -> None:
         """Call once, after each step. `found_inf`: a gradient of some rank overflowed."""
@@ -114,7 +86,7 @@ def make_scaler(dtype: str) -> LossScaler:
     """The scaler of a precision. Only fp16 needs one. In the others the scale stays 1."""
     if dtype == "fp16":
         return LossScaler()
-    return LossScaler(init_scale=1.0, growth_interval=NEVER)
+    return LossScaler(scale=1.0, growth_interval=NEVER)
 
 
 def _round_to_fp32(x: float) -> float:

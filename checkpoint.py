@@ -26,10 +26,10 @@ Reading it runs no code from it.
 
 A file of weights alone has no moments and is for `train.py --init-from`.
 
-First come `plain_save` and `plain_load` for a model in one process, then `restore` in any layout,
-then `save` and `load` of a run. runtime/checkpoint_writer.py moves the pieces to rank 0, and
-base/checkpoint_folder.py has a format for larger models: a folder, of which every rank writes a
-part.
+`save` writes and `load` reads a state. For the plain program `plain_save` makes the state of an
+AdamW, and `plain_load` takes it back. Of a run in any layout runtime/checkpoint_writer.py moves the
+pieces to rank 0, and `restore` takes back each rank's slices. base/checkpoint_folder.py has a
+format for larger models: a folder, of which every rank writes a part.
 """
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
@@ -37,12 +37,9 @@ from pathlib import Path
 import torch
 
 from base.checkpoint_files import errors_as_corrupt, read_state, remove_old, step_file, verify
-from base.checkpoint_folder import FolderTensors, add_tensors, shapes_of
 from base.disk import flush_folder, link_file, retry_transient, write_file
 from model import GPT, OF_VOCABULARY, GPTConfig
 from models import make_config
-from parallelism.kernels import use_kernels
-from parallelism.zero import FlatParameters
 
 FORMAT = 7
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -51,66 +48,7 @@ KEYS = {"format", "step", "consumed_samples", "tokens", "optimizer_steps", "conf
 OPTIONAL = ("tokenizer_file", "template", "template_file", "ends")
 
 
-# ---- In one process -------------------------------------------------------------------------
-
-def named_tensors(model: GPT, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
-    """Yields (key of the file, global name, tensor). The tensors are views of the parameters and
-    moments, without the padding of the vocabulary."""
-    shapes = parameter_shapes(model.cfg)
-    for name, parameter in model.named_parameters():        # tied weights once
-        rows = shapes[name][0]
-        moments = optimizer.state[parameter]
-        yield "parameters", name, parameter.detach()[:rows]
-        yield "exp_avg", name, moments["exp_avg"][:rows]
-        yield "exp_avg_sq", name, moments["exp_avg_sq"][:rows]
-
-
-def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: Path,
-               keep: int) -> None:
-    """Write out/step_0000000k.pt and latest.pt, and remove all but the newest `keep` checkpoints.
-    `facts` are the entries of the file except the tensors and the number of updates, which Adam
-    counts."""
-    adam = next(iter(optimizer.state.values()))     # all parameters have the same count
-    state = {**facts, "optimizer_steps": int(adam["step"]),
-             "parameters": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    for key, name, tensor in named_tensors(model, optimizer):
-        state[key][name] = tensor.cpu().clone()     # torch.save would write a view's whole memory
-    save(state, out, keep)
-
-
-@torch.no_grad()
-def plain_load(model: GPT, optimizer: torch.optim.AdamW, path: Path) -> None:
-    """Fill the model and the optimizer from a file that any layout wrote."""
-    state = torch.load(path, map_location="cpu", weights_only=True)     # runs no code from the file
-    for parameter in model.parameters():
-        optimizer.state[parameter] = dict(
-            step=torch.tensor(float(state["optimizer_steps"])),
-            exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
-    for key, name, tensor in named_tensors(model, optimizer):
-        tensor.copy_(state[key][name])
-
-
-# ---- In any layout: each rank reads its slices of the full tensors --------------------------
-
-def restore(state: dict, flat: FlatParameters) -> None:
-    """Load this rank's slices of a checkpoint's full tensors into the flat buffers. Takes the
-    tensors out of `state`."""
-    for key, flat_name in STATE.items():
-        load_shards(state.pop(key), flat, flat_name)
-    flat.sync_params()
-    flat.wait_params()
-
-
-def load_shards(tensors: Mapping, flat: FlatParameters, kind: str) -> None:
-    """Fill this rank's shard[kind] of each bucket from full tensors, of which it reads only these
-    slices. A file's position table may be longer than the model's."""
-    if isinstance(tensors, FolderTensors):
-        tensors.load_shards(flat, kind)
-    else:
-        flat.load(kind, lambda name, shape: tensors[name][:shape[0]])
-
-
-# ---- The files of a run ---------------------------------------------------------------------
+# ---- Files ----------------------------------------------------------------------------------
 
 def save(state: dict, out: Path, keep: int, protected: Container[str] = ()) -> Path:
     """Write out/step_0000000k.pt and latest.pt. Then remove old checkpoints, except the newest
@@ -134,6 +72,7 @@ def load(path: Path) -> dict:
     with errors_as_corrupt(path, "is refused"):
         state = read_state(path)
         if path.is_dir():
+            from base.checkpoint_folder import add_tensors      # files need nothing of it
             state = add_tensors(state, path, STATE)
         if not isinstance(state, dict) or "format" not in state:
             raise ValueError("it is not a checkpoint of this project")
@@ -152,9 +91,10 @@ def check_entries(state: dict) -> None:
     if difference:
         raise ValueError(f"its keys differ: {sorted(difference)}")
     shapes = parameter_shapes(make_config(**state["model"]))
-    weights_only = not state["exp_avg"] and not state["exp_avg_sq"]
     for key in STATE:
-        if shapes_of(state[key]) != shapes and (key == "parameters" or not weights_only):
+        tensors = getattr(state[key], "like", state[key])       # those of a folder are not read
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if found != shapes and (key == "parameters" or state["exp_avg"] or state["exp_avg_sq"]):
             raise ValueError(f"its {key} are not those of its model")
 
 
@@ -167,6 +107,43 @@ def parameter_shapes(model_config: GPTConfig) -> dict[str, tuple]:
                      if name in shapes}
 
 
+# ---- The tensors of one process -------------------------------------------------------------
+
+def named_tensors(model: GPT, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
+    """Yields (key of the file, global name, tensor). The tensors are views of the parameters and
+    moments, without the padding of the vocabulary."""
+    shapes = parameter_shapes(model.cfg)
+    for name, parameter in model.named_parameters():        # tied weights once
+        rows = shapes[name][0]
+        moments = optimizer.state[parameter]
+        yield "parameters", name, parameter.detach()[:rows]
+        yield "exp_avg", name, moments["exp_avg"][:rows]
+        yield "exp_avg_sq", name, moments["exp_avg_sq"][:rows]
+
+
+def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: Path,
+               keep: int) -> None:
+    """`save` of a model and its optimizer. `facts` are the entries of the file except the tensors
+    and the number of updates, which Adam counts."""
+    adam = next(iter(optimizer.state.values()))     # all parameters have the same count
+    state = {**facts, "optimizer_steps": int(adam["step"]), **{key: {} for key in STATE}}
+    for key, name, tensor in named_tensors(model, optimizer):
+        state[key][name] = tensor.cpu().clone()     # torch.save would write a view's whole memory
+    save(state, out, keep)
+
+
+@torch.no_grad()
+def plain_load(model: GPT, optimizer: torch.optim.AdamW, path: Path) -> None:
+    """Fill the model and the optimizer from a checkpoint that any layout wrote."""
+    state = load(path)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = dict(
+            step=torch.tensor(float(state["optimizer_steps"])),
+            exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+    for key, name, tensor in named_tensors(model, optimizer):
+        tensor.copy_(state[key][name])
+
+
 def load_model(path: Path) -> tuple[GPT, dict]:
     """Load the full model into one process on the CPU. Returns it and the file's state."""
     verify(path)
@@ -176,5 +153,24 @@ def load_model(path: Path) -> tuple[GPT, dict]:
         for name, parameter in model.named_parameters():
             full = state["parameters"][name]
             parameter.zero_()[:full.shape[0]] = full            # zero: the vocabulary padding
-    use_kernels(model)
     return model.eval(), state
+
+
+# ---- The tensors of any layout: each rank reads its slices ----------------------------------
+
+def restore(state: dict, flat) -> None:
+    """Load this rank's slices of a checkpoint's full tensors into a zero.FlatParameters. Takes the
+    tensors out of `state`."""
+    for key, flat_name in STATE.items():
+        load_shards(state.pop(key), flat, flat_name)
+    flat.sync_params()
+    flat.wait_params()
+
+
+def load_shards(tensors: Mapping, flat, kind: str) -> None:
+    """Fill this rank's shard[kind] of each bucket from full tensors, of which it reads only these
+    slices. A file's position table may be longer than the model's."""
+    if isinstance(tensors, dict):
+        flat.load(kind, lambda name, shape: tensors[name][:shape[0]])
+    else:
+        tensors.load_shards(flat, kind)         # a checkpoint_folder.FolderTensors

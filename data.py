@@ -11,9 +11,9 @@ A run's position in its data is one integer: how many sequences it has consumed.
 function of that number and the seed. So all layouts of ranks read the same batches, and a resume
 repeats no sequence and leaves none out.
 
-`plain_prepare` writes shards and `plain_batch` reads batches, in the plainest form. `TokenDataset`
-and `Batches` give train.Run the same batches. They also read mixtures of several directories
-(corpus/mixtures.py) and conversations (corpus/windows.py).
+`TextWindows` and `epoch_windows` are this. The plain program reads them through `plain_batch`, and
+train.Run through a `TokenDataset`, which also has mixtures of several directories
+(corpus/mixtures.py) and conversations (corpus/conversations.py).
 
 A shard is llm.c's file: 256 int32 (magic number 20240520, version 1, the number of tokens, zeros),
 then the tokens as uint16. A vocabulary of more than 65,536 tokens has magic number 20240801,
@@ -26,7 +26,6 @@ corpus/flags.py has its flags, and corpus/prepare.py does the work.
     python data.py --input a.txt b.jsonl --out data/mine
     python data.py --input chat.jsonl --out data/chat   # conversations: only answers count
 """
-import hashlib
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -36,28 +35,10 @@ import base      # first: without numpy or tiktoken it ends the program in one l
 import numpy as np
 
 from base.batch_ramp import batch_size_at
-from corpus.mixtures import NO_WINDOW, open_mixture
-from corpus.permutation import permute
+from corpus.mixtures import open_mixture
 from corpus.shards import find_shards, open_shard
 
 IGNORE_INDEX = -1       # a target that does not count in the loss, as model.IGNORE_INDEX
-
-
-def plain_prepare(texts, tokenizer, directory: Path, seed=0) -> None:
-    """Write one shard for each split. The split of a text is a function of (seed, text). Of fewer
-    than 20 texts, none may validate. corpus/dedup_and_split.py has rules for them."""
-    tokens = dict(train=[], val=[])
-    salt = seed.to_bytes(16, "little")
-    for text in dict.fromkeys(texts):               # of equal texts the first
-        digest = hashlib.blake2b(text.encode(), digest_size=16, salt=salt).digest()
-        number = int.from_bytes(digest[:8], "little")           # as if drawn from 0 to 2^64 - 1
-        split = "val" if number < 2**64 // 20 else "train"      # 5% of the texts validate
-        tokens[split] += [tokenizer.eot_token, *tokenizer.encode_ordinary(text)]
-    for split, ids in tokens.items():
-        header = np.zeros(256, "<i4")
-        header[:3] = 20240520, 1, len(ids)
-        shard = header.tobytes() + np.array(ids, "<u2").tobytes()
-        (directory / f"{split}_000000.bin").write_bytes(shard)
 
 
 def open_shards(directory, split: str) -> list[np.ndarray]:
@@ -65,29 +46,63 @@ def open_shards(directory, split: str) -> list[np.ndarray]:
     return [open_shard(path) for path in find_shards(Path(directory), split)]
 
 
-def plain_window(shards: list[np.ndarray], seq_len: int, number: int) -> np.ndarray:
-    """The window with this number, (T+1,). The first of a shard is its tokens 0 to T, the next its
-    tokens T to 2 T. Numbers continue from shard to shard."""
-    for tokens in shards:
-        count = (len(tokens) - 1) // seq_len        # windows of this shard
-        if number < count:
-            return tokens[number * seq_len:(number + 1) * seq_len + 1]
-        number -= count
-    raise IndexError("there are fewer windows")
+# ---- Windows --------------------------------------------------------------------------------
+
+class TextWindows:
+    """The windows of shards of text. The first of a shard is its tokens 0 to T, the next its tokens
+    T to 2 T. Numbers continue from shard to shard. All T targets of a window count in the loss."""
+
+    def __init__(self, shards: list[np.ndarray], seq_len: int):
+        self.shards, self.seq_len = shards, seq_len
+        self.ends = np.cumsum([(len(tokens) - 1) // seq_len for tokens in shards])  # up to each
+        self.count = int(self.ends[-1])
+        if self.count == 0:
+            longest = max(map(len, shards))
+            raise ValueError(f"{shards[-1].filename}: {longest} tokens are too few for a window of "
+                             f"{seq_len} + 1: give more text, or a smaller --seq-len")
+
+    def tokens(self, number: int) -> np.ndarray:
+        """The window with this number, (T+1,)."""
+        shard = int(np.searchsorted(self.ends, number, side="right"))
+        place = number - (self.ends[shard - 1] if shard > 0 else 0)     # in the shard
+        return self.shards[shard][place * self.seq_len:(place + 1) * self.seq_len + 1]
+
+    def arrays(self) -> list[np.ndarray]:
+        """What decides the windows: the shards that are long enough for one."""
+        return [tokens for tokens in self.shards if len(tokens) > self.seq_len]
+
+    def fill(self, number: int, tokens, positions, has_loss) -> None:
+        """Write a window to these rows (T + 1,)."""
+        tokens[:] = self.tokens(number)
+        positions[:] = np.arange(len(positions))
+        has_loss[:] = True
+
+    def count_targets(self, number: int) -> int:
+        return self.seq_len
 
 
-def plain_windows(shards: list[np.ndarray], seq_len: int, numbers) -> np.ndarray:
-    """The windows with these numbers, int64 (B, T+1)."""
-    windows = [plain_window(shards, seq_len, number) for number in numbers]
-    return np.stack(windows).astype(np.int64)
+def permute(numbers: np.ndarray, n: int, *key: int) -> np.ndarray:
+    """These numbers after a permutation of 0 ... n - 1 that is a function of the key, int64 (k,) ->
+    int64 (k,). As np.random.permutation(n)[numbers], but it takes no memory, however large n is.
 
-
-def plain_batch(shards: list[np.ndarray], seq_len: int, seed: int, consumed: int,
-                batch_size: int) -> np.ndarray:
-    """The batch after `consumed` sequences, int64 (B, T+1)."""
-    n = sum((len(tokens) - 1) // seq_len for tokens in shards)
-    sequences = np.arange(consumed, consumed + batch_size)
-    return plain_windows(shards, seq_len, epoch_windows(sequences, n, seed))
+    A Feistel network of six rounds permutes the numbers of 2 h bits (Luby and Rackoff 1988): each
+    round XORs one half with a function of the other. A result of n or above goes through the
+    network again (cycle walking, Black and Rogaway 2002). At most three in four do."""
+    h = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << h) - np.uint64(1)
+    round_keys = np.random.SeedSequence(key).generate_state(6, np.uint64)
+    numbers = numbers.astype(np.uint64)
+    walking = np.ones(len(numbers), bool)
+    while walking.any():
+        left, right = numbers[walking] >> h, numbers[walking] & mask
+        for round_key in round_keys:
+            # Products modulo 2^64 and shifts mix the bits, with MurmurHash3's constants.
+            x = (right + round_key) * np.uint64(0xFF51AFD7ED558CCD)
+            x = (x ^ x >> np.uint64(33)) * np.uint64(0xC4CEB9FE1A85EC53)
+            left, right = right, left ^ (x ^ x >> np.uint64(33)) & mask
+        numbers[walking] = left << h | right
+        walking = numbers >= n
+    return numbers.astype(np.int64)
 
 
 def epoch_windows(sequences: np.ndarray, n: int, seed: int) -> np.ndarray:
@@ -101,7 +116,22 @@ def epoch_windows(sequences: np.ndarray, n: int, seed: int) -> np.ndarray:
     return windows
 
 
-# ---- The same for a run ----------------------------------------------------------------------
+# ---- Batches of one directory of text -------------------------------------------------------
+
+def plain_windows(shards: list[np.ndarray], seq_len: int, numbers) -> np.ndarray:
+    """The windows with these numbers, int64 (B, T+1)."""
+    return np.stack([*map(TextWindows(shards, seq_len).tokens, numbers)]).astype(np.int64)
+
+
+def plain_batch(shards: list[np.ndarray], seq_len: int, seed: int, consumed: int,
+                batch_size: int) -> np.ndarray:
+    """The batch after `consumed` sequences, int64 (B, T+1)."""
+    sequences = np.arange(consumed, consumed + batch_size)
+    numbers = epoch_windows(sequences, TextWindows(shards, seq_len).count, seed)
+    return plain_windows(shards, seq_len, numbers)
+
+
+# ---- Batches of mixtures and conversations, too ---------------------------------------------
 
 class TokenDataset:
     """The windows of one split, T+1 tokens each, T = seq_len.
@@ -111,7 +141,7 @@ class TokenDataset:
 
     def __init__(self, data, split: str, seq_len: int):
         self.seq_len = seq_len
-        self.mixture = open_mixture(str(data), split, seq_len)
+        self.mixture = open_mixture(str(data), split, seq_len, TextWindows)
         self.meta = self.mixture.meta
         self.n_windows = sum(source.n_windows for source in self.mixture.sources.values())
         self.n_tokens = sum(map(len, self.mixture.shards))
@@ -127,7 +157,7 @@ class TokenDataset:
 
     def read(self, window_ids) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens and positions, int64 (B, T+1), and whether a token counts in the loss, bool
-        (B, T+1). All are 0 for NO_WINDOW."""
+        (B, T+1). All are 0 for NO_WINDOW, which fills up the last batch of an evaluation."""
         shape = len(window_ids), self.seq_len + 1
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         has_loss = np.zeros(shape, bool)
@@ -137,19 +167,15 @@ class TokenDataset:
 
     def tokens_of(self, window_ids) -> np.ndarray:
         """The tokens of these windows, int64 (B, T+1)."""
-        tokens, _, _ = self.read(window_ids)
-        return tokens
+        return self.read(window_ids)[0]
 
     def rows(self, window_ids) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Inputs, targets and positions, int64 (B, T) each. The inputs are the first T tokens of a
         window, the targets its last T. A target that does not count in the loss is IGNORE_INDEX.
         Positions begin again at 0 with each conversation. Without conversations they are None."""
         tokens, positions, has_loss = self.read(window_ids)
-        inputs = tokens[:, :-1]
         targets = np.where(has_loss[:, 1:], tokens[:, 1:], IGNORE_INDEX)
-        if not self.has_conversations:
-            return inputs, targets, None
-        return inputs, targets, positions[:, :-1]
+        return tokens[:, :-1], targets, positions[:, :-1] if self.has_conversations else None
 
     def count_targets(self, window_ids) -> int:
         """How many targets of these windows count in the loss. It reads no tokens: every rank does
@@ -163,6 +189,8 @@ class Batch(NamedTuple):
     step: int
     start: int                  # the number of its first sequence
     window_ids: np.ndarray      # (B,) of all ranks
+    targets: int                # of all ranks: those that count in the loss
+    tokens: int                 # B T
     microbatches: list          # this rank's rows (runtime.loader.Loader.microbatches)
 
     @property
@@ -192,23 +220,6 @@ class Batches:
         """Count the next batch as consumed."""
         self.consumed += batch.size
         self.sequences_trained += batch.size
-
-    def skip_to(self, start: int) -> None:
-        """Leave out the sequences before number `start`."""
-        self.consumed = start
-
-
-def split_microbatches(window_ids: np.ndarray, micro_batch: int, dp_rank: int,
-                       dp: int) -> np.ndarray:
-    """(B,) -> (m, micro_batch): the microbatches of one of dp ranks. The first microbatches of all
-    ranks together are the first dp x micro_batch windows, and so on."""
-    return window_ids.reshape(-1, dp, micro_batch)[:, dp_rank]      # of (m, dp, micro_batch)
-
-
-def pad_window_ids(window_ids: np.ndarray, multiple: int) -> np.ndarray:
-    """These windows, and then NO_WINDOW until their number is a multiple."""
-    missing = -len(window_ids) % multiple
-    return np.append(window_ids, np.full(missing, NO_WINDOW))
 
 
 if __name__ == "__main__":

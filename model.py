@@ -239,6 +239,10 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(cfg, i) for i in range(cfg.n_layer)})
         self.head = Head(cfg, self.embed.token.weight)
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
     def forward(self, x, targets=None, dropout_seed=None, positions=None):
         """tokens (B, T) -> logits (B, T, V), or the summed loss in nats given targets (B, T).
 
@@ -316,9 +320,8 @@ def ceil_div(a: int, b: int) -> int:
 
 
 # {name: (n_layer, n_head, n_embd, seq_len, activation, peak learning rate)}. GPT-3's table gives XL
-# 24 heads of 128 at width 2048 and 13B a width of 5140. Neither divides, so they are 16 and 5120
-# here. OPT-350m is post-LayerNorm, another architecture, and left out. GPT-2's learning rates are
-# unpublished: these are those of GPT-3's models of about the same size.
+# 24 heads of 128 at width 2048 and 13B a width of 5140. Neither divides: here they are 16 and 5120.
+# OPT-350m is post-LayerNorm, and left out. GPT-2's rates are those of GPT-3's models of like size.
 _TABLE = {
     "nano": (2, 4, 192, 128, "gelu", 4e-3),
     "gpt2": (12, 12, 768, 1024, "gelu", 6e-4),

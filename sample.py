@@ -7,8 +7,8 @@
     prompt -> tokens -> model -> logits of the last position (V,) -> / temperature -> the k largest
     -> the smallest set whose probability reaches p -> one token -> appended, and again
 
-`plain_generate` is this loop without the two filters, which `generate` adds, with a cache and
-several samples at once. runtime/sample_and_chat.py has the rest: prompts, conversations, printing.
+`generate` is this loop, for several samples of a prompt at once. runtime/samples.py has the rest:
+prompts and printing. runtime/chat.py has the conversation of --chat.
 """
 import sys
 from pathlib import Path
@@ -24,31 +24,8 @@ from base.errors import errors_in_one_line, errors_with_path
 from checkpoint import load_model
 from corpus.tokenizers import get_tokenizer
 from models.kv_cache import CachedModel
-from runtime.sample_and_chat import Chat, Samples, explain_memory_errors
-
-
-@torch.inference_mode()
-def plain_generate(model, tokens: list[int], count: int, temperature: float = 1.0,
-                   generator=None) -> list[int]:
-    """`count` tokens drawn after `tokens`, each given the whole window before it. A full window
-    continues with its newest half. Temperature 0 takes the most probable token."""
-    seq_len = model.cfg.seq_len
-    device = next(model.parameters()).device
-    window = list(tokens[-seq_len:])
-    drawn = []
-    for _ in range(count):
-        if len(window) > seq_len:
-            window = window[-max(1, seq_len // 2):]
-        logits = model(torch.tensor([window], device=device))       # (1, T, V)
-        logits = logits[0, -1].cpu()                                # (V,), of the last position
-        if temperature == 0:
-            token = logits.argmax().item()
-        else:
-            probabilities = (logits / temperature).softmax(dim=-1)
-            token = torch.multinomial(probabilities, 1, generator=generator).item()
-        drawn.append(token)
-        window.append(token)
-    return drawn
+from parallelism.kernels import use_kernels
+from runtime.samples import Samples, explain_memory_errors
 
 
 def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: float):
@@ -119,8 +96,10 @@ def main() -> None:
     device = pick_device(flags.device)
     with errors_with_path(flags.ckpt):
         model, state = load_model(Path(flags.ckpt))
+    use_kernels(model)
     tokenizer = get_tokenizer(state["tokenizer"], state.get("tokenizer_file"))
     if flags.chat:
+        from runtime.chat import Chat       # here: it imports what writes conversations
         session = Chat(flags, state, tokenizer, model.cfg)
     else:
         session = Samples(flags, tokenizer, model.cfg)

@@ -1,8 +1,8 @@
 """The claims of the book, each with its test.
 
 The book is model.py, data.py, amp.py, parallel.py, checkpoint.py, sample.py and train.py. It shows
-how a large model is trained, and each file begins with its plain form. parallelism/ has the
-techniques of parallel.py as train.py runs them. The claims of parallelism/ are here, too.
+how a large model is trained. parallelism/ adds what is rarer or faster. The claims of parallelism/
+are here, too.
 
     python -m pytest test_all.py                what a change must pass: minutes, on two CPU cores
     python -m pytest test_all.py -m slow        the same claims at a size that takes longer
@@ -24,7 +24,7 @@ The plain forms     data, checkpoint and sample do what a run does;       the fo
                     train.py --plain trains, and resumes, as a run
 
 Begin with          test_plain_tensor_parallel_layers_equal_the_whole_layers
-                    test_plain_pipelines_give_the_gradients_of_the_whole_model
+                    test_pipelines_give_the_gradients_of_the_whole_model
                     test_replicas_train_as_one_process_and_stay_equal   (ZeRO 1 to 3)
                     test_a_resumed_run_is_the_straight_one_bit_for_bit
                     test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64
@@ -38,6 +38,7 @@ prints one line, with -vv also the traceback. tests/ has every model in every la
 machinery."""
 import copy
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -46,6 +47,7 @@ import random
 import shutil
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,18 +67,17 @@ from base import checkpoint_files, processes
 from corpus.prepare import prepare
 from corpus.shards import SPLITS
 from corpus.tokenizers import get_tokenizer
-from model import GPT, IGNORE_INDEX, GPTConfig
+from model import GPT, IGNORE_INDEX, CoreAttention, GPTConfig
 from models.llama import LlamaConfig
-from parallelism import context
 from parallelism.parameters import TIED
 from tests.commands import NASTY, Command, dataset, launch, read_metrics
-from tests.harness import (BOUNDS, CFG, CUTS, INTERLEAVED, LAYOUTS, TWO_STEPS, UPSTREAM, Memory,
-                           Pool, assert_close, assert_same_state, batches_from, by_step, column,
-                           cut, deep_enough, differences, different_bits, different_rows,
-                           gradient_pairs, gridded, losses_of_plain_program, monitor_now, names_in,
-                           on_ranks, outputs_and_dx, overflow_in, plain_gradient, random_gpt,
-                           random_tensor, relative, run_steps, save_at_the_start, saved, settings,
-                           small_state, stage_of, tiles_of, tokens_of, trained, whole_gradient,
+from tests.harness import (BOUNDS, CFG, INTERLEAVED, LAYOUTS, TWO_STEPS, UPSTREAM, Memory, Pool,
+                           assert_close, assert_same_state, batches_from, by_step, column, cut,
+                           cut_layers, deep_enough, differences, different_bits, different_rows,
+                           gradient_pairs, gridded, monitor_now, names_in, on_ranks, outputs_and_dx,
+                           overflow_in, plain_generate, plain_gradient, random_gpt, random_tensor,
+                           relative, run_steps, save_at_the_start, saved, settings, small_state,
+                           stage_of, staged, tiles_of, tokens_of, trained, whole_gradient,
                            without_saves)
 
 # ---- All layouts train as one process
@@ -191,16 +192,14 @@ def test_plain_tensor_parallel_layers_equal_the_whole_layers(rank, world):
     tokens, targets = tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)
     x, dy = random_tensor(2, 16, 32, seed=1), random_tensor(2, 16, 32, seed=2)
     with gridded(rank, world, tp=world, pp=1) as grid:
-        parallel.plain_tensor_parallel(local, grid)
+        cut_layers(local, grid)
         ours = outputs_and_dx(local, tokens, targets, x, dy)
     theirs = outputs_and_dx(whole, tokens, targets, x, dy)
     pairs = {name: (ours[name], theirs[name]) for name in theirs}
     torchs = F.cross_entropy(whole.head(x).flatten(0, 1), targets.flatten(), reduction="sum")
     pairs["torch's loss"] = ours["loss"], torchs
     for name, parameter in whole.named_parameters():
-        mine = local.get_parameter(name)
-        assert hasattr(mine, "is_cut") == (name in CUTS), name
-        pairs[name] = mine.grad, cut(name, parameter.grad, rank, world)
+        pairs[name] = local.get_parameter(name).grad, cut(name, parameter.grad, rank, world)
     assert_close(pairs, 1e-12)
 
 
@@ -232,27 +231,30 @@ def test_tensor_parallel_layers_equal_the_whole_layers(rank, world, sequence_par
     assert_close(outputs | gradients, 1e-12)
 
 
-@pytest.mark.claim("`plain_pipeline` gives the gradients of the whole model, under `plain_gpipe` "
-                   "and `plain_1f1b`.")
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.claim("A pipeline gives the gradients of the whole model, under GPipe and 1F1B.")
+@pytest.mark.parametrize("schedule", [parallel.gpipe, parallel.one_f_one_b])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 8])
 @on_ranks
-def test_plain_pipelines_give_the_gradients_of_the_whole_model(rank, world=3, *, schedule,
-                                                               num_microbatches):
-    """On three stages, with fewer microbatches than stages and with more, the plain orders give
-    each parameter the gradient of the whole model, to 1e-12 in fp64."""
+def test_pipelines_give_the_gradients_of_the_whole_model(rank, world=3, *, schedule,
+                                                         num_microbatches):
+    """On three stages, with fewer microbatches than stages and with more, each parameter has the
+    gradient of the whole model, to 1e-12 in fp64."""
     cfg = replace(CFG, n_layer=world)
     tokens, targets = tokens_of(cfg, 8), tokens_of(cfg, 8, seed=1)
     whole, stage = random_gpt(cfg), random_gpt(cfg)
     (whole(tokens, targets) / targets.numel()).backward()
-    batch = list(zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches)))
+    batch = [(*pair, None, None)
+             for pair in zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches))]
     with gridded(rank, world, tp=1, pp=world) as grid:
-        parallel.keep_stage(stage, grid, [rank])
-        order = parallel.SCHEDULES[schedule](rank, world, num_microbatches)
-        parallel.plain_pipeline(stage, batch, order, targets.numel(), grid)
+        parallel.keep_stage(stage, grid)
+        if grid.is_last:
+            stage.head.loss_factor = 1 / targets.numel()
+        like = torch.empty(len(batch[0][0]), cfg.seq_len, cfg.n_embd, dtype=torch.float64)
+        order = schedule(rank, world, num_microbatches)
+        parallel.Pipeline(stage, grid, batch, like).run(order)
         for name, parameter in stage.named_parameters():
             if name in TIED or name in TIED.values():       # the sum of its two ends
-                parameter.grad = parallel.all_reduce(parameter.grad, grid.groups["embedding"])
+                parallel.all_reduce(parameter.grad, grid.groups["embedding"]).wait()
     theirs = dict(whole.named_parameters())
     assert_close({name: (p.grad, theirs[TIED.get(name, name)].grad)
                   for name, p in stage.named_parameters()}, 1e-12)
@@ -271,61 +273,42 @@ def comparable(whole):
     return found
 
 
-@pytest.mark.claim("Replicas by `plain_replica_step`, by buckets and by ZeRO 1 to 3 in their plain "
-                   "forms train as one process.")
+@pytest.mark.claim("Replicas by `plain_replica_step` and by `DataParallel` with ZeRO 0 to 3 train "
+                   "as one process.")
 @on_ranks
 def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
-    """Five AdamW steps on two ranks with half of a batch each, by the plain step, plain buckets and
-    plain ZeRO 1 to 3, end at the parameters of one process, to 1e-12 in fp64, and at the
-    same bits on both ranks."""
+    """Five AdamW steps on two ranks with half of a batch each, by the plain step, by buckets and by
+    ZeRO 1 to 3, end at the parameters of one process, to 1e-12 in fp64, and at the same bits on
+    both ranks."""
     cfg = replace(CFG, n_layer=2)
     tokens, targets = tokens_of(cfg, 4), tokens_of(cfg, 4, seed=1)
     rows, targets_of_rows = tokens.chunk(world)[rank], targets.chunk(world)[rank]
     adamw = functools.partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
     with gridded(rank, world, tp=1, pp=1) as grid:
-        one, plain, bucketed, *sharded = (GPT(cfg).initialize(0).double() for _ in range(6))
-        of_one, of_plain, of_bucketed = (adamw(x.parameters()) for x in (one, plain, bucketed))
-        buckets = parallel.plain_buckets(bucketed, grid)
-        shards = [parallel.plain_shards(x, grid) for x in sharded]
-        of_shards = [adamw(x.values()) for x in shards]
-        parallel.reduce_scatter_in_backward(sharded[1], shards[1], grid)
-        parallel.gather_in_use(sharded[2], shards[2], grid)
-
-        def backward(model, optimizer):
-            model.zero_grad()
-            optimizer.zero_grad()
-            (model(rows, targets_of_rows) / targets.numel()).backward()
-        for _ in range(5):
+        one, plain = (GPT(cfg).initialize(0).double() for _ in range(2))
+        of_one, of_plain = (adamw(x.parameters()) for x in (one, plain))
+        of_zero = [staged(cfg, grid, torch.float64, zero=zero) for zero in range(4)]
+        for step in range(1, 6):
             of_one.zero_grad()
             (one(tokens, targets) / targets.numel()).backward()
             of_one.step()
 
             parallel.plain_replica_step(plain, of_plain, tokens, targets)
 
-            for bucket in buckets:
-                bucket.begin_step(num_microbatches=1)
-            backward(bucketed, of_bucketed)
-            for bucket in buckets:
-                bucket.finish()
-            of_bucketed.step()
-
-            for zero, (gpt, own, optimizer) in enumerate(zip(sharded, shards, of_shards), 1):
-                backward(gpt, optimizer)
-                if zero == 1:
-                    parallel.reduce_scatter_gradients(gpt, own, grid)
-                optimizer.step()
-                if zero < 3:
-                    parallel.all_gather_parameters(gpt, own, grid)
-        whole = {name: parallel.all_gather(x.detach(), grid.groups["replicas"])
-                 for name, x in shards[2].items()}
-    expected = dict(one.named_parameters())
-    forms = {"plain_replica_step": dict(plain.named_parameters()),
-             "PlainBucket": dict(bucketed.named_parameters()),
-             "ZeRO 1": dict(sharded[0].named_parameters()),
-             "ZeRO 2": dict(sharded[1].named_parameters()),
-             "ZeRO 3": {name: x[:expected[name].numel()].view_as(expected[name])
-                        for name, x in whole.items()}}
-    expected = comparable(expected)
+            for gpt, flat in of_zero:
+                flat.zero_grad()
+                gpt.head.set_loss_factor(1 / targets.numel())
+                flat.prepare_grad_sync(gpt, last=True)
+                (gpt(rows, targets_of_rows) / targets.numel()).backward()
+                flat.finish_grad_sync()
+                flat.adamw_step(1.0, step, 1e-2, 0.9, 0.95, 0.0)
+        for _, flat in of_zero:
+            flat.unshard(flat.buckets)
+    expected = comparable(dict(one.named_parameters()))
+    forms = {"plain_replica_step": dict(plain.named_parameters())}
+    for zero, (gpt, _) in enumerate(of_zero):
+        forms[f"ZeRO {zero}"] = {name: x for name, x in gpt.named_parameters()
+                                 if name != "head.weight"}      # the tied matrix's memory
     assert_close({form: (comparable(ours), expected) for form, ours in forms.items()}, 1e-12)
     for form, ours in forms.items():
         ranks = processes.all_gather_object({name: x.tolist() for name, x in ours.items()})
@@ -342,24 +325,16 @@ def test_plain_context_attention_equals_plain_attention(rank, world):
     dy = random_tensor(2, 3, 16, 5, seed=3)
 
     def own(x):
-        return context.cut_sequence(x, rank, world, dim=2)
+        return parallel.cut_sequence(x, rank, world, dim=2)
     mine = [own(x).detach().requires_grad_() for x in whole]
     theirs = F.scaled_dot_product_attention(*whole, is_causal=True)
     theirs.backward(dy)
     with gridded(rank, world, tp=1, pp=1, cp=world) as grid:
-        ours = parallel.PlainContextAttention(grid)(*mine)
+        attention = parallel.ContextParallelAttention(CoreAttention(0.0), grid)
+        ours = attention(*mine)
         ours.backward(own(dy))
     pairs = {name: (x.grad, own(y.grad)) for name, x, y in zip(("dq", "dk", "dv"), mine, whole)}
     assert_close(pairs | dict(y=(ours, own(theirs))), 1e-12)
-
-
-@pytest.mark.claim("`torchrun parallel.py`, all plain forms together, has the losses of train.py.")
-@pytest.mark.parametrize("world, tp, pp", [
-    (8, 2, 2), pytest.param(1, 1, 1, marks=pytest.mark.slow)])
-def test_plain_program_has_the_losses_of_train_py(pool, shards, losses_of_train_py, world, tp, pp):
-    """To 1e-5: with all three parallelisms on eight ranks, and in one process."""
-    found = pool.run(world, losses_of_plain_program, tp, pp, shards, 3)[0]
-    assert len(found) == 3 and found == pytest.approx(losses_of_train_py(3), rel=1e-5)
 
 
 # ---- torch's own stack
@@ -568,28 +543,6 @@ def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, worl
 
 # ---- The loss scaler
 
-@pytest.mark.claim("`plain_scaled_step` makes the steps of PyTorch's `GradScaler`, bit for bit.")
-def test_plain_scaled_step_equals_that_of_torchs_scaler():
-    """Dynamic loss scaling in its plainest form and torch.amp.GradScaler make the same 30 steps, to
-    the bit: the same weights and scales."""
-    weights = [[nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))] for _ in range(2)]
-    plain, torchs = (torch.optim.SGD([dict(params=[first]), dict(params=[second])], lr=2.0 ** -113)
-                     for first, second in weights)
-    scale = 2.0 ** 16
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0 ** 16)
-    for step in range(30):
-        losses = [(first * 2.0 ** (111 + step % 3)).sum() + (second * 2.0 ** 111).sum()
-                  for first, second in weights]
-        scale = amp.plain_scaled_step(losses[0], plain, scale)
-        torchs.zero_grad()
-        theirs.scale(losses[1]).backward()
-        theirs.step(torchs)
-        theirs.update()
-        assert scale == theirs.get_scale()
-        assert all(ours.equal(other) for ours, other in zip(*weights))
-    assert scale == 2.0 ** 14 and weights[0][0][0] < -8
-
-
 @pytest.mark.claim("The loss scale moves as that of PyTorch's `GradScaler`.")
 @pytest.mark.parametrize("init_scale, growth_factor, backoff_factor, growth_interval, share", [
     (2.0 ** 16, 2.0, 0.5, 5, 0.1),
@@ -599,11 +552,11 @@ def test_the_scale_moves_as_in_torch(init_scale, growth_factor, backoff_factor, 
                                      share):
     """For 300 steps, a `share` of which overflow, the scale equals torch.amp.GradScaler's to the
     bit. After each step another LossScaler continues from the state."""
-    numbers = dict(init_scale=init_scale, growth_factor=growth_factor,
-                   backoff_factor=backoff_factor, growth_interval=growth_interval)
+    numbers = dict(growth_factor=growth_factor, backoff_factor=backoff_factor,
+                   growth_interval=growth_interval)
     draw = random.Random(0)
     overflows = [draw.random() < share for _ in range(300)]
-    ours = amp.LossScaler(**numbers, min_scale=0.0)
+    ours = amp.LossScaler(torch.tensor(init_scale).item(), **numbers, min_scale=0.0)    # in fp32
     scales = []
     for overflow in overflows:
         scales.append(ours.scale)
@@ -611,7 +564,8 @@ def test_the_scale_moves_as_in_torch(init_scale, growth_factor, backoff_factor, 
         ours = amp.LossScaler()
         ours.load_state_dict(json.loads(state))
         ours.update(overflow)
-    assert scales == scales_by_torch(overflows, **numbers) and min(scales) > 1e-37
+    theirs = scales_by_torch(overflows, init_scale=init_scale, **numbers)
+    assert scales == theirs and min(scales) > 1e-37
     ours, theirs = amp.make_scaler("fp16"), torch.amp.GradScaler("cpu")         # fp16's numbers
     assert (ours.scale, ours.growth_interval) == (theirs.get_scale(), theirs.get_growth_interval())
 
@@ -662,17 +616,17 @@ def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
 def spoil_in_turn(run):
     """At step k rank k - 1 alone finds a gradient that is not finite. This comes after the
     reductions, so the others learn of it only when the ranks agree."""
-    step_stats = run.step_stats
+    sum_over_ranks = run.sum_over_ranks
 
-    def spoil(loss, *args):
+    def spoil(loss, batch):
         bucket = run.flat.buckets[-1]
         assert bucket.specs[0].partition_dim is None
         if run.grid.rank == run.step - 1:
             bucket.shard["grad"][0] = math.inf if run.step < 5 else math.nan
         if (run.step, run.grid.rank) == (9, 6):
             loss += math.inf
-        return step_stats(loss, *args)
-    run.step_stats = spoil
+        return sum_over_ranks(loss, batch)
+    run.sum_over_ranks = spoil
 
 
 HALVED = [65536, 32768, 16384, 8192, 4096, 2048, 1024, 512, 256]
@@ -822,7 +776,24 @@ def test_a_checkpoints_code_is_not_run(tmp_path):
 SMALL = ("--seq-len", 32, "--n-embd", 32, "--batch-size", 8, "--warmup-steps", 4, "--device", "cpu")
 
 
-@pytest.mark.claim("`plain_prepare` writes the shards of data.py, byte for byte.")
+def plain_prepare(texts, tokenizer, directory: Path, seed=0) -> None:
+    """Write one shard for each split. The split of a text is a function of (seed, text). Of fewer
+    than 20 texts, none may validate. corpus/dedup_and_split.py has rules for them."""
+    tokens = dict(train=[], val=[])
+    salt = seed.to_bytes(16, "little")
+    for text in dict.fromkeys(texts):               # of equal texts the first
+        digest = hashlib.blake2b(text.encode(), digest_size=16, salt=salt).digest()
+        number = int.from_bytes(digest[:8], "little")           # as if drawn from 0 to 2^64 - 1
+        split = "val" if number < 2**64 // 20 else "train"      # 5% of the texts validate
+        tokens[split] += [tokenizer.eot_token, *tokenizer.encode_ordinary(text)]
+    for split, ids in tokens.items():
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, len(ids)
+        shard = header.tobytes() + np.array(ids, "<u2").tobytes()
+        (directory / f"{split}_000000.bin").write_bytes(shard)
+
+
+@pytest.mark.claim("data.py writes the shards that 20 lines write, byte for byte.")
 def test_the_plain_form_makes_the_shards_of_data_py(tmp_path):
     """From 200 texts, of which every tenth is given twice, with two seeds."""
     texts = [f"{i} " + "".join(random.Random(i).sample(NASTY, 9)) for i in range(200)]
@@ -831,7 +802,7 @@ def test_the_plain_form_makes_the_shards_of_data_py(tmp_path):
     for seed in (0, 5):
         plain, made = tmp_path / f"plain_{seed}", tmp_path / f"made_{seed}"
         plain.mkdir()
-        data.plain_prepare(texts, get_tokenizer("bytes"), plain, seed)
+        plain_prepare(texts, get_tokenizer("bytes"), plain, seed)
         prepare([tmp_path / "a.jsonl"], made, "bytes", seed)
         for split in SPLITS:
             name = f"{split}_000000.bin"
@@ -856,15 +827,15 @@ def test_plain_batch_reads_what_a_run_reads(tmp_path, first):
     assert batch.tolist() == dataset.tokens_of(dataset.window_ids(1337, first, 29)).tolist()
 
 
-@pytest.mark.claim("`plain_generate` draws the tokens of sample.py.")
+@pytest.mark.claim("sample.py draws the tokens of a loop without a cache.")
 @pytest.mark.parametrize("cfg", [GPTConfig(257, 16), LlamaConfig(257, 16, 2, 4, 32)])
 @pytest.mark.parametrize("temperature", [0, 0.8])
-def test_plain_generate_draws_what_sample_draws(cfg, temperature):
+def test_a_loop_without_a_cache_draws_what_sample_draws(cfg, temperature):
     model = random_gpt(cfg)
     prompt = list(range(20))
     expected = [drawn[0] for drawn in sample.generate(
         model, prompt, 40, set(), temperature, generators=[torch.Generator().manual_seed(7)])]
-    drawn = sample.plain_generate(model, prompt, 40, temperature, torch.Generator().manual_seed(7))
+    drawn = plain_generate(model, prompt, 40, temperature, torch.Generator().manual_seed(7))
     assert drawn == expected
 
 

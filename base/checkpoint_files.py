@@ -14,17 +14,17 @@ import pickle
 import re
 import stat
 import zipfile
+import zlib
 from collections.abc import Container
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from base.checkpoint_folder import FACTS, verify_folder
 from base.disk import first_cause, remove, retry_transient
-from base.errors import first_line
-from base.processes import warn
+from base.errors import first_line, warn
 
+FACTS = "facts.pt"          # in a folder: its entries other than tensors, and CRCs
 # A folder has no suffix. One with ".old" is about to be replaced (disk.rename_folder).
 STEP_FILE = re.compile(r"step_(\d{8})(\.pt|\.old)?")
 LATEST = {"file": "latest.pt", "folder": "latest"}      # names of the newest, by format
@@ -87,32 +87,22 @@ def advice(path: Path) -> str:
     inside = sorted([*path.glob("*.pt"), *(facts.parent for facts in path.glob(f"*/{FACTS}"))])
     if inside:                                          # latest or latest.pt is the first
         return f"it is a directory: give a file in it: {', '.join(map(str, inside))}"
-    if path.suffix == ".pt":
-        others = [file.name for file in list_checkpoints(path.parent)]
-        if others:                                      # --keep has removed it
-            return f"{path.parent} has {', '.join(others)}"
-        return (f"run train.py first, or `python -m tools.huggingface import NAME {path}`, or give "
-                f"another file")
-    give = (f"give a file of train.py, such as out/latest.pt; `python -m tools.huggingface import "
-            f"{path} {path.resolve().name}.pt` makes one of weights, for --init-from and sample.py")
-    return f"it is a directory without any: {give}" if path.is_dir() else give
-
-
-@contextmanager
-def name_for_torch(path: Path):
-    """A name of the file for torch.load, which takes no name that is not UTF-8."""
-    try:
-        str(path).encode()
-        yield path
-    except UnicodeEncodeError:
-        with open(path, "rb") as file:
-            yield f"/proc/self/fd/{file.fileno()}"
+    others = [file.name for file in list_checkpoints(path.parent)]
+    if path.suffix == ".pt" and others:                 # --keep has removed it
+        return f"{path.parent} has {', '.join(others)}"
+    name, file = ("NAME", path) if path.suffix == ".pt" else (path, f"{path.resolve().name}.pt")
+    return (f"give a file of train.py, such as out/latest.pt; `python -m tools.huggingface import "
+            f"{name} {file}` makes one of weights, for --init-from and sample.py")
 
 
 def read_state(path: Path) -> dict:
     """What a file holds, or the facts of a folder. Errors are those of torch.load."""
-    with name_for_torch(facts_file(path)) as name:
-        return torch.load(name, map_location="cpu", mmap=True, weights_only=True)
+    options = dict(map_location="cpu", mmap=True, weights_only=True)
+    try:
+        return torch.load(facts_file(path), **options)
+    except UnicodeEncodeError:                      # torch takes no name that is not UTF-8
+        with open(facts_file(path), "rb") as file:
+            return torch.load(f"/proc/self/fd/{file.fileno()}", **options)
 
 
 @retry_transient
@@ -123,8 +113,16 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
     with errors_as_corrupt(path, "is damaged, cut off, or no checkpoint"):
         if rank == 0:
             verify_zip(facts_file(path))
-        if path.is_dir():
-            verify_folder(path, rank, world)
+        crcs = read_state(path)["crcs"] if path.is_dir() else {}
+        for name in sorted(crcs)[rank::world]:
+            if not (path / name).exists():
+                raise ValueError(f"{name} is missing")
+            crc = 0
+            with open(path / name, "rb") as file:
+                while block := file.read(2 ** 22):
+                    crc = zlib.crc32(block, crc)
+            if crc != crcs[name]:
+                raise ValueError(f"the CRC of {name} does not match")
 
 
 def verify_zip(path: Path) -> None:
@@ -155,14 +153,12 @@ def list_checkpoints(out: Path) -> list[Path]:
             with suppress(FileNotFoundError):       # another process has just removed it
                 files[os.stat(out / name).st_ino] = out / name
     orders = {path: read_order(path) for path in files.values()}
-    most_rollbacks = max((order[0] for order in orders.values() if order is not None), default=0)
-
-    def order_of(path: Path) -> tuple:
-        if orders[path] is not None:
-            return orders[path]
-        name = STEP_FILE.fullmatch(path.name)       # damaged: see what its name says
-        return most_rollbacks, math.inf if name is None else int(name[1])
-    return sorted(files.values(), key=order_of, reverse=True)
+    most_rollbacks = max((order[0] for order in orders.values() if order), default=0)
+    for path, order in orders.items():
+        if order is None:                           # damaged: see what its name says
+            name = STEP_FILE.fullmatch(path.name)
+            orders[path] = most_rollbacks, math.inf if name is None else int(name[1])
+    return sorted(orders, key=orders.get, reverse=True)
 
 
 def read_order(path: Path) -> tuple[int, int] | None:
@@ -190,8 +186,7 @@ def remove_old(path: Path, keep: int, protected: Container[str]) -> None:
         replaced = [file for file in files
                     if file.suffix == ".old" and file.with_suffix("").exists()]
         others = [file for file in files if file not in replaced]
-        old = [file for file in others[keep:] if file.name not in protected]
-        for file in replaced + old:
+        for file in replaced + [file for file in others[keep:] if file.name not in protected]:
             remove(file)
     except OSError as error:
         warn(f"old checkpoints in {out} could not be removed: {error}")

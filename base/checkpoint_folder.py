@@ -15,13 +15,12 @@ box. So `chunks` cuts it into few: the end of a row, whole rows, the beginning o
 
 DCP's own functions open such a folder, and read it in one process or in many. Two things differ
 when this file reads. The table is a pickle, which may run any code: `read_table` knows only the
-classes of the table. And facts.pt has the CRC of each other file, which `verify_folder` compares: a
+classes of the table. And facts.pt has the CRC of each other file (checkpoint_files.verify): a
 file that is damaged, or is of another save or another rank, is found.
 """
 import io
 import math
 import pickle
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,7 +30,7 @@ import torch
 from base.disk import retry_transient
 from base.processes import all_ranks
 
-TABLE, FACTS = ".metadata", "facts.pt"
+TABLE = ".metadata"
 # What a pickle of DCP's table consists of, beside dtypes.
 CLASSES = {("torch.distributed.checkpoint.metadata", name) for name in (
     "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
@@ -59,34 +58,11 @@ def read_table(folder: Path):
     return TableUnpickler(io.BytesIO((folder / TABLE).read_bytes())).load()
 
 
-def verify_folder(folder: Path, rank: int, world: int) -> None:
-    """Compare the CRCs of the files with those in facts.pt: of every file, if the ranks of this
-    `world` all call it. Raises ValueError."""
-    with open(folder / FACTS, "rb") as file:
-        crcs = torch.load(file, weights_only=True)["crcs"]
-    for name in sorted(crcs)[rank::world]:
-        if not (folder / name).exists():
-            raise ValueError(f"{name} is missing")
-        crc = 0
-        with open(folder / name, "rb") as file:
-            while block := file.read(2 ** 22):
-                crc = zlib.crc32(block, crc)
-        if crc != crcs[name]:
-            raise ValueError(f"the CRC of {name} does not match")
-
-
 def add_tensors(facts: dict, folder: Path, kinds) -> dict:
     """The state in a folder: its facts, and {name: tensor} for each kind, as a file has them."""
     facts = {key: value for key, value in facts.items() if key != "crcs"}
     table = read_table(folder)
     return facts | {kind: FolderTensors(folder, table, f"{kind}.") for kind in kinds}
-
-
-def shapes_of(tensors: Mapping) -> dict[str, tuple]:
-    """{name: shape} of the tensors of a state. Those of a folder are not read for it."""
-    if isinstance(tensors, FolderTensors):
-        tensors = tensors.like
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 class FolderTensors(Mapping):

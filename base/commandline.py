@@ -39,11 +39,6 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def placeholder(f: dataclasses.Field) -> str:
-    """What stands for the value of a field in --help."""
-    return f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
-
-
 def words_of(flags: dict) -> list[str]:
     """The words of a command with these values of fields. A switch that is off has none."""
     words = []
@@ -67,16 +62,14 @@ def add_flags(parser: "Parser", kind, names=None) -> None:
             continue
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
-        options = dict(help=f.metadata["help"], default=argparse.SUPPRESS)
-        if f.type is bool:
-            groups[heading].add_argument(flag_name(f.name), action="store_true", **options)
-            continue
-        if f.default not in (None, ""):
-            options["help"] += f" (default {f.default})"
-        if typing.get_args(f.type):
-            options["nargs"] = "+"
-        groups[heading].add_argument(flag_name(f.name), type=reader_of(f), metavar=placeholder(f),
-                                     choices=f.metadata["choices"], **options)
+        options, help = dict(action="store_true"), f.metadata["help"]
+        if f.type is not bool:
+            help += "" if f.default in (None, "") else f" (default {f.default})"
+            form = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
+            options = dict(type=reader_of(f), metavar=form, choices=f.metadata["choices"],
+                           nargs="+" if typing.get_args(f.type) else None)
+        groups[heading].add_argument(flag_name(f.name), help=help, default=argparse.SUPPRESS,
+                                     **options)
 
 
 def reader_of(f: dataclasses.Field):
@@ -87,10 +80,8 @@ def reader_of(f: dataclasses.Field):
     def read(text):
         value = kind(text)
         if low is not None and not low <= value < below:
-            limit = "" if below == math.inf else f" and below {below}"
-            if value == math.inf:
-                limit = " and finite"
-            raise argparse.ArgumentTypeError(f"{text} must be at least {low}{limit}")
+            limit = "finite" if below == math.inf else f"below {below}"
+            raise argparse.ArgumentTypeError(f"{text} must be at least {low} and {limit}")
         return value
     read.__name__ = kind.__name__       # which argparse shows for a value of another kind
     return read
@@ -99,11 +90,9 @@ def reader_of(f: dataclasses.Field):
 # ---- The parser ------------------------------------------------------------------------------
 
 INSTEAD = {     # what to do about an error of argparse, by words in its message
-    "invalid int value": "give a whole number",
-    "invalid float value": "give a number",
+    "invalid int value": "give a whole number", "invalid float value": "give a number",
     "expected one argument": "give a value; one that begins with - as FLAG=VALUE",
     "ignored explicit argument": "a switch takes no value: give FLAG alone, or leave it out"}
-MOST_CHOICES = 10       # a message lists so many
 
 
 class Parser(argparse.ArgumentParser):
@@ -148,20 +137,17 @@ class Parser(argparse.ArgumentParser):
         return super()._get_value(action, text)
 
     def explain(self, error: argparse.ArgumentError) -> str:
-        """The message of a wrong value, with what to do instead where it is known."""
+        """The message of a wrong value, with what to do instead."""
         flag, message = error.argument_name, str(error)
         action = self._option_string_actions.get(flag)
-        if "invalid choice" in message and action is not None:
-            choices = list(map(str, action.choices))
-            value = re.search(r"invalid choice: '?(.*?)'? \(choose", message)[1]
-            near = difflib.get_close_matches(value.lower(), choices, 1)
-            if len(choices) > MOST_CHOICES:
-                message = message.partition(" (choose from")[0] + ": --help lists the choices"
-            return f"{message}: did you mean {near[0]}?" if near else message
-        for words, sentence in INSTEAD.items():
-            if words in message:
-                message += ": " + sentence.replace("FLAG", flag)
-        return message
+        if action is None or not action.choices or "invalid choice" not in message:
+            told = [text for words, text in INSTEAD.items() if words in message]
+            return ": ".join([message, *told]).replace("FLAG", flag or "")
+        value = re.search(r"invalid choice: '?(.*?)'? \(choose", message)[1]
+        near = difflib.get_close_matches(value.lower(), list(map(str, action.choices)), 1)
+        if len(action.choices) > 10:
+            message = message.partition(" (choose from")[0] + ": --help lists the choices"
+        return f"{message}: did you mean {near[0]}?" if near else message
 
     def advise(self, unknown: str) -> str:
         """What to do about a flag or a word that is unknown."""

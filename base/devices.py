@@ -4,10 +4,6 @@ import shutil
 
 import torch
 
-from base.errors import RunError
-from base.options import Config
-from base.processes import Job, all_gather_object
-
 
 def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.device:
     """The device of this process. `auto` is the first that is available of CUDA, MPS (Apple's GPU)
@@ -30,17 +26,9 @@ def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.de
     return device
 
 
-def assert_own_gpu(device: torch.device) -> None:
-    """Every rank raises a RunError if two processes have the same GPU."""
-    if device.type == "cuda":
-        gpus = all_gather_object(str(torch.cuda.get_device_properties(device).uuid))
-        if len(set(gpus)) < len(gpus):
-            raise RunError(f"{len(gpus)} processes, but {len(set(gpus))} CUDA devices: lower "
-                           f"--nproc_per_node, or give --device cpu", 2)
-
-
-def choose_device(config: Config, job: Job) -> torch.device:
-    """This process's device. Raises ValueError if the flags ask for one that cannot be used."""
+def choose_device(config, job) -> torch.device:
+    """The device of a process of train.py with these flags, a processes.Job. Raises ValueError if
+    the flags ask for one that cannot be used."""
     on_mps = job.world == 1 and config.dtype != "fp64" and not config.exact     # it lacks float64
     device = pick_device(config.device, job.local_rank, on_mps)
     if device.type == "cuda":

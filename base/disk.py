@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from base.errors import RunError, WriteFailed, is_failure, out_of_memory
-from base.processes import warn
+from base.errors import RunError, WriteFailed, is_failure, out_of_memory, warn
 
 RETRY_SECONDS = (0, 0.2, 1, 3)      # waits before each attempt to read
 

@@ -3,7 +3,7 @@ import errno
 import os
 import re
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 SYSTEM_ADVICE = {
@@ -25,6 +25,15 @@ class RunError(Exception):
 
 class WriteFailed(RunError, OSError):
     """A file could not be written. The error of the system, if there is one, is in the message."""
+
+
+def print_error(message) -> None:
+    with suppress(OSError):                 # a closed pipe does not stop the run
+        print(f"train.py: {message}", file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    print_error(f"warning: {text}")
 
 
 @contextmanager

@@ -104,9 +104,9 @@ class Config:
     skip_steps: str = flag(None, "skip the batches of steps A to B, inclusive; none: skip nothing",
                            form="A:B")
 
-    def is_due(self, step: int, every: int) -> bool:
-        """Whether `step` is one of every so many (0: none), or the last one."""
-        return step == self.steps or (every > 0 and step % every == 0)
+    def is_nth_or_last(self, step: int, n: int) -> bool:
+        """Whether `step` is a multiple of n (0: none is), or the last step."""
+        return step == self.steps or (n > 0 and step % n == 0)
 
 
 OF_LLAMA = ("n_kv_head", "head_dim", "hidden", "rope_theta")
@@ -166,21 +166,17 @@ def model_shape(flags: dict) -> dict:
 
 def refuse_flags_of_others(given: dict, base: dict, source) -> None:
     """Raise ValueError if the model of `source`, whose shape is `base`, lacks a given flag."""
-    kinds = ((OF_LLAMA, "n_kv_head", "is a GPT, which has no", "llama-nano"),
-             (OF_MIXTURE, "n_expert", "is no mixture of experts, which alone has", "moe-nano"))
-    for names, field, problem, model in kinds:
-        flags = [flag_name(name) for name in names if name in given and field not in base]
-        if flags:
-            raise ValueError(f"{source} {problem} {', '.join(flags)}: drop it, or give --model "
+    for names, model in ((OF_LLAMA, "llama-nano"), (OF_MIXTURE, "moe-nano")):
+        flags = [flag_name(name) for name in names if name in given]
+        if flags and names[0] not in base:
+            raise ValueError(f"{source} has no {', '.join(flags)}: drop it, or give --model "
                              f"{model} or another of the models after it")
 
 
 def new_run_advice(given: dict) -> str:
     """How a command whose run cannot go on with these flags begins a new one."""
-    advice = "for a new run give another --out"
-    if "resume" in given:
-        advice += ", without --resume"
-    return advice
+    without = ", without --resume" if "resume" in given else ""
+    return f"for a new run give another --out{without}"
 
 
 def merge_config(given: dict, state: dict | None, weights_only=False,
@@ -204,19 +200,18 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
         if "balance_bias" in given and "balance_loss" not in given:
             shape["balance_loss"] = 0.0             # the bias balances in place of the loss
         return config, base | shape
-    problems = []
-    drop = []
+    problems, drop = [], []
+    may_be_longer = "rope_theta" in base and not base.get("learned_positions", False)
     for name, value in shape.items():
         stored = base.get(name)
-        may_be_shorter = name == "seq_len" and weights_only
-        may_be_longer = "rope_theta" in base and not base.get("learned_positions", False)
-        is_allowed = may_be_shorter and (value < stored or may_be_longer)
-        is_allowed = is_allowed or name in ROUTER_LOSSES
-        if value != stored and not is_allowed:
-            allowed = f"at most {stored}" if may_be_shorter else stored
-            is_gpts = name not in base          # a GPT has no such number
-            problems.append(f"no {name}" if is_gpts else f"{name} {allowed}, not {value}")
-            drop.append(flag_name(name if name in given else "model"))
+        is_length = name == "seq_len" and weights_only
+        if value == stored or name in ROUTER_LOSSES or (
+                is_length and (value < stored or may_be_longer)):
+            continue
+        allowed = f"at most {stored}" if is_length else stored
+        # A GPT has no number such as n_kv_head.
+        problems.append(f"{name} {allowed}, not {value}" if name in base else f"no {name}")
+        drop.append(flag_name(name if name in given else "model"))
     if problems:
         advice = f"drop {', '.join(dict.fromkeys(drop))}"
         if weights_only:

@@ -14,7 +14,7 @@ import time
 import traceback
 import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Callable
@@ -22,7 +22,7 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 
-from base.errors import RunError, first_line, out_of_memory
+from base.errors import RunError, first_line, out_of_memory, print_error
 
 
 def fatal_message(error: Exception) -> str | None:
@@ -60,15 +60,6 @@ def print_rank0(line: str, end="\n") -> None:
             print(line, end=end, flush=True)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def print_error(message) -> None:
-    with suppress(OSError):                 # a closed pipe does not stop the run
-        print(f"train.py: {message}", file=sys.stderr, flush=True)
-
-
-def warn(text: str) -> None:
-    print_error(f"warning: {text}")
 
 
 def all_ranks(action: Callable, status: int = 2):

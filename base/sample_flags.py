@@ -32,15 +32,11 @@ class SampleFlags:
                       "multiplies 16-bit numbers", choices=["fp32", "bf16"])
 
 
-def make_parser() -> Parser:
-    parser = Parser("sample.py", "python sample.py [FLAG ...]", "Sample text from a checkpoint.")
-    add_flags(parser, SampleFlags)
-    return parser
-
-
 def parse_flags(arguments) -> SampleFlags:
     """The values of the flags. Raises ValueError, also for a stream that is closed."""
-    flags = SampleFlags(**make_parser().parse(arguments))
+    parser = Parser("sample.py", "python sample.py [FLAG ...]", "Sample text from a checkpoint.")
+    add_flags(parser, SampleFlags)
+    flags = SampleFlags(**parser.parse(arguments))
     if 0 < flags.temperature < LOWEST:
         raise ValueError(f"argument --temperature: {flags.temperature:g} must be 0 (greedy) or at "
                          f"least {LOWEST:g}")

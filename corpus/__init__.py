@@ -17,6 +17,7 @@
     templates   conversations as tokens, and what is learnt of them
 
     shards      the files of a data set        mixtures    several sources in one run
-    windows     of tokens, of conversations    permutation         their order in an epoch
+    conversations       their windows
     downloads   files from the network         notes_and_progress          what a user sees
 """
+EOT = "<|endoftext|>"           # stands between documents

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from corpus import EOT
 from corpus.chat_records import Answer, Refused, SystemText, texts_of
-from corpus.documents import EOT, read_documents
+from corpus.documents import read_documents
 from corpus.near_duplicates import BANDS, MOST_BYTES, MinHash, is_repeated, occurs_in
 from corpus.notes_and_progress import note, progress
 

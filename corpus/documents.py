@@ -19,10 +19,10 @@ from itertools import groupby
 from pathlib import Path
 
 from base.errors import errors_with_path
+from corpus import EOT
 from corpus.chat_records import Refused, check_characters, form_of, messages_of
 from corpus.file_formats import BLOCK, LINES, TABLES, kind_of, open_bytes, read_table
 
-EOT = "<|endoftext|>"
 EOT_LINE = re.compile(r"(?m)^[^\S\n]*<\|endoftext\|>[^\S\n]*$")
 LONGEST_LINE = 1 << 20      # characters up to which a line is not cut
 

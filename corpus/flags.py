@@ -38,16 +38,12 @@ class DataFlags:
                        below=FINEWEB_SHARDS + 1)
 
 
-def make_parser() -> Parser:
+def parse_flags(arguments) -> DataFlags:
+    """The values of the flags, with an `out`. Raises ValueError."""
     parser = Parser("data.py", "python data.py [--dataset NAME | --input FILE ...] [FLAG ...]",
                     "Turn text into shards of tokens for train.py.")
     add_flags(parser, DataFlags)
-    return parser
-
-
-def parse_flags(arguments) -> DataFlags:
-    """The values of the flags, with an `out`. Raises ValueError."""
-    given = make_parser().parse(arguments)
+    given = parser.parse(arguments)
     for one, other in [("dataset", "input"), ("tokenizer", "train_tokenizer")]:
         if one in given and other in given:
             raise ValueError(f"{flag_name(one)} cannot be combined with {flag_name(other)}: drop "

@@ -14,16 +14,15 @@ stopped. `Mixture.counts` is all of the arithmetic: which source gives sequence 
 and the phases.
 """
 import math
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from corpus.conversations import ConversationWindows
 from corpus.shards import (HEADER_BYTES, allow_open_files, find_shards, open_flags, open_shard,
                            read_meta)
-from corpus.windows import ConversationWindows, TextWindows
 
 NO_WINDOW = -1                  # in place of a window's number: a row without tokens
 FOREVER = np.iinfo(np.int64).max
@@ -36,7 +35,7 @@ class Source(NamedTuple):
     name: str
     weight: int             # of its sequences, relative to those of the other sources
     first: int
-    windows: TextWindows | ConversationWindows
+    windows: ConversationWindows            # or data.TextWindows
     meta: dict              # read_meta
 
     @property
@@ -56,12 +55,10 @@ class Mixture:
         self.sources = sources
         self.phases = [[0, {key: source.weight for key, source in sources.items()}]]
         metas = [source.meta for source in sources.values()]
-        self.meta = dict(tokenizer=metas[0]["tokenizer"], vocab_size=metas[0]["vocab_size"],
-                         bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
-        for key in OPTIONAL:
-            for meta in metas:
-                if key not in self.meta and meta.get(key) is not None:
-                    self.meta[key] = meta[key]
+        self.meta = {key: metas[0][key] for key in ("tokenizer", "vocab_size")} | dict(
+            bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
+        for meta in reversed(metas):            # the first that has an entry gives it
+            self.meta |= {key: meta[key] for key in OPTIONAL if meta.get(key) is not None}
 
     # ---- Which source gives a sequence -------------------------------------------------------
 
@@ -116,13 +113,12 @@ class Mixture:
 
     # ---- Windows and tokens ------------------------------------------------------------------
 
-    def find(self, window_ids) -> Iterator[tuple[int, TextWindows | ConversationWindows, int]]:
+    def find(self, window_ids) -> Iterator[tuple]:
         """Yield (row, the windows of its source, its number there) of each but NO_WINDOW."""
         sources = list(self.sources.values())
-        firsts = [source.first for source in sources]
         for row, window in enumerate(window_ids):
             if window != NO_WINDOW:
-                source = sources[bisect_right(firsts, window) - 1]
+                source = next(source for source in reversed(sources) if source.first <= window)
                 yield row, source.windows, int(window) - source.first
 
     @property
@@ -147,45 +143,43 @@ class Mixture:
         """The weighted mean of one number for each source. None if a number is None."""
         pairs = [(source.weight, value) for source, value in zip(self.sources.values(), values)
                  if source.weight > 0]
-        if any(value is None for _, value in pairs):
+        if None in [value for _, value in pairs]:
             return None
         return sum(weight * value for weight, value in pairs) / sum(weight for weight, _ in pairs)
 
 
 # ---- Opening ---------------------------------------------------------------------------------
 
-def open_mixture(text: str, split: str, seq_len: int) -> Mixture:
+def open_mixture(text: str, split: str, seq_len: int, text_windows: Callable) -> Mixture:
     """Open the shards of a directory, or of a mixture "A=0.7,B=0.3" of sources with one tokenizer.
-    Raises FileNotFoundError or ValueError for missing, damaged or short shards."""
+    text_windows(shards, seq_len): data.TextWindows. Raises FileNotFoundError or ValueError for
+    missing, damaged or short shards."""
     allow_open_files()
-    sources = {}
-    first = 0
+    sources, first = {}, 0
     weights = parse_mixture(text)
     for folder, weight in weights.items():
-        source = open_source(folder, weight, first, split, seq_len)
+        windows, meta = open_source(folder, split, seq_len, text_windows)
         for other, opened in zip(weights, sources.values()):
-            check_pair(f"--data {text}: {other} and {folder}", opened.meta, source.meta)
-        sources[source.meta["fingerprint"]] = source
-        first += source.n_windows
+            check_pair(f"--data {text}: {other} and {folder}", opened.meta, meta)
+        sources[meta["fingerprint"]] = Source(folder.absolute().name, weight, first, windows, meta)
+        first += windows.count
     return Mixture(sources)
 
 
-def open_source(folder: Path, weight: int, first: int, split: str, seq_len: int) -> Source:
-    """Open the shards of this folder, and find their windows."""
+def open_source(folder: Path, split: str, seq_len: int, text_windows: Callable) -> tuple:
+    """Open the shards of this folder -> (their windows, read_meta)."""
     paths = find_shards(folder, split)
     shards = [open_shard(path) for path in paths]
     meta = read_meta(folder)
-    if meta["template"] is None:
-        windows = TextWindows(shards, seq_len)
-    else:
-        flags = [open_flags(path, len(tokens)) for path, tokens in zip(paths, shards)]
-        windows = ConversationWindows(shards, flags, seq_len)
     n_tokens = sum(map(len, shards))
     expected = meta["tokens"].get(split, n_tokens)
     if n_tokens != expected:
         raise ValueError(f"{folder} has {n_tokens:,} {split} tokens, but its meta.json says "
                          f"{expected:,}: a shard is missing or of other data: copy all files again")
-    return Source(folder.absolute().name, weight, first, windows, meta)
+    if meta["template"] is None:
+        return text_windows(shards, seq_len), meta
+    flags = [open_flags(path, len(tokens)) for path, tokens in zip(paths, shards)]
+    return ConversationWindows(shards, flags, seq_len), meta
 
 
 def check_pair(pair: str, one: dict, other: dict) -> None:
@@ -206,20 +200,18 @@ def parse_mixture(text: str) -> dict[Path, int]:
         return {Path(text): 1}
 
     def refuse(problem):
-        raise ValueError(f"--data {text}: a mixture is DIR=WEIGHT,DIR=WEIGHT: {problem}")
+        raise ValueError(f"--data {text}: a mixture is DIR=WEIGHT,DIR=WEIGHT, as a=0.7,b=0.3: "
+                         f"{problem}")
 
     weights = {}
     for part in text.split(","):
         folder, _, number = part.rpartition("=")
-        if not folder:
-            refuse(f"{part!r} lacks its DIR or its =WEIGHT: give both, as in a=0.7")
         try:
             weight = float(number)
         except ValueError:
-            refuse(f"the weight {number!r} of {folder} is no number: give one, as in {folder}=0.7")
-        if weight != 0 and not 1e-6 <= weight <= 1000:
-            refuse(f"the weight of {folder} must be 0 or 1e-6 to 1000: only their ratios count, so "
-                   f"scale all of them; {folder}=0 leaves it out")
+            weight = math.nan
+        if not folder or not (weight == 0 or 1e-6 <= weight <= 1000):
+            refuse(f"{part!r} has no DIR, or no weight of 1e-6 to 1000, or 0, which leaves it out")
         if Path(folder).absolute().name in {other.absolute().name for other in weights}:
             refuse(f"{folder} is the second with this last part, which names a source in "
                    f"metrics.jsonl: give it once, or rename one")

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from base.errors import errors_with_path
+from corpus import EOT
 from corpus.dedup_and_split import Index, index_documents
-from corpus.documents import EOT
 from corpus.downloads import sha256_of
 from corpus.encode import tokenise, train_on
 from corpus.huggingface_tokenizers import find_tokenizer

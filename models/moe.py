@@ -72,7 +72,7 @@ class Router(nn.Module):
         self.cfg = cfg
         self.weight = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd))
         self.bias = None
-        if cfg.balance_bias > 0:        # without a gradient: zero.adamw_update moves it by loads
+        if cfg.balance_bias > 0:        # without a gradient: adamw_update moves it by loads
             self.bias = nn.Parameter(torch.zeros(cfg.n_expert), requires_grad=False)
 
     def forward(self, x):

@@ -5,13 +5,15 @@ squares of their channels, a number (B, T) forward and its gradient backward. Wi
 is over the strips of exact.py, in the same order in every layout. Of a head that ranks share
 (shared_heads.py) each counts its part of the squares.
 """
+from functools import partial
+
 import torch
 import torch.nn as nn
 
+from model import GPT
 from models.llama import AllHeadsNorm
-from parallelism.collectives import WithGradient, all_gather, all_reduce
-from parallelism.shared_heads import JoinHeads
-from parallelism.tensor import TensorParallel
+from parallel import TensorParallel, WithGradient, all_gather, all_reduce, replace_modules
+from parallelism.shared_heads import JoinHeads, SharedHeadsQKV
 
 
 class SumInOrder(torch.autograd.Function):
@@ -100,3 +102,15 @@ def norm_of_heads(plain: nn.Module, grid) -> nn.Module:
     if isinstance(plain, AllHeadsNorm):
         return ParallelAllHeadsNorm(plain, grid)
     return plain
+
+
+def cut_heads(model: GPT, grid) -> None:
+    """What parallel.tensor_parallel lacks for Llamas: norms over all heads, and heads of k and v
+    that ranks share."""
+    replace_modules(model, {"attn.q_norm": norm_of_heads, "attn.k_norm": norm_of_heads}, grid)
+    sharing = grid.tp // model.cfg.n_kv_head                # ranks that share a head
+    if sharing > 1:
+        qkv = partial(SharedHeadsQKV, model_config=model.cfg)
+        replace_modules(model, {"attn.qkv": qkv}, grid)
+        for block in model.blocks.values():
+            block.attn.group //= sharing

@@ -1,10 +1,8 @@
 """How a rank of train.py is put together: its grid and process groups, and its part of the model.
 
-`build_model` makes this rank's part of the model: pipeline and tensor parallelism decide which
-parameters it has, and their shapes. `make_flat` moves these into flat buffers, for data parallelism
-and ZeRO. Then `change_blocks` says how a block runs.
+`Run.__init__` in train.py calls what stands here in order. `build_stage` is the same for the place
+of any rank, for checkpoints and plans.
 """
-import re
 import socket
 from datetime import timedelta
 from functools import partial
@@ -12,73 +10,41 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 
 import parallel
 from amp import PRECISIONS
 from model import GPT, Dropout, GPTConfig
 from models.moe import Mixture
-from parallel import GROUPS, keep_stage
-from parallelism.collectives import all_reduce, comm_errors, on_hosts
-from parallelism.context import CP_PLAN, ContextParallelAttention, recompute_attention
-from parallelism.exact import EXACT_PLAN, ExactParameters, make_exact, new_sums
-from parallelism.exact_experts import EXACT_EXPERT_PLAN
-from parallelism.experts import EXPERT_PLAN, ParallelExperts, ParallelRouter
+from parallel import (ContextParallelAttention, Grid, Message, TensorParallel, all_reduce,
+                      keep_stage, start_messages, tensor_parallel)
+from parallelism.all_heads_norm import cut_heads
+from parallelism.collectives import comm_errors
+from parallelism.context import context_parallel
+from parallelism.exact import ExactParameters
+from parallelism.experts import ParallelExperts, ParallelRouter, expert_parallel
 from parallelism.kernels import use_kernels
+from parallelism.loss import TiledHead, add_in_place
 from parallelism.parameters import param_specs
-from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
-from parallelism.shared_heads import SharedHeadsQKV
-from parallelism.tensor import TP_PLAN, TensorParallel, VocabParallelHead
-from parallelism.zero import FlatParameters, gather_before_use
+from parallelism.zero import FlatParameters
 
 # ---------------------------------------------------------------------------------------------
-# The grid of ranks and its process groups
+# The process groups
 # ---------------------------------------------------------------------------------------------
-
-
-class Grid(parallel.Grid):
-    """The plain grid, and what a run adds:
-
-    chunks      parts of the model that this rank runs in turn (interleaved 1F1B)
-    hosts       the machine of each rank, which `make_groups` asks for
-    exact       exact_sums.ExactSums, with --exact
-    """
-
-    def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, *, cp: int = 1, ep: int = 1,
-                 chunks: int = 1, sequence_parallel: bool = False):
-        super().__init__(dp, pp, tp, rank, cp=cp, ep=ep, sequence_parallel=sequence_parallel)
-        self.chunks = chunks
-        self.hosts = [socket.gethostname()] * self.world
-        self.exact = None
-
-    def at_rank(self, rank: int) -> "Grid":
-        """The place of another rank in the same layout, without groups."""
-        return Grid(self.dp, self.pp, self.tp, rank, cp=self.cp, ep=self.ep, chunks=self.chunks,
-                    sequence_parallel=self.sequence_parallel)
 
 
 def make_groups(grid: Grid, device=torch.device("cpu"), timeout: timedelta | None = None) -> None:
-    """Create the groups of a grid, on gloo or NCCL: those of parallel.make_groups, with a timeout
-    and a name for errors. An operation waits `timeout` for another rank (None: 30 minutes). On GPUs
-    all connections are made before the first step."""
+    """parallel.make_groups, on gloo or NCCL, and a group of all ranks to save. On GPUs all
+    connections are made before the first step."""
     if grid.world > 1:
         with comm_errors("exchange with all ranks"):
             dist.all_gather_object(grid.hosts, socket.gethostname())
-    backend = "gloo"
-    group_timeout = timeout
-    if device.type != "cpu":
-        backend = "nccl"
-        if timeout is not None:
-            # NCCL's clock starts with the operation; that of collectives.to_host, which should
-            # report first, starts later, when the host reads the result.
-            group_timeout = 2 * timeout
-    for kind in GROUPS:
-        ranks = grid.members(kind)
-        is_used = grid.ep > 1 or kind != "same_experts"
-        if is_used and grid.rank in ranks and len(set(ranks)) > 1:
-            grid.groups[kind] = dist.new_group(
-                ranks, timeout=group_timeout, backend=backend, use_local_synchronization=True,
-                group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
-    if device.type != "cpu":
+    if device.type == "cpu":
+        parallel.make_groups(grid, "gloo", timeout)
+    else:
+        # NCCL's clock starts with the operation; that of collectives.to_host, which should report
+        # first, starts later, when the host reads the result.
+        parallel.make_groups(grid, "nccl", None if timeout is None else 2 * timeout)
         connect(grid, device)
     # For checkpoints, which a thread sends while training goes on. After `connect`, because gloo
     # cannot sum GPU tensors.
@@ -107,63 +73,50 @@ def connect(grid: Grid, device: torch.device) -> None:
 
 
 def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
-    """This rank's part of the GPT, on the meta device, without memory: its stage's blocks with the
-    modules of parallelism/tensor.py. Their parameters are still whole. `param_specs` cuts them."""
+    """The part of a model that the rank at this place has, by the calls of train.Run, without
+    memory. Its parameters are still whole: `param_specs` cuts them."""
     with torch.device("meta"):
         model = model_config.build()
-    use_kernels(model)
-    keep_stage(model, grid, set().union(*chunk_layers(model_config.n_layer, grid)))
-    plan = TP_PLAN | EXPERT_PLAN
-    if grid.exact is not None:
-        plan |= EXACT_PLAN | EXACT_EXPERT_PLAN
+    keep_stage(model, grid)
+    tensor_parallel(model, grid)
+    use_faster_modules(model, grid)
     if grid.cp > 1:
-        plan |= CP_PLAN
-    sharing = grid.tp // model_config.n_kv_head         # ranks that share a head of k and v
-    if sharing > 1:
-        plan["attn.qkv"] = partial(SharedHeadsQKV, model_config=model_config)
-    for name, module in list(model.named_modules()):
-        name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
-        if name_in_plan in plan:
-            model.set_submodule(name, plan[name_in_plan](module, grid))
-    for block in model.blocks.values():     # different heads need different dropout masks
-        block.attn.core_attention.part = grid.tp_rank
-        if sharing > 1:
-            block.attn.group //= sharing
-    if grid.exact is not None:
-        make_exact(model, model_config, grid)
+        context_parallel(model, grid)
+    expert_parallel(model, grid)
     return model
 
 
-def build_model(model_config: GPTConfig, grid: Grid, config, device: torch.device) -> GPT:
-    """This rank's part of the model, without memory. `config` has train.py's flags."""
-    if config.exact:
-        grid.exact = new_sums(model_config, config, device)
-    return build_stage(model_config, grid)
+def use_faster_modules(model: GPT, grid: Grid) -> None:
+    """Modules that compute the same as those of model.py and parallel.py, faster or for more
+    models."""
+    use_kernels(model)
+    add_in_place(model, grid)
+    cut_heads(model, grid)
 
 
-def make_flat(model: GPT, model_config: GPTConfig, grid: Grid, config,
-              device: torch.device) -> FlatParameters:
-    """The flat buffers, which hold the parameters of the model from here on."""
+def activation_like(config, model_config: GPTConfig, grid: Grid, device) -> torch.Tensor:
+    """A tensor like what one stage sends to the next."""
+    positions = model_config.seq_len // (grid.cp * grid.tp if grid.sequence_parallel else grid.cp)
+    return torch.empty(config.micro_batch, positions, model_config.n_embd,
+                       dtype=PRECISIONS[config.dtype].parameters, device=device)
+
+
+def data_parallel(model: GPT, grid: Grid, config, device: torch.device) -> FlatParameters:
+    """The flat buffers, which hold the parameters of the model from here on, with ZeRO this rank's
+    shard."""
     host = "cpu" if config.offload else device
     flat_type = ExactParameters if config.exact else FlatParameters
-    return flat_type(param_specs(model, model_config, grid), grid, *PRECISIONS[config.dtype],
+    return flat_type(param_specs(model, model.cfg, grid), grid, *PRECISIONS[config.dtype],
                      device, config.zero, host, training=not config.eval_only)
 
 
-def change_blocks(model: GPT, flat: FlatParameters, model_config: GPTConfig, config,
-                  device: torch.device) -> None:
-    """Change how forward and backward of a block run. The order matters: each of these runs what
-    those above it have made, and the compiler sees none of those below."""
-    if config.cp > 1 and not config.recompute:
-        recompute_attention(model)              # in backward
-    if config.compile:
-        keep_angles(model, model_config.seq_len // config.cp, PRECISIONS[config.dtype].parameters,
-                    device)
-        compile_model(model)
-    if config.recompute:
-        recompute_blocks(model)                 # in backward
-    if config.zero > 0:
-        gather_before_use(model, flat)          # before its forward, or the recomputation, begins
+def recompute_blocks(model: GPT) -> None:
+    """Backward recomputes a block from its input: 1 stored value per position and channel
+    instead of about 16, for a third more FLOPs (by blocks as in Chen et al. 2016)."""
+    for block in model.blocks.values():
+        # Dropout masks depend on seeds only, so there is no generator state to restore.
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False,
+                                preserve_rng_state=False)
 
 
 def begin_step(model: GPT, flat: FlatParameters, loss_scale: float, tokens: int,
@@ -174,7 +127,7 @@ def begin_step(model: GPT, flat: FlatParameters, loss_scale: float, tokens: int,
     its gradients. Backward of the loss times the same factor does not apply it again."""
     flat.zero_grad(loss_scale, tokens, targets)
     for module in model.modules():
-        if isinstance(module, VocabParallelHead):
+        if isinstance(module, TiledHead):
             module.set_loss_factor(loss_scale / targets)
         elif isinstance(module, ParallelRouter):
             module.set_token_factor(loss_scale / tokens)
@@ -217,9 +170,10 @@ def keep_angles(model: GPT, T: int, dtype: torch.dtype, device: torch.device) ->
             rotary.cos_and_sin = lambda *_: known
 
 
-def compile_model(model: GPT) -> None:
+def compile_model(model: GPT, grid: Grid, dtype: torch.dtype, device: torch.device) -> None:
     """Compile each block's forward; of embedding and head everything but the lookup and the
     products with the token matrix."""
+    keep_angles(model, model.cfg.seq_len // grid.cp, dtype, device)
     if model.embed is not None:
         compile_method(model.embed, "add_positions")
     if model.head is not None:

@@ -1,23 +1,15 @@
-"""Sums and copies between ranks: the collectives that the techniques use, and their errors.
+"""What torch.distributed lacks: errors that name the operation and its ranks, faster collectives of
+CPUs, and copies to the host that end.
 
-    all_reduce(x, group)        every rank has the sum
-    reduce_scatter(x, group)    every rank has its slice of the sum
-    all_gather(x, group)        every rank has all slices
-    all_to_all(x, .., group)    every rank has what each other has for it
+parallel.py's collectives call these three where tensors are on the CPU, instead of gloo's:
 
-Each starts at once and returns a `Work`; `wait` returns the result. A group of one rank is None: a
-collective over it does nothing. What PyTorch 2.13 calls reduce_scatter_single and
-all_gather_single was reduce_scatter_tensor and all_gather_into_tensor before. What differs from
-torch.distributed's own:
-
-    two CPU ranks swap small tensors             half the time of gloo's all-reduce    all_reduce
-    on the CPU slices travel as messages         gloo's own work on a copy of all      _exchange
-    an error names the operation and its ranks                                         comm_errors
+    all_reduce                 two ranks swap small tensors: half the time
+    reduce_scatter_single      slices travel as messages: gloo's is an all-reduce of a copy, with
+                               twice the traffic and memory
+    all_gather_single          the same: gloo gathers into a copy
 """
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -45,21 +37,17 @@ def on_hosts(ranks: list[int], hosts: list[str]) -> str:
     return " on " + ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
 
 
-@dataclass
-class Work:
-    """Communication under way. `wait` waits for it and returns finish(result)."""
-    result: torch.Tensor | None
-    handles: list = field(default_factory=list)         # of torch.distributed
-    operation: str = ""                                 # for errors, with the ranks of the group
-    group: object = None
-    finish: Callable = lambda result: result
+class Messages:
+    """An exchange under way, like a handle of torch.distributed. `finish` runs after it."""
 
-    def wait(self) -> torch.Tensor:
-        if self.handles:
-            with comm_errors(self.operation, self.group):
-                for handle in self.handles:
-                    handle.wait()
-        return self.finish(self.result)
+    def __init__(self, handles: list, finish=None):
+        self.handles, self.finish = handles, finish
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+        if self.finish is not None:
+            self.finish()
 
 
 def _exchange(outgoing: list, incoming: list, group) -> list:
@@ -71,86 +59,35 @@ def _exchange(outgoing: list, incoming: list, group) -> list:
             + [dist.irecv(incoming[r], group=group, group_src=r) for r in others])
 
 
-def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
-    """Sum x (or apply `op`) over the group, in place. Two CPU ranks swap small tensors directly, in
-    half the time of gloo's all-reduce (`nano` on 2 x 2 x 2 ranks: a step is 10% faster)."""
-    if group is None:
-        return Work(x)
-    small = x.device.type == "cpu" and x.nbytes <= 2 ** 20
-    with comm_errors("all-reduce", group):
-        if small and group.size() == 2 and op == dist.ReduceOp.SUM:
-            received = torch.empty_like(x)
-            handles = _exchange([x] * 2, [received] * 2, group)     # uses the other rank's entry
-            return Work(received, handles, "all-reduce", group, finish=x.add_)
-        return Work(x, [dist.all_reduce(x, op, group, async_op=True)], "all-reduce", group)
+def all_reduce(x: torch.Tensor, op, group, async_op: bool):
+    """dist.all_reduce on CPUs. `nano` on 2 x 2 x 2 ranks: a step is 10% faster."""
+    if group.size() > 2 or x.nbytes > 2 ** 20 or op != dist.ReduceOp.SUM:
+        return dist.all_reduce(x, op, group, async_op=async_op)
+    received = torch.empty_like(x)
+    handles = _exchange([x] * 2, [received] * 2, group)         # uses the other rank's entry
+    return Messages(handles, lambda: x.add_(received))
 
 
-def reduce_scatter(x: torch.Tensor, group) -> Work:
-    """Cut x along dimension 0 into a slice for each rank. This rank's becomes the sum over ranks,
-    in place. On the CPU each rank sends every other one its slice: gloo's own is an all-reduce of
-    a copy, with twice the traffic and memory."""
-    if group is None:
-        return Work(x)
+def reduce_scatter_single(total: torch.Tensor, x: torch.Tensor, group, async_op: bool):
+    """dist.reduce_scatter_single on CPUs; `total` is this rank's slice of x."""
     slices = x.chunk(group.size())
-    rank = group.rank()
-    with comm_errors("reduce-scatter", group):
-        if x.device.type != "cpu":
-            handles = [dist.reduce_scatter_single(slices[rank], x, group=group, async_op=True)]
-            return Work(slices[rank], handles, "reduce-scatter", group)
-        received = [torch.empty_like(slices[rank]) for _ in slices]
-        handles = _exchange(slices, received, group)
-    del received[rank]                  # no rank sends to itself
+    received = [torch.empty_like(total) for _ in slices]
+    handles = _exchange(slices, received, group)
+    del received[group.rank()]          # no rank sends to itself
 
-    def add_received(total):
-        if total.dtype.itemsize > 2:
-            for term in received:
-                total += term
-            return total
-        wide = total.float()            # of 16 bits only the whole sum is rounded
-        for term in received:
+    def add_received():
+        wide = total if total.dtype.itemsize > 2 else total.float()
+        for term in received:           # of 16 bits only the whole sum is rounded
             wide += term
-        return total.copy_(wide)
-    return Work(slices[rank], handles, "reduce-scatter", group, add_received)
+        if wide is not total:
+            total.copy_(wide)
+    return Messages(handles, add_received)
 
 
-def all_gather(x: torch.Tensor, group) -> Work:
-    """Copy each rank's slice of x to all ranks, in place: the reverse of `reduce_scatter`. On the
-    CPU by messages too, because gloo gathers into a copy."""
-    if group is None:
-        return Work(x)
+def all_gather_single(x: torch.Tensor, own: torch.Tensor, group, async_op: bool):
+    """dist.all_gather_single on CPUs; `own` is this rank's slice of x."""
     slices = x.chunk(group.size())
-    rank = group.rank()
-    with comm_errors("all-gather", group):
-        if x.device.type != "cpu":
-            handles = [dist.all_gather_single(x, slices[rank], group=group, async_op=True)]
-        else:
-            handles = _exchange([slices[rank]] * len(slices), slices, group)
-    return Work(x, handles, "all-gather", group)
-
-
-def all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group) -> Work:
-    """The first sent[0] rows of x go to rank 0 of the group, the next sent[1] to rank 1, and so on.
-    The result is new memory, with received[r] rows from each rank r. A number may be 0."""
-    if group is None:
-        return Work(x)
-    result = x.new_empty(sum(received), *x.shape[1:])
-    with comm_errors("all-to-all", group):
-        handles = [dist.all_to_all_single(result, x.contiguous(), received, sent, group,
-                                          async_op=True)]
-    return Work(result, handles, "all-to-all", group)
-
-
-class WithGradient(torch.autograd.Function):
-    """function(x), whose gradient is gradient(dy): autograd does not see communication."""
-
-    @staticmethod
-    def forward(ctx, x, function, gradient):
-        ctx.gradient = gradient
-        return function(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return ctx.gradient(dy), None, None
+    return Messages(_exchange([own] * len(slices), slices, group))
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

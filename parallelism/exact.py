@@ -1,5 +1,4 @@
-"""--exact: the same bits in every layout. build.py calls `new_sums`, `make_exact` and
-`ExactParameters`.
+"""--exact: the same bits in every layout, by `make_exact` and `ExactParameters`.
 
 The claim: with one seed, batch size and --micro-batch, on one kind of machine, layouts compute the
 same bits. The argument, for each operation whose inputs have the same bits:
@@ -31,7 +30,7 @@ the same, and a row of LayerNorm however many rows there are. Random layouts tes
                                   pipeline; the squares for the norm
 
 Dropout draws a mask for each strip; AdamW's slices end at multiples of 32
-(zero.slices_to_update). It costs float64 gradients, copies of the weights, one strip at a time, and
+(parallel.adamw_update). It costs float64 gradients, copies of the weights, one strip at a time, and
 on a CPU all threads but one. Here B computes all gradients and W none, so ZB-H1 gains nothing.
 """
 import math
@@ -44,16 +43,16 @@ import torch.nn.functional as F
 
 from model import GPT, IGNORE_INDEX, GPTConfig
 from models.moe import Mixture
+from parallel import (VocabParallelEmbedding, adamw_update, all_reduce, by_ranks, find_local,
+                      replace_modules, sum_over_ranks)
 from parallelism.all_heads_norm import ParallelAllHeadsNorm
-from parallelism.collectives import all_reduce
-from parallelism.exact_strips import Affine, AttentionInStrips, InStrips
+from parallelism.exact_experts import EXACT_EXPERT_PLAN
+from parallelism.exact_strips import Affine, AttentionInStrips, InStrips, all_positions
 from parallelism.exact_sums import ExactSums
-from parallelism.kernels import use_kernels
-from parallelism.sequence import all_positions, by_ranks, sum_over_ranks
+from parallelism.kernels import matmul, use_kernels
+from parallelism.loss import TiledCrossEntropy, TiledHead, tile_size
 from parallelism.shared_heads import can_cut_heads
-from parallelism.tensor import (VocabParallelCrossEntropy, VocabParallelEmbedding,
-                                VocabParallelHead, local_columns, matmul, tile_size)
-from parallelism.zero import FlatParameters, adamw_update, slices_to_update
+from parallelism.zero import FlatParameters
 
 MOST_STRIPS = 8         # tp must divide it
 
@@ -108,8 +107,8 @@ def add_positions(embed: nn.Module, grid, x: torch.Tensor, dropout_seed,
     return embed.dropout(x, dropout_seed)
 
 
-class ExactCrossEntropy(VocabParallelCrossEntropy):
-    """The loss of tensor.VocabParallelCrossEntropy, with logits in strips, and its gradients."""
+class ExactCrossEntropy(TiledCrossEntropy):
+    """The loss of loss.TiledCrossEntropy, with logits in strips, and its gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, targets, grid, loss_factor, vocab_size):
@@ -141,7 +140,7 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
             dws = weight.main_grad().chunk(len(weights))
             for p, strip, dw, db_i, columns in zip(logits, weights, dws, dbs, targets_of_strips):
                 p.mul_((weight_of_row / total).to(p.dtype))
-                columns, is_local = local_columns(columns, p)
+                columns, is_local = find_local(columns, 0, p.shape[1])
                 p.scatter_add_(1, columns, -(weight_of_row * is_local).to(p.dtype))
                 dz = p.to(x.dtype)
                 exact.add(dx_i, matmul(dz, strip), exact.activation_gradient, exact.strips)
@@ -176,14 +175,14 @@ def exact_losses(logits: list, targets: list, grid) -> tuple:
     total, target = sums
     for z, columns in zip(logits, targets):
         z.sub_(largest)
-        columns, is_local = local_columns(columns, z)
+        columns, is_local = find_local(columns, 0, z.shape[1])
         target += z.gather(1, columns).where(is_local, 0)       # one strip has it
         grid.exact.add(total, z.exp_().sum(1, keepdim=True), ExactSums.SOFTMAX, grid.exact.strips)
     total, target = all_reduce(sums, grid.groups["tp"]).wait()
     return total.log() - target, total
 
 
-class ExactHead(VocabParallelHead):
+class ExactHead(TiledHead):
     def normalize(self, x):
         wide = torch.promote_types(x.dtype, torch.float32)
         norms = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True, dtype=wide)
@@ -191,12 +190,10 @@ class ExactHead(VocabParallelHead):
         self.grid.exact.add_rows(total, norms, ExactSums.NORM)
         return self.norm(x), total[0]
 
-    def loss(self, x, targets, loss_factor):
+    def loss(self, x, targets):
+        loss_factor = self.loss_factor if torch.is_grad_enabled() else None
         return ExactCrossEntropy.apply(x, self.weight, self.bias, targets, self.grid, loss_factor,
                                        self.vocab_size)
-
-
-EXACT_PLAN = {"embed.token": ExactEmbedding, "head": ExactHead}         # instead of TP_PLAN's
 
 
 # ---- The parameters of a rank ---------------------------------------------------------------
@@ -204,8 +201,7 @@ EXACT_PLAN = {"embed.token": ExactEmbedding, "head": ExactHead}         # instea
 class ExactParameters(FlatParameters):
     """FlatParameters with exact sums of the gradients, in float64, and of their squares."""
 
-    def grad_dtype(self, master_dtype):
-        return torch.float64
+    grad_dtype = torch.float64
 
     def zero_grad(self, loss_scale=1.0, tokens=1, targets=1):
         self.grid.exact.set_units(loss_scale, tokens, targets)
@@ -235,10 +231,11 @@ class ExactParameters(FlatParameters):
             skipped = "too large for an exact sum (--exact)"
         return math.sqrt(total["squares"] + total["low_squares"]), skipped
 
-    def update_shards(self, grads, *arguments):
-        for bucket, grad in zip(self.buckets, grads):           # one at a time: a copy less
-            grad = grad.to(bucket.shard["master"].dtype)
-            adamw_update(slices_to_update([bucket], [grad]), *arguments)
+    def update_shards(self, *arguments):
+        for bucket in self.buckets:                             # one at a time: a copy less
+            grad = bucket.shard["grad"].to(bucket.shard["master"].dtype)
+            adamw_update([bucket], [grad], *arguments)
+        self.sync_params()
 
 
 # ---- A rank ---------------------------------------------------------------------------------
@@ -261,8 +258,12 @@ def count_strips(model_config: GPTConfig) -> int:
                and model_config.n_kv_head * model_config.head_dim % n == 0)
 
 
-def make_exact(model: GPT, model_config: GPTConfig, grid) -> None:
-    """Let a stage compute as this file says."""
+def make_exact(model: GPT, grid, config, device: torch.device) -> None:
+    """Let a rank's part of a model compute as this file says."""
+    model_config = model.cfg
+    grid.exact = new_sums(model_config, config, device)
+    replace_modules(model, EXACT_EXPERT_PLAN | {"embed.token": ExactEmbedding, "head": ExactHead},
+                    grid)
     for name, block in model.blocks.items():
         with torch.device("meta"):
             narrow = type(block)(model_config, int(name))

@@ -19,13 +19,10 @@ import torch
 import torch.nn as nn
 
 from models.moe import Experts, Router
-from parallelism.collectives import WithGradient
-from parallelism.exact_strips import CopyToStrips, SumOfStrips, copy_matrix
-from parallelism.experts import (ExpertColumns, ExpertRows, ParallelExperts, ParallelRouter,
-                                 exchange_rows)
-from parallelism.kernels import linear
-from parallelism.sequence import all_positions, cut_positions
-from parallelism.tensor import matmul
+from parallel import WithGradient, cut_positions, exchange_rows
+from parallelism.exact_strips import CopyToStrips, SumOfStrips, all_positions, copy_matrix
+from parallelism.experts import ExpertColumns, ExpertRows, ParallelExperts, ParallelRouter
+from parallelism.kernels import linear, matmul
 
 
 class ExactRouter(ParallelRouter):
@@ -129,7 +126,7 @@ class StripOfExperts(ParallelExperts):
         return exchange_rows(torch.cat(ys), received, sent, grid.groups["ep"])
 
 
-EXACT_EXPERT_PLAN = {       # instead of EXPERT_PLAN's
+EXACT_EXPERT_PLAN = {       # instead of those of experts.expert_parallel
     "mlp.router": ExactRouter,
     "mlp.experts": ExactExperts,
     "mlp.experts.up": ExactColumns,

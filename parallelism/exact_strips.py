@@ -9,12 +9,16 @@ import copy
 import torch
 import torch.nn as nn
 
+from parallel import by_ranks, by_sequences, gather_positions, sum_over_ranks
 from parallelism.all_heads_norm import ParallelAllHeadsNorm
 from parallelism.exact_sums import ExactSums
-from parallelism.kernels import linear
-from parallelism.sequence import all_positions, by_ranks, sum_over_ranks
+from parallelism.kernels import linear, matmul
 from parallelism.shared_heads import JoinHeads
-from parallelism.tensor import matmul
+
+
+def all_positions(x: torch.Tensor, grid) -> torch.Tensor:
+    """With sequence parallelism (B, T / tp, ...) -> (B, T, ...), those of all tp ranks; else x."""
+    return by_sequences(gather_positions(x, grid).wait(), grid)
 
 
 class CopyToStrips(torch.autograd.Function):
@@ -91,6 +95,34 @@ class StripLinear(nn.Module):
 
     def forward(self, x):
         return StripProduct.apply(x, self.weight, self.bias, self.exact)
+
+
+class Affine(torch.autograd.Function):
+    """x * weight + bias, (..., C) with (C,); either may be None. The gradients of weight and bias
+    are added to main_grad."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, exact):
+        ctx.weight, ctx.bias, ctx.exact = weight, bias, exact
+        if weight is None:
+            return x + bias
+        ctx.save_for_backward(x)
+        y = x * weight
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        unit = ctx.exact.gradient
+        rows = 1                            # for each position
+        if dy.dim() == 4:                   # a norm of heads: (B, heads of a strip, T, D)
+            rows = dy.shape[1] * ctx.exact.strips
+        if ctx.bias is not None:
+            ctx.exact.add_rows(ctx.bias.main_grad(), dy, unit)
+        if ctx.weight is None:
+            return dy, None, None, None
+        x, = ctx.saved_tensors
+        ctx.exact.add_rows(ctx.weight.main_grad(), dy * x, unit, rows)
+        return dy * ctx.weight, None, None, None
 
 
 class InStrips:
@@ -189,31 +221,3 @@ class AttentionInStrips(InStrips):
             qs, ks = map(q_norm, qs), map(k_norm, ks)
         return [narrow.attend(q, k, v, *args)
                 for narrow, q, k, v in zip(self.strips(count, ("proj",)), qs, ks, vs)]
-
-
-class Affine(torch.autograd.Function):
-    """x * weight + bias, (..., C) with (C,); either may be None. The gradients of weight and bias
-    are added to main_grad."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, exact):
-        ctx.weight, ctx.bias, ctx.exact = weight, bias, exact
-        if weight is None:
-            return x + bias
-        ctx.save_for_backward(x)
-        y = x * weight
-        return y if bias is None else y.add_(bias)
-
-    @staticmethod
-    def backward(ctx, dy):
-        unit = ctx.exact.gradient
-        rows = 1                            # for each position
-        if dy.dim() == 4:                   # a norm of heads: (B, heads of a strip, T, D)
-            rows = dy.shape[1] * ctx.exact.strips
-        if ctx.bias is not None:
-            ctx.exact.add_rows(ctx.bias.main_grad(), dy, unit)
-        if ctx.weight is None:
-            return dy, None, None, None
-        x, = ctx.saved_tensors
-        ctx.exact.add_rows(ctx.weight.main_grad(), dy * x, unit, rows)
-        return dy * ctx.weight, None, None, None

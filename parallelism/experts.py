@@ -1,20 +1,9 @@
-"""Mixtures of experts (models/moe.py) as train.py runs them, and expert parallelism (GShard,
-Lepikhin et al. 2020).
+"""Mixtures of experts (models/moe.py) as train.py runs them. Section 6 of parallel.py has the
+exchange of tokens between the ranks of --ep. In it a token has a row for each of the K experts that
+it chose. If no token chose the experts of a rank, this rank takes part with no rows, and the
+gradients of its experts are zero.
 
-With --ep, every ep consecutive replicas divide the experts among them. A replica sends each of its
-tokens to the ranks that have the experts which the token chose, and gets the results back. For ep 2
-and 4 experts:
-
-    replica 0    tokens for experts 0 1 | 2 3    ->    experts 0 1 of both    ->    own tokens
-    replica 1    tokens for experts 0 1 | 2 3    ->    experts 2 3 of both    ->    own tokens
-
-Each arrow is an all-to-all. In it a token has a row for each of the K experts that it chose.
-Backward sends the gradients the other way. If no token chose the experts of a rank, this rank takes
-part with no rows, and the gradients of its experts are zero. Every ep-th replica has the same
-experts. The gradients of experts are summed over these replicas, and ZeRO shards experts over them
-(`Bucket.group`).
-
-Tensor parallelism cuts each expert as it cuts an MLP, with the f and g of tensor.py: f copies its
+Tensor parallelism cuts each expert as it cuts an MLP, with parallel.py's f and g: f copies its
 input to the tp ranks and sums the gradients in backward, g sums the outputs. Each tp rank has some
 hidden channels of the rank's experts:
 
@@ -22,7 +11,7 @@ hidden channels of the rank's experts:
 
 The router is whole on every tp rank. All use the choice of the first, which sends its N K numbers.
 
-It computes the same as models/moe.py, and as `plain_experts` in parallel.py. The differences:
+What differs from models/moe.py and section 6:
 
     difference                               gain                           where
     a rank has E / ep experts                memory / ep                    ParamSpec.cut
@@ -35,7 +24,7 @@ It computes the same as models/moe.py, and as `plain_experts` in parallel.py. Th
     the router's parameters are in the       16 bits do not choose other    Bucket.is_wide
       type of the masters                    experts
     a router's bias moves by the sign of     no state, and no message of    count_in,
-      counts that add up as a gradient       its own                        zero.adamw_update
+      counts that add up as a gradient       its own                        adamw_update
 
 Shapes: B sequences, T positions, C channels, E experts, K of them active for a token, F hidden
 channels of an expert.
@@ -45,13 +34,13 @@ from functools import partial
 import torch
 import torch.nn as nn
 
+from model import GPT
 from models.moe import Experts, Router
-from parallel import cut_sequence
-from parallelism.all_heads_norm import norm_of_heads
-from parallelism.collectives import WithGradient, all_reduce, all_to_all, sum_dtype
-from parallelism.kernels import expert_linear, expert_weight_grad
-from parallelism.sequence import cut_positions, gather_positions, sum_over_ranks
-from parallelism.tensor import TensorParallel, reduce
+from parallel import (TensorParallel, WithGradient, all_reduce, all_to_all, cut_positions,
+                      cut_sequence, exchange_rows, f, g, gather_positions, replace_modules,
+                      run_blocks, run_on_their_ranks)
+from parallelism.collectives import sum_dtype
+from parallelism.kernels import expert_linear
 
 # ---- Router ---------------------------------------------------------------------------------
 
@@ -167,21 +156,7 @@ class ParallelExpertLinear(TensorParallel):
     is_expert = True
 
     def forward(self, x, counts):
-        y = expert_linear(x, self.factor(), counts)
-        if self.postponed is not None:
-            x = x.detach()
-
-            def keep_factors(dy):           # as in `TensorParallel.multiply`
-                self.postponed[-1].append((self, dy, (x, counts)))
-            y.register_hook(keep_factors)
-        return y
-
-    def factor(self):
-        return self.weight if self.postponed is None else self.weight.detach()
-
-    def weight_grad(self, dy, x_and_counts):
-        x, counts = x_and_counts
-        return expert_weight_grad(dy, x, self.weight, counts)
+        return self.multiply(expert_linear, x, counts)
 
 
 class ExpertColumns(ParallelExpertLinear):
@@ -190,18 +165,6 @@ class ExpertColumns(ParallelExpertLinear):
 
 class ExpertRows(ParallelExpertLinear):
     partition_dim = {"weight": 2}
-
-
-def copy_to_ranks(x: torch.Tensor, grid) -> torch.Tensor:
-    """f alone. That of tensor.py is fused with a product."""
-    return WithGradient.apply(x, lambda x: gather_positions(x.view_as(x), grid).wait(),
-                              lambda dx: sum_over_ranks(dx.clone(), grid).wait())
-
-
-def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group) -> torch.Tensor:
-    """An all-to-all of rows. Backward sends the gradients of the rows back."""
-    return WithGradient.apply(x, lambda x: all_to_all(x, sent, received, group).wait(),
-                              lambda dy: all_to_all(dy, received, sent, group).wait())
 
 
 class _Permute(torch.autograd.Function):
@@ -254,9 +217,9 @@ class ParallelExperts(Experts):
         grid = self.grid
         if grid.tp == 1:
             return super().forward(x, weights, chosen)
-        x, weights = copy_to_ranks(x, grid), copy_to_ranks(weights, grid)
+        x, weights = f(x, grid), f(weights, grid)
         y = super().forward(x, weights, gather_positions(chosen, grid).wait())
-        return reduce(y, grid)
+        return g(y, grid)
 
     def permute(self, rows, order, inverse):
         return _Permute.apply(rows, order, inverse)
@@ -266,6 +229,8 @@ class ParallelExperts(Experts):
         grid = self.grid
         if grid.ep == 1:
             return super().run(x, counts)
+        if grid.tp == 1:
+            return run_on_their_ranks(self, grid, x, counts)
         part = x[grid.tp_rank::grid.tp]                     # a tp-th of the rows
         sizes = self.sizes(counts)                          # (tp rank, from, to, expert)
         to_ranks = sizes[grid.tp_rank, grid.ep_rank].sum(1).tolist()
@@ -276,21 +241,10 @@ class ParallelExperts(Experts):
         rows = exchange_rows(part, to_ranks, from_ranks, grid.groups["ep"])
         gather = partial(gather_rows, lengths=lengths, group=grid.groups["tp"])
         add = partial(sum_rows, lengths=lengths, count=len(rows), group=grid.groups["tp"])
-        if grid.tp > 1:
-            rows = WithGradient.apply(rows, gather, add)            # as f of tensor.py
-        # The rows are sorted by tp rank, sender and expert. Sort them by expert alone.
-        blocks = arriving.flatten(0, 1)                     # (tp rank and from, expert)
-        expert = torch.arange(blocks.shape[1]).repeat(len(blocks))
-        expert = expert.repeat_interleave(blocks.flatten())
-        order = expert.to(x.device).argsort(stable=True)
-        back = order.argsort()
-        y = self.mlp(self.permute(rows, order, back), blocks.sum(0).to(x.device))
-        y = self.permute(y, back, order)
-        if grid.tp > 1:
-            y = WithGradient.apply(y, add, gather)                  # as g
+        rows = WithGradient.apply(rows, gather, add)                    # as f
+        y = run_blocks(self, rows, arriving.flatten(0, 1))
+        y = WithGradient.apply(y, add, gather)                          # as g
         y = exchange_rows(y, from_ranks, to_ranks, grid.groups["ep"])
-        if grid.tp == 1:
-            return y
         # The rows of other tp ranks are zero here: g adds them.
         places = torch.arange(grid.tp_rank, len(x), grid.tp, device=x.device)
         return torch.zeros_like(x).index_copy(0, places, y)
@@ -309,11 +263,7 @@ class ParallelExperts(Experts):
         return all_to_all(counts.repeat(ep, 1), [1] * ep, [1] * ep, group).wait().cpu()
 
 
-EXPERT_PLAN = {     # which module of models/moe.py becomes what (build_stage)
-    "mlp.router": ParallelRouter,
-    "mlp.experts": ParallelExperts,
-    "mlp.experts.up": ExpertColumns,
-    "mlp.experts.down": ExpertRows,
-    "attn.q_norm": norm_of_heads,
-    "attn.k_norm": norm_of_heads,
-}
+def expert_parallel(model: GPT, grid) -> None:
+    """Replace the modules of models/moe.py, if the model is a mixture of experts."""
+    replace_modules(model, {"mlp.router": ParallelRouter, "mlp.experts": ParallelExperts,
+                            "mlp.experts.up": ExpertColumns, "mlp.experts.down": ExpertRows}, grid)

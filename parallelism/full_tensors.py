@@ -21,8 +21,9 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from parallelism.buckets import Bucket, is_owner
-from parallelism.collectives import all_reduce, comm_errors
+from parallel import Bucket, all_reduce
+from parallelism.buckets import is_owner
+from parallelism.collectives import comm_errors
 from parallelism.parameters import ParamSpec
 from parallelism.zero import FlatParameters
 

@@ -9,9 +9,12 @@
                                         to 5 times for backward
     products of experts, on a GPU       a kernel for each number of        expert_linear
                                         rows, which the host awaits
+    causal attention to more keys       computes what it masks, and on     attend_to_prefix
+    than there are queries              a CPU keeps the mask
 
 Elsewhere these functions call PyTorch's own: the first two in fp32 and fp64, the first three on
-GPUs, the last one on CPUs. model.py calls PyTorch alone: `use_kernels` changes that.
+GPUs, expert_linear on CPUs. model.py calls PyTorch alone: `use_kernels` changes that. parallel.py
+calls `linear`, `matmul`, `lookup` and `attend_to_prefix`.
 """
 from functools import partial
 from typing import Callable
@@ -60,9 +63,42 @@ def upcast_for_matmul(product: Callable, *factors: torch.Tensor | None, out=None
     return checkpoint(in_fp32, *factors, use_reentrant=False)
 
 
+def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a @ b. A CPU without 16-bit products multiplies in fp32, which is 4 to 27 times as fast."""
+    return upcast_for_matmul(torch.matmul, a, b, out=out)
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
     """F.linear by `upcast_for_matmul`: x (..., in), weight (out, in) -> (..., out)."""
     return upcast_for_matmul(F.linear, x, weight, bias)
+
+
+# ---- Attention to a prefix -----------------------------------------------------------------
+
+def attend_to_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float,
+                     mask: torch.Tensor | None):
+    """Causal attention of q (B, H, n, D), the last n of the positions of k and v
+    (B, H, end, D), or by a mask (B, 1, n, end)."""
+    n, end = q.shape[2], k.shape[2]
+    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p,
+                     enable_gqa=q.shape[1] > k.shape[1])
+    if mask is not None:
+        return upcast_for_matmul(partial(attend, attn_mask=mask), q, k, v)
+    if q.device.type == "cpu":
+        return upcast_for_matmul(partial(attend, attn_mask=reversed_mask(n, end, q.dtype)),
+                                 q.flip(2), k, v).flip(2)
+    # Flash attention, which needs no mask in memory. Imported here because it takes a second.
+    from torch.nn.attention.bias import causal_lower_right
+    return attend(q, k, v, attn_mask=causal_lower_right(n, end))
+
+
+def reversed_mask(n: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    """A mask (n, end) to add to the scores of the last n of `end` positions, in reverse order: row
+    i, of position end - 1 - i, is elements i to i + end - 1 of a vector (0, ... 0, -inf, ... -inf).
+    A CPU's kernel keeps the mask for backward; a view of the vector takes no memory."""
+    vector = torch.zeros(end + n - 1, dtype=torch.promote_types(dtype, torch.float32))
+    vector[end:] = -torch.inf
+    return vector.unfold(0, end, 1)
 
 
 # ---- Products of experts --------------------------------------------------------------------

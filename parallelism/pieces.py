@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from model import GPTConfig
-from parallelism.buckets import Bucket, is_owner, make_buckets
-from parallelism.build import Grid, build_stage
+from parallel import Bucket, Grid, make_buckets
+from parallelism.buckets import is_owner
+from parallelism.build import build_stage
 from parallelism.parameters import ParamSpec, param_specs
 
 

@@ -1,22 +1,8 @@
-"""Schedules: which microbatch a stage of the pipeline works on, and when. No torch here.
-
-A schedule is the list of a stage's ops, in order: (kind, microbatch, chunk). F is a forward and B a
-backward. `python -m tools.schedule` draws any of them. Here GPipe and 1F1B on three stages: F2 is
-the forward of microbatch 2, a backward takes two units of time, and a dot is idle time. Both idle
-for (p - 1) / (m + p - 1) of the time, the bubble, with p stages and m microbatches. The last column
-is the number of microbatches whose activations a stage keeps:
-
-    GPipe    F0 F1 F2 F3 F4 .  .  .  .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0      5
-             .  F0 F1 F2 F3 F4 .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .       5
-             .  .  F0 F1 F2 F3 F4 B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .  .  .       5
-
-    1F1B     F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 .  B3 B3 .  B4 B4      3
-             .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .       2
-             .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .       1
+"""Two more schedules than parallel.py's GPipe and 1F1B, which has their drawings.
 
 Interleaved 1F1B: a stage has v chunks of the layers, a, b and so on. Chunk c of stage s has
 the layers of stage c p + s of a pipeline of v p stages. An op takes 1 / v of the time, so the
-bubble is (p - 1) / (v m + p - 1). Here two stages have two chunks each:
+bubble is (p - 1) / (v m + p - 1), for v times the messages. Here two stages have two chunks each:
 
              F0a F1a F0b F1b F2a .   B0b B0b F3a B1b B1b F2b B0a B0a F3b B1a B1a .   B2b B2b ...
              .   F0a F1a F0b B0b B0b F1b B1b B1b F2a B0a B0a F3a B1a B1a F2b B2b B2b F3b B3b ...
@@ -32,45 +18,41 @@ sequence parallelism it keeps more: the dy that wait for W hold all positions.
 """
 from itertools import pairwise
 
+import parallel
+
 
 def gpipe(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
-    """A stage's ops, ("F" or "B", microbatch, chunk), in order: all forwards, then all backwards.
-    With chunks, groups of `stages` microbatches pass through chunk 0, then 1 and so on."""
-    forwards = [("F", m, chunk) for first in range(0, num_microbatches, stages)
-                for chunk in range(chunks)
-                for m in range(first, min(first + stages, num_microbatches))]
-    return forwards + [("B", m, chunk) for _, m, chunk in reversed(forwards)]
+    return parallel.gpipe(stage, stages, num_microbatches)
 
 
 def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
-    """1F1B (PipeDream-flush); with chunks interleaved (Narayanan et al. 2021, section 2.2)."""
-    # Warm-up: one forward for every later stage; a backward cannot arrive before those have run.
-    # Then one forward and one backward in turn, and at the end the backwards that are left. With
-    # chunks, the first microbatches have to reach the last chunk, and each later stage adds two
-    # turns: an activation travels there, and its gradient back.
-    warmup = stages - stage - 1
-    if chunks > 1:
-        warmup = (chunks - 1) * stages + 2 * warmup
-    forwards = gpipe(stage, stages, num_microbatches, chunks)[:num_microbatches * chunks]
+    return parallel.one_f_one_b(stage, stages, num_microbatches)
+
+
+def interleaved(stage: int, stages: int, num_microbatches: int, chunks: int) -> list[tuple]:
+    """Narayanan et al. 2021, section 2.2: groups of `stages` microbatches pass through chunk 0,
+    then 1 and so on. The first microbatches have to reach the last chunk, and each later stage adds
+    two turns: an activation travels there, and its gradient back."""
+    forwards = [("F", m, chunk) for first in range(0, num_microbatches, stages)
+                for chunk in range(chunks)
+                for m in range(first, min(first + stages, num_microbatches))]
     backwards = [("B", m, chunks - 1 - chunk) for _, m, chunk in forwards]
-    ops = forwards[:warmup]
-    for pair in zip(forwards[warmup:], backwards):
-        ops += pair
-    return ops + backwards[len(forwards[warmup:]):]
+    return parallel.in_turn(forwards, backwards,
+                            ahead=(chunks - 1) * stages + 2 * (stages - 1 - stage))
 
 
 def zb_h1(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
     """ZB-H1 (Qi et al. 2024, section 2.1): 1F1B, with each W postponed by `stage`
     microbatches. Earlier stages wait for the first gradients, so later stages run B before W."""
     ops = []
-    for op, m, chunk in one_f_one_b(stage, stages, num_microbatches, chunks):
+    for op, m, chunk in one_f_one_b(stage, stages, num_microbatches):
         ops.append((op, m, chunk))
         if op == "B" and m >= stage:
             ops.append(("W", m - stage, chunk))
     return ops + [("W", m, 0) for m in range(max(0, num_microbatches - stage), num_microbatches)]
 
 
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": one_f_one_b, "zb-h1": zb_h1}
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb-h1": zb_h1}
 
 
 def make_schedule(name: str, grid, num_microbatches: int) -> list[tuple]:

@@ -23,8 +23,7 @@ Shapes: B sequences, T positions, D channels of a head, K heads of k and v, each
 import torch
 
 from model import GPTConfig, ceil_div
-from parallelism.collectives import all_to_all
-from parallelism.tensor import QKVParallelLinear
+from parallel import QKVParallelLinear, all_to_all
 
 
 def can_cut_heads(model_config: GPTConfig, parts: int) -> bool:

@@ -11,7 +11,7 @@ sends them to rank 0, and a thread there joins them and writes the file, while t
 So a rank needs memory for its shards once more. Rank 0 also needs memory for two full tensors, the
 parts of one and their union, whatever the size of the model.
 """
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,29 +23,29 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from base.errors import RunError
-from base.processes import warn
+from base.errors import RunError, warn
 from checkpoint import STATE
 from model import GPTConfig
-from parallelism.build import Grid
+from parallel import Grid
 from parallelism.collectives import comm_errors, on_hosts, to_host
 from parallelism.pieces import Scattered, file_order, owned_slices
 from parallelism.zero import FlatParameters
-from runtime.streamed_tensors import Streamed
 
 
 class Writer:
     """Writes checkpoints in a thread of each rank, one at a time. Rank 0 waits at most `timeout`
-    seconds for each piece that another rank sends."""
+    seconds for each piece that another rank sends. `identity`: the run's id and origin, which they
+    all have (directory.new_run)."""
 
     def __init__(self, out: Path, keep: int, model_config: GPTConfig, flat: FlatParameters,
-                 timeout: float):
+                 timeout: float, identity: dict):
         self.out = out
         self.keep = keep
         self.model_config = model_config
         self.flat = flat
         self.grid = flat.grid
         self.timeout = timeout
+        self.identity = identity
         self.thread = ThreadPoolExecutor(1)
         self.pending = None         # the Future of the last write
 
@@ -152,3 +152,41 @@ class Inbox:
         """Receive what nobody writes: each rank waits until rank 0 has taken all its pieces."""
         while self.expected:
             self.read()
+
+
+# ---- Tensors that exist only while torch.save writes them ------------------------------------
+#
+# torch.save pickles all objects first, then writes their storages one by one in the same order. The
+# file is that of the tensors themselves, byte for byte.
+
+class Streamed:
+    """Stands in a state for a tensor. When torch.save comes to its bytes, `source.read()` must
+    return the tensor, contiguous from the start of its storage."""
+
+    def __init__(self, shape: tuple, dtype: torch.dtype, source):
+        self.like = torch.empty(shape, dtype=dtype, device="meta")
+        self.source = source
+
+    def __reduce__(self):
+        """What torch.Tensor.__reduce_ex__ returns for a tensor on the CPU: a function that builds
+        the tensor again, and the arguments of that function. Pickle then asks the first argument
+        for its storage."""
+        storage = LateStorage(self.like.nbytes, device="meta")
+        storage.source = self.source
+        typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=self.like.dtype,
+                                           _internal=True)
+        typed._fake_device = "cpu"          # what the file says of its device
+        offset = 0
+        shape, stride = tuple(self.like.shape), self.like.stride()
+        requires_grad = False
+        hooks = OrderedDict()
+        return (torch._utils._rebuild_tensor_v2,
+                (typed, offset, shape, stride, requires_grad, hooks))
+
+
+class LateStorage(torch.UntypedStorage):
+    """A storage of the device `meta`, which has no memory. torch.save calls `cpu` for the bytes of
+    a storage that is not on the CPU, and drops them when they are in the file."""
+
+    def cpu(self):
+        return self.source.read().untyped_storage()

@@ -1,111 +1,18 @@
-"""What is refused before a run starts, each in one line that names the numbers. layout_checks.py
-has the rules of the layout."""
+"""What is refused before a run starts, each in one line that names the numbers. What a model cannot
+be by itself, its config refuses."""
 import dataclasses
 import math
 import os
 
 from base.batch_ramp import batch_sizes, steps_of_epochs
+from base.errors import warn
 from base.options import Config, merge_config, new_run_advice
-from base.processes import warn
 from corpus.templates import is_own
 from data import TokenDataset
 from model import GPTConfig
 from models import PEAK_LR, SIZES, make_config
-from runtime.layout_checks import check_layout
-
-
-def default_micro_batch(sizes: range, dp: float, pp: int, device_type: str) -> int:
-    """The largest microbatch, up to a limit, that splits every batch size into a multiple of pp
-    microbatches, which fill the pipeline. GPUs gain from large products, but a pipeline loses more:
-    with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40% slower)."""
-    limit = 16 if device_type == "cuda" and pp == 1 else 4
-    rows = math.gcd(*sizes) / dp        # sequences of each rank; a fraction is no multiple
-    return max([m for m in range(1, limit + 1) if rows % (m * pp) == 0], default=1)
-
-
-def default_lr(model: str, shape: dict) -> float:
-    """Published peak learning rate of the size with this depth and width (`model` first, but the
-    weights of --init-from may have another shape); without one, that of `model`."""
-    def size_of(shape):
-        kind = "n_kv_head" in shape, "n_expert" in shape        # a GPT, a Llama, or a mixture
-        return shape["n_layer"], shape["n_embd"], kind
-    for name in (model, *SIZES):
-        if size_of(SIZES[name]) == size_of(shape):
-            return PEAK_LR[name]
-    return PEAK_LR[model]
-
-
-def check_config(config: Config, shape: dict, vocab_size: int, world: int,
-                 device_type: str) -> tuple[Config, GPTConfig]:
-    """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
-    cannot run."""
-    model_config = make_config(vocab_size=vocab_size, dropout=config.dropout, **shape)
-    dp = world / (config.tp * config.pp * config.cp)
-    sizes, _ = batch_sizes(config)
-    if config.batch_size not in sizes and not config.eval_only:
-        raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
-                         f"{config.batch_size}: START and INCREMENTs must add up to it (none: no "
-                         f"ramp)")
-    defaults = {}
-    if config.micro_batch is None and config.exact:     # the same in every layout of 8 replicas
-        defaults["micro_batch"] = default_micro_batch(sizes, 8, 1, "cpu")
-    elif config.micro_batch is None:
-        defaults["micro_batch"] = default_micro_batch(sizes, dp, config.pp, device_type)
-    if config.lr is None:
-        defaults["lr"] = default_lr(config.model, shape)
-    config = dataclasses.replace(config, **defaults)
-    if config.eval_only:            # an evaluation ignores --batch-size
-        sizes = [max(1, int(dp)) * config.micro_batch * config.pp]
-        config = dataclasses.replace(config, batch_size=sizes[0])
-    for size in sizes:
-        check_layout(model_config, world, size, config)
-    return config, model_config
-
-
-def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
-               weights_only: bool) -> None:
-    """Raise ValueError, which names the checkpoint's `file`, unless the data has its tokenizer and,
-    to go on or to evaluate it, all sources that the run was last trained on. An evaluation on other
-    data that --data names is a warning."""
-    tokenizer, vocab_size = state["tokenizer"], state["model"]["vocab_size"]
-    meta = dataset.meta
-    stored = state["config"].get("data")                            # None: weights alone
-    fine_tunes = weights_only and not config.eval_only
-    found = config.data
-    if "data" not in given:
-        found += " (the default: --data was left out)"
-    # A model may have more rows than its tokenizer has tokens, as Qwen's, or fewer:
-    # startup.open_data refuses tokens without a row.
-    if state["tokenizer"] != meta["tokenizer"]:
-        advice = "make --data with that tokenizer, or use another checkpoint"
-        if stored is not None and not fine_tunes:
-            advice = f"give --data {stored}, or {advice} or --out"
-        raise ValueError(f"{file}'s tokenizer is {tokenizer} with {vocab_size} tokens, but {found} "
-                         f"has {meta['tokenizer']} with {meta['vocab_size']}: {advice}")
-    trained_on = {}
-    if state["data"]:                                               # None: weights alone
-        _, trained_on = state["data"][-1]
-    template = state.get("template")
-    if template is not None and meta.get("template", template) != template:
-        flag = template
-        if is_own(template):
-            flag = "DIR, the folder of its model,"
-        warn(f"{file} was trained on conversations by the template {template}, and {config.data} "
-             f"has {meta['template']}: data.py --template {flag} makes it alike")
-    if fine_tunes or set(trained_on) <= set(dataset.mixture.sources):
-        return
-    problem = f"{file} was trained on the text that {stored} had, not on that of {found}"
-    if not config.eval_only:
-        go_on = f"give --data {stored}"
-        if os.path.realpath(stored) == os.path.realpath(config.data):
-            go_on = "restore its shards, which have changed"
-        elif "data" in given and "=" in f"{stored}{config.data}":
-            go_on += " (DIR=0 leaves out a source)"
-        raise ValueError(f"{problem}: {new_run_advice(given)} (--init-from {file} begins it with "
-                         f"these weights); to go on {go_on}")
-    if "data" not in given:
-        raise ValueError(f"{problem}: give --data {stored} or --data {config.data}")
-    warn(problem)
+from parallelism.exact import MOST_STRIPS
+from parallelism.shared_heads import can_cut_heads
 
 
 def validate(given: dict, state: dict | None, world: int, device_type: str,
@@ -132,3 +39,202 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
                              f"--seed {config.seed} it would read some of it again: "
                              f"{new_run_advice(given)}; to go on drop --seed")
     return config, model_config
+
+
+def check_config(config: Config, shape: dict, vocab_size: int, world: int,
+                 device_type: str) -> tuple[Config, GPTConfig]:
+    """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
+    cannot run."""
+    model_config = make_config(vocab_size=vocab_size, dropout=config.dropout, **shape)
+    dp = world / (config.tp * config.pp * config.cp)
+    sizes, _ = batch_sizes(config)
+    if config.batch_size not in sizes and not config.eval_only:
+        raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
+                         f"{config.batch_size}: START and INCREMENTs must add up to it (none: no "
+                         f"ramp)")
+    micro_batch, lr = config.micro_batch, config.lr
+    if micro_batch is None:         # with --exact the same in every layout of 8 replicas
+        layout = (8, 1, "cpu") if config.exact else (dp, config.pp, device_type)
+        micro_batch = default_micro_batch(sizes, *layout)
+    if config.eval_only:            # an evaluation ignores --batch-size
+        sizes = [max(1, int(dp)) * micro_batch * config.pp]
+    config = dataclasses.replace(
+        config, micro_batch=micro_batch, lr=default_lr(config.model, shape) if lr is None else lr,
+        batch_size=sizes[-1])
+    for size in sizes:
+        check_layout(model_config, world, size, config)
+    return config, model_config
+
+
+def default_micro_batch(sizes: range, dp: float, pp: int, device_type: str) -> int:
+    """The largest microbatch, up to a limit, that splits every batch size into a multiple of pp
+    microbatches, which fill the pipeline. GPUs gain from large products, but a pipeline loses more:
+    with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40% slower)."""
+    limit = 16 if device_type == "cuda" and pp == 1 else 4
+    rows = math.gcd(*sizes) / dp        # sequences of each rank; a fraction is no multiple
+    return max([m for m in range(1, limit + 1) if rows % (m * pp) == 0], default=1)
+
+
+def default_lr(model: str, shape: dict) -> float:
+    """Published peak learning rate of the size with this depth and width (`model` first, but the
+    weights of --init-from may have another shape); without one, that of `model`."""
+    def size_of(shape):
+        kind = "n_kv_head" in shape, "n_expert" in shape        # a GPT, a Llama, or a mixture
+        return shape["n_layer"], shape["n_embd"], kind
+    alike = [name for name in (model, *SIZES) if size_of(SIZES[name]) == size_of(shape)]
+    return PEAK_LR[[*alike, model][0]]
+
+
+def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
+               weights_only: bool) -> None:
+    """Raise ValueError, which names the checkpoint's `file`, unless the data has its tokenizer and,
+    to go on or to evaluate it, all sources that the run was last trained on. An evaluation on other
+    data that --data names is a warning."""
+    tokenizer, vocab_size = state["tokenizer"], state["model"]["vocab_size"]
+    meta = dataset.meta
+    stored = state["config"].get("data")                            # None: weights alone
+    fine_tunes = weights_only and not config.eval_only
+    found = config.data
+    if "data" not in given:
+        found += " (the default: --data was left out)"
+    # A model may have more rows than its tokenizer has tokens, as Qwen's, or fewer:
+    # startup.open_data refuses tokens without a row.
+    if tokenizer != meta["tokenizer"]:
+        advice = "make --data with that tokenizer, or use another checkpoint"
+        if stored is not None and not fine_tunes:
+            advice = f"give --data {stored}, or {advice} or --out"
+        raise ValueError(f"{file}'s tokenizer is {tokenizer} with {vocab_size} tokens, but {found} "
+                         f"has {meta['tokenizer']} with {meta['vocab_size']}: {advice}")
+    template = state.get("template")
+    if template is not None and meta.get("template", template) != template:
+        flag = "DIR, the folder of its model," if is_own(template) else template
+        warn(f"{file} was trained on conversations by the template {template}, and {config.data} "
+             f"has {meta['template']}: data.py --template {flag} makes it alike")
+    trained_on = state["data"][-1][1] if state["data"] else {}      # of the last phase
+    if fine_tunes or set(trained_on) <= set(dataset.mixture.sources):
+        return
+    problem = f"{file} was trained on the text that {stored} had, not on that of {found}"
+    if not config.eval_only:
+        go_on = f"give --data {stored}"
+        if os.path.realpath(stored) == os.path.realpath(config.data):
+            go_on = "restore its shards, which have changed"
+        elif "data" in given and "=" in f"{stored}{config.data}":
+            go_on += " (DIR=0 leaves out a source)"
+        raise ValueError(f"{problem}: {new_run_advice(given)} (--init-from {file} begins it with "
+                         f"these weights); to go on {go_on}")
+    if "data" not in given:
+        raise ValueError(f"{problem}: give --data {stored} or --data {config.data}")
+    warn(problem)
+
+
+# ---- Layouts ---------------------------------------------------------------------------------
+
+def refuse(rules: list[tuple]) -> None:
+    """Raise a ValueError that names all problems of these rules (is it a problem?, which one)."""
+    text = "; ".join(problem for is_problem, problem in rules if is_problem)
+    if text:
+        raise ValueError(text)
+
+
+def check_grid(world: int, config) -> None:
+    """Raise a ValueError if no model can run in this layout."""
+    tp, pp, cp, schedule = config.tp, config.pp, config.cp, config.pp_schedule
+    fewest = tp * pp * cp
+    count = f"{world} processes are not divisible by"
+    if world == 1:
+        count = "this is one process, too few for"
+    is_interleaved = schedule == "interleaved"
+    refuse([
+        (world % fewest,
+         f"{count} tp {tp} x pp {pp} x cp {cp} = {fewest}: lower these, or start a multiple of "
+         f"{fewest} by torchrun --nproc_per_node={fewest} train.py, with the same flags"),
+        (config.zero == 3 and pp > 1,
+         f"zero 3 with pp {pp} would gather every block again for each microbatch of the pipeline: "
+         f"give another --zero"),
+        (config.sequence_parallel and tp == 1,
+         "sequence parallelism splits the positions over tensor-parallel ranks, but tp is 1: drop "
+         "it, or give --tp"),
+        (is_interleaved != (config.pp_chunks > 1) or (is_interleaved and pp == 1),
+         f"--pp-schedule {schedule} with pp {pp} and pp-chunks {config.pp_chunks}: chunks require "
+         f"the schedule interleaved, and it requires --pp and --pp-chunks of 2 or more: give all, "
+         f"or drop both flags"),
+        (schedule == "zb-h1" and (pp == 1 or config.zero == 2 or config.recompute
+                                  or config.compile),
+         "--pp-schedule zb-h1 requires --pp 2 or more, and cannot be combined with --zero 2, "
+         "--recompute or --compile: drop these, or use 1f1b"),
+        (config.exact and MOST_STRIPS % tp,
+         f"--exact computes in {MOST_STRIPS} strips at most, which tp {tp} does not divide"),
+        (config.exact and cp > 1,
+         f"--exact cannot be combined with --cp {cp}, which sums the gradients of keys in the "
+         f"order of the ranks: drop one"),
+        (config.exact and config.compile,
+         "--exact cannot be combined with --compile, which orders sums in its own way: drop one"),
+        (config.exact and config.sequence_parallel and config.dropout > 0,
+         "--exact cannot be combined with --dropout and --sequence-parallel, where each rank draws "
+         "masks for its positions: drop one")])
+
+
+def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> None:
+    """Raise a ValueError if this job cannot run; no communication."""
+    check_grid(world, config)
+    dp = world // (config.tp * config.pp * config.cp)
+    refuse([*rules_of_tp(model_config, config), *rules_of_experts(model_config, config, dp),
+            *rules_of_sizes(model_config, dp, batch, config)])
+
+
+def rules_of_tp(cfg: GPTConfig, config) -> list[tuple]:
+    """What tensor parallelism cannot cut: heads, their channels, or those of the MLP. The first
+    problem alone is told."""
+    tp, channels = config.tp, cfg.n_kv_head * cfg.head_dim
+    reason = "--exact" if config.exact else "a norm over all heads"
+    norms_all = config.exact or getattr(cfg, "norm_all_heads", False)
+    rules = [
+        (cfg.n_head % tp, f"n_head {cfg.n_head} is not divisible by tp {tp}: change one"),
+        (not can_cut_heads(cfg, tp),
+         f"tp {tp} neither divides n_kv_head {cfg.n_kv_head} nor is a multiple of it: change one"),
+        (channels % tp and norms_all,
+         f"{reason} requires that tp {tp} divides the {channels} channels of all heads of keys: "
+         f"change one"),
+        (cfg.hidden % tp,
+         f"the MLP's {cfg.hidden} hidden channels are not divisible by tp {tp}: change one")]
+    return [rule for rule in rules if rule[0]][:1]
+
+
+def rules_of_experts(cfg: GPTConfig, config, dp: int) -> list[tuple]:
+    """What a mixture of experts cannot have, and what it alone can."""
+    tp, ep, replicas = config.tp, config.ep, dp * config.cp
+    if not hasattr(cfg, "n_expert"):
+        return [(ep > 1, f"--ep {ep} divides the experts of a mixture, and this model has none: "
+                         f"drop it, or give another --model")]
+    return [
+        (cfg.n_expert % ep, f"ep {ep} does not divide the {cfg.n_expert} experts: change one"),
+        (cfg.n_expert % ep == 0 and replicas % ep,
+         f"the replicas, dp x cp = {replicas}, are not divisible by ep {ep}: start more processes, "
+         f"or give a smaller --ep"),
+        (cfg.shared_hidden % tp,
+         f"the shared expert's {cfg.shared_hidden} hidden channels are not divisible by tp {tp}: "
+         f"change one")]
+
+
+def rules_of_sizes(cfg: GPTConfig, dp: int, batch: int, config) -> list[tuple]:
+    """Positions, layers or sequences that cannot be divided."""
+    tp, pp, cp, chunks = config.tp, config.pp, config.cp, config.pp_chunks
+    multiple, interleaved = dp * config.micro_batch, ""
+    if chunks > 1:
+        multiple *= pp
+        interleaved = f" x pp {pp} (interleaved)"
+    ramp = getattr(config, "batch_ramp", None)          # tools.schedule has none
+    ramp = f"--batch-ramp {ramp}: " if ramp is not None else ""
+    return [
+        (cp > 1 and cfg.seq_len % (2 * cp),
+         f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, which do not "
+         f"divide seq_len {cfg.seq_len}: change one"),
+        (config.sequence_parallel and cfg.seq_len % (cp * tp),
+         f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by cp {cp} x tp {tp}: "
+         f"change one, or drop --sequence-parallel"),
+        (cfg.n_layer < pp * chunks,
+         f"n_layer {cfg.n_layer} is less than pp {pp} x pp-chunks {chunks}: a stage would be "
+         f"empty: raise --n-layer, or lower these"),
+        (batch % multiple,
+         f"{ramp}batch size {batch} is not divisible by dp {dp} x micro-batch "
+         f"{config.micro_batch}{interleaved} = {multiple}: change one")]

@@ -23,14 +23,14 @@ from parallelism.collectives import on_hosts
 from parallelism.kernels import multiplies_in_fp32
 from runtime.directory import Start
 from runtime.evaluation import describe_data, evaluate
-from runtime.run_log import format_eval
+from runtime.run_log import RunLog, format_eval
 
 
 def print_summary(run) -> None:
     """Print model, layout, memory, batch and data."""
     config, model_config, grid, data = run.config, run.model_config, run.grid, run.train_data
     device = run.device.type
-    if multiplies_in_fp32(run.activation_like.dtype, run.device):
+    if multiplies_in_fp32(PRECISIONS[config.dtype].parameters, run.device):
         device += f" (multiplies {config.dtype} in fp32)"
     if config.dtype == "fp32" and torch.get_float32_matmul_precision() == "high":
         device += " (multiplies fp32 in TF32)"
@@ -81,7 +81,8 @@ def print_summary(run) -> None:
 
 def print_evaluation(run, begin: Start) -> None:
     """--eval-only: evaluate, and print it."""
-    text = format_eval(evaluate(run), run)
+    row = evaluate(run.model, run.val_data, run.loader, run.stop)
+    text = format_eval(row, run.config, run.model_config, run.val_data)
     _, _, step = begin.run["origin"]
     sep = "\n" if "\n" in text else " "         # a table has its own lines
     print_rank0(f"{begin.path}, step {step}, on {run.config.data}:{sep}{text}")
@@ -116,7 +117,7 @@ def circumstances(run) -> dict:
     the shards."""
     if run.grid.rank > 0:
         return {}
-    return dict(data=describe_data(run.val_data, run.config, run.model_config),
+    return dict(data=describe_data(run.val_data, run.config),
                 environment=environment(run.grid.hosts))
 
 
@@ -162,18 +163,16 @@ def report_resume(run, begin: Start, learning_rate: Callable) -> None:
                   step=done)
 
 
-def report_end(run) -> None:
+def report_end(log: RunLog, step: int, config: Config, meta: dict) -> None:
     """The event of a run that has made all steps, and a line: how to sample. Of a run that a signal
-    ends: how to continue it."""
-    config, meta = run.config, run.train_data.meta
-    if run.finished_step < config.steps:
+    ends after `step`: how to continue it. `meta`: of the training data."""
+    if step < config.steps:
         command = "the same command"
         if config.resume == "never":
             command += " without --resume never"
-        run.log.event("stop", f"stopped and saved after step {run.finished_step}; run {command} to "
-                      f"go on", step=run.finished_step)
+        log.event("stop", f"stopped and saved after step {step}; run {command} to go on", step=step)
         return
-    run.log.event("end", step=config.steps)
+    log.event("end", step=config.steps)
     if is_named(meta["tokenizer"]) or "tokenizer_file" in meta:
         file = shlex.quote(f"{config.out}/{LATEST[config.checkpoint_format]}")
         chat = " --chat" if "template" in meta else ""

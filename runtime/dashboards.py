@@ -1,6 +1,4 @@
-"""--log: rank 0 sends the lines of metrics.jsonl to TensorBoard and Weights & Biases while the run
-trains. tools/follow.py sends a finished run by the same classes.
-"""
+"""--log: rank 0 sends the lines of metrics.jsonl to TensorBoard and Weights & Biases."""
 import json
 import time
 from pathlib import Path

@@ -13,8 +13,8 @@ from typing import Callable, NamedTuple
 import torch.distributed as dist
 
 from base.checkpoint_files import CorruptCheckpoint, facts_file, list_checkpoints, verify
-from base.errors import RunError, first_line
-from base.processes import all_gather_object, all_ranks, is_rank0, on_rank0, warn
+from base.errors import RunError, first_line, warn
+from base.processes import all_gather_object, all_ranks, is_rank0, on_rank0
 from checkpoint import load
 
 
@@ -27,15 +27,16 @@ def lock_output_dir(out: Path, found: list):
         try:
             out.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(open(out / "lock", "a+"))
-            with suppress(ImportError):     # Windows has no flock: a second run is not refused
+            try:
                 import fcntl
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                        raise
-                    warn(f"the file system of {out} has no locks ({error.strerror}): see that no "
-                         f"second run writes to it")
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except ImportError:             # Windows: a second run is not refused
+                pass
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                    raise
+                warn(f"the file system of {out} has no locks ({error.strerror}): see that no "
+                     f"second run writes to it")
             file.truncate(0)
             file.write(f"{socket.gethostname()}, process {os.getpid()}")
             file.flush()
@@ -83,16 +84,13 @@ def read_or_reason(path: Path) -> tuple[dict | None, str | None]:
                                f"machines share") from error
             return None, str(error)
     state, reason = all_ranks(look)
-    reasons = [other for other in all_gather_object(reason) if other is not None]
-    return state, reasons[0] if reasons else None
+    return state, next(filter(None, all_gather_object(reason)), None)
 
 
 def read(path: Path) -> dict:
     """Verify this rank's share of a checkpoint, and load its state."""
-    if dist.is_initialized():
-        verify(path, dist.get_rank(), dist.get_world_size())
-    else:
-        verify(path)
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ()
+    verify(path, *ranks)
     return load(path)
 
 
@@ -106,7 +104,6 @@ class Start(NamedTuple):
     found: list             # the checkpoints in --out at this time
     events: list            # of damaged checkpoints that were passed over
     given: dict = {}        # the flags of the command, before a checkpoint's and defaults
-    facts: dict = {}        # of a plain run: what all its checkpoints hold besides tensors
 
     @property
     def step(self) -> int:
@@ -175,10 +172,8 @@ def check_origin(state: dict, out: Path, kind: str, file: Path) -> None:
 def new_run(kind: str, state: dict | None = None) -> dict:
     """A new id, and the origin of a run that begins with this state or, without one, from the seed:
     [kind, id, step] of the file. A file with weights alone has no id."""
-    origin = [kind, None, 0]
-    if state is not None:
-        origin = [kind, state["run"].get("id"), state["step"]]
-    return dict(id=secrets.token_hex(8), origin=origin)
+    origin = (None, 0) if state is None else (state["run"].get("id"), state["step"])
+    return dict(id=secrets.token_hex(8), origin=[kind, *origin])
 
 
 def start_branch(state: dict, new_lr: bool) -> None:

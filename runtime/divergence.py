@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from amp import MIN_SCALE, NOT_FINITE
+from amp import MIN_SCALE
 from base.checkpoint_files import step_file
 from base.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, flags_of_writer
 from data import TokenDataset
@@ -48,7 +48,7 @@ STATISTICS = ("losses", "norms", "starts", "lowest", "bad", "skipped", "rate_is_
 
 def scale_may_help(stats) -> bool:
     """Whether a step was skipped that a smaller loss scale may cure."""
-    return stats.skipped == NOT_FINITE and stats.loss_scale > MIN_SCALE
+    return stats.not_finite and stats.loss_scale > MIN_SCALE
 
 
 def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:
@@ -136,7 +136,7 @@ class DivergenceMonitor:
         problem = None
         if not math.isfinite(stats.loss):
             problem = "the loss is not finite"
-        elif stats.skipped and stats.skipped != NOT_FINITE:
+        elif stats.skipped and not stats.not_finite:
             problem = f"a number is {stats.skipped}"
         elif stats.skipped and not scale_may_help(stats):
             problem = "a gradient is not finite"

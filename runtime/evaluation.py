@@ -11,25 +11,26 @@ import numpy as np
 import torch
 
 from base.options import Config
-from corpus.mixtures import Source
-from data import TokenDataset, pad_window_ids
-from model import GPTConfig
-from parallelism.pipeline import run_schedule
-from parallelism.schedules import make_schedule
-from runtime.sums import scalar, sum_across_ranks
+from corpus.mixtures import NO_WINDOW, Source
+from data import TokenDataset
+from model import GPT
+from parallelism.pipeline import run_pipeline
+from runtime.loader import Loader
+from runtime.signals import StopSignal
+from runtime.step_stats import scalar, sum_across_ranks
 
 DEFAULT_SEQUENCES = 128         # of each source
 MICROBATCHES = 64               # on each rank, for each all-reduce
 SAMPLED_BLOCKS, BLOCK_TOKENS = 64, 256          # of each shard, for its fingerprint
 
 
-def evaluate(run) -> dict:
-    """Evaluate a train.Run -> the fields of its row of metrics.jsonl: `val_loss`, the weighted mean
-    over the sources, and the same as `bits_per_byte`, None where the text's bytes are unknown; with
-    several sources also both, and the epochs, of each."""
-    data = run.val_data
+def evaluate(model: GPT, data: TokenDataset, loader: Loader, stop: StopSignal) -> dict:
+    """Evaluate the model -> the fields of a row of metrics.jsonl: `val_loss`, the weighted mean of
+    the sources of `data`, and the same as `bits_per_byte`, None where the text's bytes are unknown;
+    with several also both, and the epochs of the training data, of each. The run's `loader` divides
+    the data among the ranks. If one of these has a signal, all have stop.agreed then."""
     sources = list(data.mixture.sources.values())
-    losses = [evaluate_source(run, source) for source in sources]
+    losses = [evaluate_source(model, data, source, loader, stop) for source in sources]
     mean = data.mixture.average(losses)
     row = dict(val_loss=mean, bits_per_byte=bits_per_byte(mean, data.meta["bytes_per_token"]))
     if len(sources) > 1:
@@ -37,53 +38,46 @@ def evaluate(run) -> dict:
             row[f"val_loss/{source.name}"] = loss
             row[f"bits_per_byte/{source.name}"] = bits_per_byte(loss,
                                                                 source.meta["bytes_per_token"])
-        epochs = run.train_data.mixture.epochs(run.batches.consumed)
+        epochs = loader.batches.data.mixture.epochs(loader.batches.consumed)
         row.update({f"epochs/{name}": count for name, count in epochs.items()})
     return row
 
 
 @torch.no_grad()
-def evaluate_source(run, source: Source) -> float:
+def evaluate_source(model: GPT, data: TokenDataset, source: Source, loader: Loader,
+                    stop: StopSignal) -> float:
     """Mean loss in nats on fixed validation windows, the same in every layout."""
-    grid, config = run.grid, run.config
-    run.model.eval()
-    count = eval_sequences(config, run.model_config, source.n_windows)
+    grid, config = loader.grid, loader.config
+    model.eval()
+    count = eval_sequences(config, data.seq_len, source.n_windows)
     at_once = grid.dp * config.micro_batch              # a microbatch for each dp rank
     evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
-    window_ids = pad_window_ids(source.first + evenly_spaced, at_once)
-    targets = run.val_data.count_targets(window_ids)
+    padding = np.full(-count % at_once, NO_WINDOW)
+    window_ids = np.append(source.first + evenly_spaced, padding)
+    targets = data.count_targets(window_ids)
     if grid.exact is not None:
-        grid.exact.set_units(1.0, count * run.model_config.seq_len, targets)
+        grid.exact.set_units(1.0, count * data.seq_len, targets)
     total = 0.0
     part = MICROBATCHES * at_once           # in parts, so that --timeout applies to each part
     for first in range(0, len(window_ids), part):
-        microbatches = run.loader.microbatches(run.val_data, window_ids[first:first + part], step=0)
-        loss_sum = forward(run, microbatches)
+        microbatches = loader.microbatches(data, window_ids[first:first + part], step=None)
+        loss_sum = run_pipeline(config.pp_schedule, model, grid, microbatches)
         if grid.tp_rank > 0:                # all tp ranks have the same loss: count it once
             loss_sum.zero_()
         if grid.exact is not None:
             loss_sum = grid.exact.checked(loss_sum)
-        total += sum_across_ranks(run, dict(loss=loss_sum))["loss"]
-    run.model.train()
+        sums = sum_across_ranks(dict(loss=loss_sum, signals=scalar(stop.requested, loader.device)),
+                                grid, config.timeout)
+        total += sums["loss"]
+        stop.agreed = sums["signals"] > 0
+    model.train()
     return total / targets
 
 
-def forward(run, microbatches: list) -> torch.Tensor:
-    """The sum of the losses of this rank's tokens; 0 on every stage but the last."""
-    if run.grid.pp == 1:
-        loss_sum = scalar(0.0, run.device)
-        for inputs, targets, _, positions in microbatches:
-            loss_sum += run.model(inputs, targets, positions=positions)
-        return loss_sum
-    schedule = make_schedule("gpipe", run.grid, len(microbatches))
-    forward_only = [(op, m, chunk) for op, m, chunk in schedule if op == "F"]
-    return run_schedule(forward_only, run.model, run.grid, microbatches, run.activation_like)
-
-
-def eval_sequences(config: Config, model_config: GPTConfig, n_windows: int) -> int:
+def eval_sequences(config: Config, seq_len: int, n_windows: int) -> int:
     """Number of validation sequences that an evaluation reads of a source of so many windows."""
     if config.eval_tokens is not None:
-        return min(n_windows, math.ceil(config.eval_tokens / model_config.seq_len))
+        return min(n_windows, math.ceil(config.eval_tokens / seq_len))
     return n_windows if config.eval_only else min(n_windows, DEFAULT_SEQUENCES)
 
 
@@ -98,7 +92,7 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def describe_data(data: TokenDataset, config: Config, model_config: GPTConfig) -> dict:
+def describe_data(data: TokenDataset, config: Config) -> dict:
     """What a run is evaluated on, its validation `data`, for the event of a start or a resume: two
     evaluations can be compared if tokenizer, seq_len, and each source's weight, validation shards
     and sequences are equal."""
@@ -108,8 +102,8 @@ def describe_data(data: TokenDataset, config: Config, model_config: GPTConfig) -
             weight=source.weight, bytes_per_token=source.meta["bytes_per_token"],
             fingerprint=source.meta["fingerprint"],
             val_fingerprint=sampled_fingerprint(source.windows.arrays()),
-            val_tokens=source.windows.n_tokens, all_sequences=source.n_windows,
-            sequences=eval_sequences(config, model_config, source.n_windows))
+            val_tokens=sum(map(len, source.windows.shards)), all_sequences=source.n_windows,
+            sequences=eval_sequences(config, data.seq_len, source.n_windows))
     return dict(tokenizer=data.meta["tokenizer"], vocab_size=data.meta["vocab_size"],
                 bytes_per_token=data.meta["bytes_per_token"], seq_len=data.seq_len,
                 sources=sources)

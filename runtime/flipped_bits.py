@@ -23,10 +23,11 @@ import torch
 
 from base.checkpoint_files import list_checkpoints
 from base.errors import RunError
+from base.options import Config
 from base.processes import all_gather_object
 from model import ceil_div
-from parallelism.build import Grid
-from parallelism.collectives import all_gather, to_host
+from parallel import Grid, all_gather
+from parallelism.collectives import to_host
 from parallelism.zero import FlatParameters
 from runtime import run_state
 
@@ -56,6 +57,7 @@ def shared_hashes(flat: FlatParameters) -> dict[str, dict]:
     tp_is_equal = device.type == "cpu" or grid.sequence_parallel or grid.exact is not None
 
     def add(kinds: list, spec, name: str, tensor: torch.Tensor, first: int, end: int) -> None:
+        kinds = [kind for kind in kinds if grid.groups[kind] is not None]
         if kinds:
             end = ceil_div(end, 32) * 32        # whole words: the padding is zero
             value = hash_bits(tensor[first:end]).to(device)
@@ -64,39 +66,36 @@ def shared_hashes(flat: FlatParameters) -> dict[str, dict]:
 
     for bucket in flat.buckets:
         for spec, part, _ in bucket.shard_ranges:
-            shares = {bucket.group: flat.zero == 0,
-                      "tp": tp_is_equal and spec.partition_dim is None,
-                      "embedding": bucket.name == "tied"}
-            kinds = [kind for kind in KINDS if shares.get(kind) and grid.groups[kind] is not None]
+            kinds = [bucket.group] * (flat.zero == 0) + ["embedding"] * (bucket.name == "tied")
+            kinds += ["tp"] * (tp_is_equal and spec.partition_dim is None)
             for name in ("exp_avg", "exp_avg_sq", "master", "data"):    # cause before effect
                 if name != "master" or bucket.shard["master"] is not bucket.shard["data"]:
                     add(kinds, spec, name, bucket.shard[name], part.start, part.stop)
-        if flat.zero in (1, 2):
-            for spec in bucket.specs:
-                first = bucket.offsets[spec.name]
-                if grid.groups[bucket.group] is not None:
-                    add([bucket.group], spec, "data", bucket.data, first, first + spec.numel)
+        for spec in bucket.specs if flat.zero in (1, 2) else ():
+            first = bucket.offsets[spec.name]
+            add([bucket.group], spec, "data", bucket.data, first, first + spec.numel)
     return shared
 
 
 def all_groups(grid: Grid, kind: str) -> list[list[int]]:
     """The ranks of each group of a kind, also of those without this rank."""
-    pipelines = grid.ranks.permute(1, 2, 3, 0).reshape(-1, grid.pp)
     replicas = grid.ranks.permute(0, 3, 1, 2).reshape(-1, grid.replicas)
-    # (stage and tp rank, number of the ep group, ep rank)
-    experts = replicas.reshape(len(replicas), -1, grid.ep)
-    same_experts = experts.transpose(1, 2).reshape(-1, grid.replicas // grid.ep)
-    groups = dict(tp=grid.ranks.reshape(-1, grid.tp), replicas=replicas, same_experts=same_experts,
-                  embedding=pipelines[:, [0, -1]])
-    return groups[kind].tolist()
+    if kind == "replicas":
+        return replicas.tolist()
+    if kind == "same_experts":      # (stage and tp rank, number of the ep group, ep rank)
+        experts = replicas.reshape(len(replicas), -1, grid.ep).transpose(1, 2)
+        return experts.reshape(-1, grid.replicas // grid.ep).tolist()
+    if kind == "tp":
+        return grid.ranks.reshape(-1, grid.tp).tolist()
+    return grid.ranks.permute(1, 2, 3, 0).reshape(-1, grid.pp)[:, [0, -1]].tolist()
 
 
-def find_difference(run) -> dict | None:
-    """The first tensor of a train.Run whose copies differ, the same on every rank; each must call
-    it. `ranks` have another copy than the majority of their group; without one all of the group are
-    named. Ranks exchange a number for each kind of group and, only if these differ, all hashes."""
-    flat, grid, timeout = run.flat, run.grid, run.config.timeout
-    if run.config.check_every == 0 or grid.world == 1:
+def find_difference(flat: FlatParameters, config: Config) -> dict | None:
+    """The first tensor whose copies differ, the same on every rank; each must call it. `ranks` have
+    another copy than the majority of their group; without one all of the group are named. Ranks
+    exchange a number for each kind of group and, only if these differ, all hashes."""
+    grid = flat.grid
+    if config.check_every == 0 or grid.world == 1:
         return None
     flat.wait_params()
     shared = shared_hashes(flat)
@@ -104,7 +103,7 @@ def find_difference(run) -> dict | None:
     for i, hashes in enumerate(shared.values()):
         if hashes:
             digests[grid.rank, i] = hash_bits(torch.stack(list(hashes.values())))
-    digests = to_host(all_gather(digests, grid.groups["world"]).wait(), timeout)
+    digests = to_host(all_gather(digests, grid.groups["world"]).wait(), config.timeout)
     unequal = [(kind, ranks) for i, kind in enumerate(KINDS) for ranks in all_groups(grid, kind)
                if len(digests[ranks, i].unique()) > 1]
     if not unequal:
@@ -123,16 +122,11 @@ def find_difference(run) -> dict | None:
 
 
 def go_back_if_found(run) -> bool:
-    """Whether copies differ. The run has then gone back to its last checkpoint."""
-    difference = find_difference(run)
-    if difference is not None:
-        go_back(run, difference)
-    return difference is not None
-
-
-def go_back(run, difference: dict) -> None:
-    """Take a train.Run whose copies differ back to its last checkpoint. RunError if one of these
-    machines was named before."""
+    """Whether copies differ. The run has then gone back to its last checkpoint. RunError if one of
+    these machines was named before."""
+    difference = find_difference(run.flat, run.config)
+    if difference is None:
+        return False
     step, all_hosts = run.step, run.grid.hosts
     hosts = sorted({all_hosts[rank] for rank in difference["ranks"]})
     ranks = " or ".join(f"rank {rank} on {all_hosts[rank]}" for rank in difference["ranks"])
@@ -147,3 +141,4 @@ def go_back(run, difference: dict) -> None:
     run.divergence.accused = accused        # the restored state does not have it
     run.log.event("rollback", f"replicas {reason}: back to step {run.step - 1}",
                   reason=reason, to=run.step - 1, step=step)
+    return True

@@ -22,11 +22,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from base.checkpoint_files import LATEST, remove_old, step_file
-from base.checkpoint_folder import FACTS, TABLE, chunks, part_file
+from base.checkpoint_files import FACTS, LATEST, remove_old, step_file
+from base.checkpoint_folder import TABLE, chunks, part_file
 from base.disk import flush_folder, flushed_file, remove, rename_folder
-from base.errors import RunError
-from base.processes import all_ranks, on_rank0, warn
+from base.errors import RunError, warn
+from base.processes import all_ranks, on_rank0
 from checkpoint import STATE
 from parallelism.collectives import comm_errors, on_hosts
 from parallelism.pieces import owned_slices

@@ -5,53 +5,52 @@ The next batch is loaded while the GPU computes, and its windows are announced t
 import numpy as np
 import torch
 
-from data import Batch, TokenDataset, split_microbatches
-from model import derive_seed
-from parallelism.context import cut_sequence
-from runtime import rollback
+from data import Batch, Batches, TokenDataset
+from model import GPTConfig, derive_seed
+from parallel import Grid, cut_sequence
 
 
 class Loader:
-    """Loads the batches of `run`, a train.Run.
+    """Loads the batches that `batches` names, where the run is in its data.
 
     prefetched      the batch of the next step, once it is loaded
     """
 
-    def __init__(self, run):
-        self.run = run
+    def __init__(self, batches: Batches, model_config: GPTConfig, grid: Grid, device: torch.device):
+        self.batches, self.config = batches, batches.config
+        self.model_config, self.grid, self.device = model_config, grid, device
         self.prefetched = None
 
-    def next(self) -> Batch:
+    def next(self, step: int) -> Batch:
         """The batch of this step. It is usually loaded during the step before, and loaded again if
-        it has sequences that are to be left out."""
-        rollback.skip_excluded(self.run)
-        run, batch = self.run, self.prefetched
-        if batch is None or batch.step != run.step or batch.start != run.batches.consumed:
-            batch = self.load(run.step)
-        run.batches.move_past(batch)
+        sequences were left out since. Moves `batches` past it."""
+        batch = self.prefetched
+        if batch is None or batch.step != step or batch.start != self.batches.consumed:
+            batch = self.load(step)
+        self.batches.move_past(batch)
         return batch
 
-    def prefetch(self) -> None:
-        """Load the batch of the next step, if there is one."""
-        if self.run.step < self.run.config.steps:
-            self.prefetched = self.load(self.run.step + 1)
+    def prefetch(self, step: int) -> None:
+        """Load the batch of this step, if the run has it."""
+        if step <= self.config.steps:
+            self.prefetched = self.load(step)
 
     def load(self, step: int) -> Batch:
         """Load the next batch of the data. `step` seeds its dropout."""
-        window_ids = self.run.batches.next_window_ids()
-        microbatches = self.microbatches(self.run.train_data, window_ids, step)
-        return Batch(step, self.run.batches.consumed, window_ids, microbatches)
+        data, window_ids = self.batches.data, self.batches.next_window_ids()
+        return Batch(step, self.batches.consumed, window_ids, data.count_targets(window_ids),
+                     len(window_ids) * data.seq_len, self.microbatches(data, window_ids, step))
 
-    def microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
+    def microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int | None) -> list:
         """This rank's rows of the batch `window_ids` (B,), as a list of microbatches: (inputs
         (b, T), targets (b, T), dropout seed, positions (b, T) of conversations or None). With --cp
         inputs and targets have this rank's T / cp positions. `positions` stays whole, because
         attention reads the keys of all."""
-        grid = self.run.grid
+        grid = self.grid
         # The stages in the middle of a pipeline need no tokens, only conversations' positions.
         reads_rows = grid.is_first or grid.is_last or dataset.has_conversations
-        own_windows = split_microbatches(window_ids, self.run.config.micro_batch, grid.dp_rank,
-                                         grid.dp)                               # (m, b)
+        # The first microbatches of all ranks are the first dp x b windows, and so on.
+        own_windows = window_ids.reshape(-1, grid.dp, self.config.micro_batch)[:, grid.dp_rank]
         microbatches = []
         for m, ids in enumerate(own_windows):
             inputs, targets, positions = None, None, None
@@ -59,22 +58,22 @@ class Loader:
                 inputs, targets, positions = as_tensors(dataset.rows(ids))
                 inputs = cut_sequence(inputs, grid.cp_rank, grid.cp)
                 targets = cut_sequence(targets, grid.cp_rank, grid.cp)
-                inputs, targets, positions = (to_device(x, self.run.device)
+                inputs, targets, positions = (to_device(x, self.device)
                                               for x in (inputs, targets, positions))
             microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))
         return microbatches
 
-    def dropout_seed(self, step: int, microbatch: int) -> int | None:
+    def dropout_seed(self, step: int | None, microbatch: int) -> int | None:
         """The seed of a microbatch's first row: it belongs to the row of the batch, so dp and the
         size of a microbatch change no mask. Ranks with the same activations must draw the same
         masks. Ranks with different positions must not: those of a cp group, and with sequence
-        parallelism of a tp group. None without dropout: --compile would compile again for a number
-        that changes."""
-        grid = self.run.grid
-        if self.run.model_config.dropout == 0:
+        parallelism of a tp group. None without dropout, as in an evaluation, which is no step:
+        --compile would compile again for a number that changes."""
+        grid = self.grid
+        if self.model_config.dropout == 0 or step is None:
             return None
-        first_row = (microbatch * grid.dp + grid.dp_rank) * self.run.config.micro_batch
-        key = [self.run.config.seed, step]
+        first_row = (microbatch * grid.dp + grid.dp_rank) * self.config.micro_batch
+        key = [self.config.seed, step]
         if grid.cp > 1:
             key.append(grid.cp_rank)
         if grid.sequence_parallel:

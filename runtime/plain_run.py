@@ -1,18 +1,22 @@
-"""What `train.py --plain` shares with a train.Run, whose directory it has: the flags that it
-refuses, what its checkpoints hold besides tensors, and how its log begins."""
+"""What `train.py --plain` needs beside training: the flags that it refuses, where a run begins, and
+the folder that it writes, as a train.Run does."""
 import dataclasses
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+
+import checkpoint
 from amp import make_scaler
 from base.errors import RunError
 from base.flops import parameter_count
 from base.options import SHAPE, Config
 from base.processes import all_ranks, print_rank0
 from data import TokenDataset
-from model import GPTConfig
+from model import GPT, GPTConfig
 from runtime import checks, console, run_state
-from runtime.directory import Metrics, Start, find_start
+from runtime.directory import Metrics, Start, find_start, lock_output_dir
 from runtime.divergence import DivergenceMonitor
 from runtime.evaluation import describe_data
 
@@ -21,7 +25,7 @@ FLAGS = {"plain", "data", "out", "model", *SHAPE, "batch_size", "steps", "epochs
          "min_lr_ratio", "warmup_steps", "lr_schedule", "decay_ratio", "weight_decay", "beta1",
          "beta2", "clip", "seed", "device", "dtype", "save_every", "keep", "eval_every",
          "eval_tokens", "log_every"}
-CHANGE_THE_BATCH = ("dropout", "batch_ramp", "skip_steps")      # but not these
+OF_OTHERS = ("dropout", "batch_ramp", "skip_steps")
 
 
 def check_flags(given: dict, world: int) -> None:
@@ -40,72 +44,111 @@ def check_flags(given: dict, world: int) -> None:
                          "directory")
 
 
-def read_config(given: dict) -> tuple[Config, GPTConfig, Start]:
-    """The config and the model of a run with the flags `given`, and where it begins. Raises
-    RunError if the plain forms cannot train it."""
-    begin = find_start(Path(given.get("out", Config.out)))
-    if begin.path is not None and begin.path.is_dir():
-        raise RunError(f"--plain reads files, and {begin.path} is a folder: drop --plain, or make "
-                       f"a file of it, `python -m tools.checkpoint {begin.path} NEW/latest.pt`, "
-                       f"and give --out NEW", 2)
+def begin(given: dict, stack: ExitStack) -> tuple[Config, GPTConfig, "OutputFolder"]:
+    """The config and the model of a run with the flags `given`, and its folder, which `stack`
+    unlocks. A value comes from the command line, else from the newest undamaged checkpoint in
+    --out, else from the default. Raises RunError if the plain forms cannot train it."""
+    start = find_start(Path(given.get("out", Config.out)))
     config, model_config = all_ranks(lambda: checks.validate(
-        given, begin.state, world=1, device_type="cpu", file=begin.path))
+        given, start.state, world=1, device_type="cpu", file=start.path))
     train_data, val_data = (TokenDataset(config.data, split, model_config.seq_len)
                             for split in ("train", "val"))
-    if train_data.has_conversations:
-        raise RunError(f"--plain reads text, and {config.data} has conversations: drop --plain, or "
-                       f"give another --data", 2)
-    if getattr(model_config, "balance_bias", 0) > 0:
-        raise RunError(f"--plain moves no bias of a router, and this model has --balance-bias "
-                       f"{model_config.balance_bias:g}: drop --plain, or give --balance-bias 0 in "
-                       f"a new run", 2)
-    if begin.state is not None:
-        check_continues(begin.state, config)
+    bias = getattr(model_config, "balance_bias", 0)
+    problems = [
+        (train_data.has_conversations, f"reads text, and {config.data} has conversations"),
+        (bias > 0, f"moves no bias of a router, and this model has --balance-bias {bias:g}")]
+    problems += [(getattr(config, name) != getattr(Config(), name),
+                  f"has no --{name.replace('_', '-')}, and this run has") for name in OF_OTHERS]
+    if start.state is not None:
+        # So far each step has read one batch of the same data, as the steps to come will.
+        state, stored = start.state, start.state["config"]["batch_size"]
+        problems += [
+            (config.batch_size != stored,
+             f"cannot change the --batch-size {stored} of a run to {config.batch_size}"),
+            (state["consumed_samples"] != state["step"] * stored
+             or state["monitor"].get("excluded"), "cannot continue a run that has left out "
+             "sequences, or had another --batch-size"),
+            (len(state["data"]) > 1, "cannot continue a run that has read a mixture, or other data "
+                                     "before")]
     else:
         rows = min(train_data.meta["vocab_size"], model_config.vocab_size)
         for data in (train_data, val_data):         # for tokens beyond the vocabulary
             all_ranks(lambda: data.mixture.check(rows, part=0, parts=1))
-    facts = run_state.make_facts(config, model_config, train_data, begin.run,
+    for is_problem, problem in problems:
+        if is_problem:
+            raise RunError(f"--plain {problem}: drop --plain", 2)
+    stack.enter_context(lock_output_dir(Path(config.out), start.found))
+    facts = run_state.make_facts(config, model_config, train_data, start.run,
                                  make_scaler(config.dtype), DivergenceMonitor())    # a new one
-    return config, model_config, begin._replace(facts=facts)
+    out = OutputFolder(config, start, facts, val_data)
+    if out.step < config.steps:
+        out.report_begin(model_config)
+    return config, model_config, out
 
 
-def check_continues(state: dict, config: Config) -> None:
-    """Raise RunError unless every step of the run so far has read one batch of --batch-size
-    sequences of the same data, as the steps to come will do."""
-    default = Config()
-    for name in CHANGE_THE_BATCH:
-        if getattr(config, name) != getattr(default, name):
-            raise RunError(f"this run has --{name.replace('_', '-')}, which --plain has not: drop "
-                           f"--plain", 2)
-    stored = state["config"]["batch_size"]
-    if config.batch_size != stored:
-        raise RunError(f"this run has --batch-size {stored}, not {config.batch_size}: give "
-                       f"--batch-size {stored}, or drop --plain", 2)
-    consumed = state["step"] * config.batch_size
-    if state["consumed_samples"] != consumed or state["monitor"].get("excluded"):
-        raise RunError("this run has left out sequences, or had another --batch-size, which "
-                       "--plain cannot continue: drop --plain", 2)
-    if len(state["data"]) > 1:
-        raise RunError("this run has read a mixture, or other data before, which --plain cannot "
-                       "continue: drop --plain", 2)
+class OutputFolder:
+    """The folder --out of a plain run, with its checkpoints and metrics.jsonl."""
 
+    def __init__(self, config: Config, start: Start, facts: dict, val_data: TokenDataset):
+        self.config, self.start, self.val_data = config, start, val_data
+        self.facts = facts              # what all checkpoints hold besides tensors
+        self.step = start.step          # the last one that is finished
+        self.metrics = None             # unless the run has steps to make
 
-def open_metrics(config: Config, model_config: GPTConfig, begin: Start) -> Metrics:
-    """Open metrics.jsonl. Write how the run begins, and print it."""
-    metrics = all_ranks(lambda: Metrics(Path(config.out)))
-    val_data = TokenDataset(config.data, "val", model_config.seq_len)
-    print_rank0(f"model    {parameter_count(model_config):,} parameters, {config.dtype}; "
-                f"{config.data} -> {config.out}")
-    event = dict(event="start")
-    if begin.state is not None:
-        for damaged in begin.events:
-            metrics.write(**damaged, step=begin.step)
-        changed = console.changed_flags(config, begin.state)
-        event = dict(event="resume", path=str(begin.path), changed=changed)
-        print_rank0(", ".join([f"resume   {begin.path}, after step {begin.step}",
-                               *console.describe(changed)]))
-    metrics.write(**event, step=begin.step, config=dataclasses.asdict(config),
-                  data=describe_data(val_data, config, model_config),
-                  environment=console.environment([socket.gethostname()]))
-    return metrics
+    def report_begin(self, model_config: GPTConfig) -> None:
+        """Open metrics.jsonl. Tell how the run begins."""
+        config, start = self.config, self.start
+        self.metrics = all_ranks(lambda: Metrics(Path(config.out)))
+        print_rank0(f"model    {parameter_count(model_config):,} parameters, {config.dtype}; "
+                    f"{config.data} -> {config.out}")
+        event = dict(event="start")
+        if start.state is not None:
+            for damaged in start.events:
+                self.metrics.write(**damaged, step=self.step)
+            changed = console.changed_flags(config, start.state)
+            event = dict(event="resume", path=str(start.path), changed=changed)
+            print_rank0(", ".join([f"resume   {start.path}, after step {self.step}",
+                                   *console.describe(changed)]))
+        self.metrics.write(**event, step=self.step, config=dataclasses.asdict(config),
+                           data=describe_data(self.val_data, config),
+                           environment=console.environment([socket.gethostname()]))
+
+    def load(self, model: GPT, optimizer: torch.optim.AdamW) -> None:
+        """Fill both from the newest whole checkpoint, if there is one."""
+        if self.start.path is not None:
+            checkpoint.plain_load(model, optimizer, self.start.path)
+
+    def log(self, step: int, loss: float, norm: float, lr: float, seconds: float,
+            val_loss: float | None) -> None:
+        """Write and print a step that took `seconds`. `val_loss`: None without an evaluation."""
+        config, seq_len = self.config, self.val_data.seq_len
+        self.step = step
+        speed = config.batch_size * seq_len / seconds
+        row = dict(step=step, tokens=step * config.batch_size * seq_len, loss=loss, grad_norm=norm,
+                   lr=lr, loss_scale=1.0, tokens_per_second=speed)
+        if step == 1 or config.is_nth_or_last(step, config.log_every or 10):
+            print_rank0(f"step {step}/{config.steps}  loss {loss:.4f}  lr {lr:.2e}  "
+                        f"norm {norm:.3f}  {speed:,.0f} tok/s")
+        if val_loss is not None:
+            row["val_loss"] = val_loss
+            print_rank0(f"step {step}/{config.steps}  validation {val_loss:.4f}")
+        self.metrics.write(**row)
+
+    def save(self, model: GPT, optimizer: torch.optim.AdamW) -> None:
+        """Write a checkpoint of the last finished step."""
+        consumed = self.step * self.config.batch_size
+        facts = self.facts | dict(step=self.step, tokens=consumed * self.val_data.seq_len,
+                                  consumed_samples=consumed)
+        checkpoint.plain_save(model, optimizer, facts, Path(self.config.out), self.config.keep)
+
+    def report_end(self) -> None:
+        """Tell how the run has ended: before it began, by a signal, or after its last step."""
+        config = self.config
+        if self.metrics is None:
+            print_rank0(f"{self.start.path} is step {self.step} of {config.steps}: raise --steps")
+        elif self.step < config.steps:
+            self.metrics.write(event="stop", step=self.step)
+            print_rank0(f"stopped and saved after step {self.step}; run the same command to go on")
+        else:
+            self.metrics.write(event="end", step=self.step)
+            print_rank0(f"Now sample from it:\npython sample.py --ckpt {config.out}/latest.pt")

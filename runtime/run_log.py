@@ -13,22 +13,24 @@ import torch
 
 from base.batch_ramp import sequences_after
 from base.flops import flops_per_token, peak_flops
+from base.options import Config
 from base.processes import print_rank0
-from data import Batch
-from model import ceil_div
+from data import Batch, TokenDataset
+from model import GPTConfig, ceil_div
 from runtime.directory import Metrics
 from runtime.evaluation import eval_sequences, perplexity
-from runtime.step_stats import experts_in_words
+from runtime.step_stats import StepStats, experts_in_words
 
 LINES = 50                      # of steps on the console in a run, about
 
 
 class RunLog:
-    """What a run reports while it trains: metrics.jsonl, complete, and a selection of it on the
-    console."""
+    """What a run reports: metrics.jsonl, complete, and a selection of it on the console."""
 
-    def __init__(self, metrics: Metrics):
-        self.metrics = metrics
+    def __init__(self, metrics: Metrics, config: Config, val_data: TokenDataset,
+                 model_config: GPTConfig, device: torch.device, world: int):
+        self.metrics, self.config, self.val_data = metrics, config, val_data
+        self.model_config, self.device, self.world = model_config, device, world
         self.recent_seconds = deque(maxlen=20)      # of a sequence, in the last steps
         self.step_ended_at = None       # in seconds, as the others
         self.evaluation_seconds = None  # of the last evaluation
@@ -42,24 +44,28 @@ class RunLog:
         if line is not None:
             print_rank0(line)
 
-    def new_row(self, run, batch: Batch, stats, lr: float, seconds: float) -> dict:
-        """The row of metrics.jsonl of a step that took `seconds`; `stats`: its StepStats."""
+    def step(self, batch: Batch, stats: StepStats, lr: float, seconds: float, sequences: int,
+             skipped: int) -> dict:
+        """Print a step that took `seconds`, and return its row of metrics.jsonl. `sequences`: of
+        all steps so far; `skipped`: how many steps up to this one have had no update."""
         self.recent_seconds.append(seconds / batch.size)
         self.step_ended_at = time.monotonic()
-        seq_len = run.model_config.seq_len
-        return dict(
-            step=batch.step, tokens=run.batches.sequences_trained * seq_len, loss=stats.loss,
-            lr=lr, batch_size=batch.size, grad_norm=stats.grad_norm, loss_scale=stats.loss_scale,
+        row = dict(
+            step=batch.step, tokens=sequences * self.model_config.seq_len, loss=stats.loss, lr=lr,
+            batch_size=batch.size, grad_norm=stats.grad_norm, loss_scale=stats.loss_scale,
             activation_norm=stats.activation_norm,
-            tokens_per_second=round(batch.size * seq_len / seconds, 1), **stats.expert_loads)
+            tokens_per_second=round(batch.tokens / seconds, 1), **stats.expert_loads,
+            skipped=skipped)
+        self.print_step(row)
+        return row
 
-    def print_step(self, run, row: dict) -> None:
+    def print_step(self, row: dict) -> None:
         """Print a step's line: with --log-every N each N-th, otherwise about LINES in the run and
         at most one a second; always the first, the last and those of evaluations. A terminal shows
         beside these how far the run has come, in a line that the next one replaces."""
-        config, step = run.config, row["step"]
+        config, step = self.config, row["step"]
         now = time.monotonic()
-        is_due = config.is_due(step, config.eval_every)
+        is_due = config.is_nth_or_last(step, config.eval_every)
         if config.log_every is not None:
             is_due = is_due or step % config.log_every == 0
         elif self.printed_at is None:
@@ -67,21 +73,21 @@ class RunLog:
         elif now - self.printed_at >= 1:
             is_due = is_due or step % ceil_div(config.steps, LINES) == 0
         if is_due:
-            print_rank0(format_step(run, row, self.time_left(run, step)))
+            print_rank0(self.format_step(row, self.time_left(row)))
             self.printed_at = now
             self.shown_at = now
         elif self.on_terminal and now - self.shown_at >= 1:
             self.shown_at = now
             print_rank0(f"step {step}/{config.steps}  loss {row['loss']:.4f}  "
-                        f"left {self.time_left(run, step)}\x1b[K", end="\r")
+                        f"left {self.time_left(row)}\x1b[K", end="\r")
 
-    def time_left(self, run, step: int) -> timedelta:
+    def time_left(self, row: dict) -> timedelta:
         """The time of the sequences that are left to train, by the median of the last steps, and of
         the evaluations that are left, each as long as the last one. Before there was one it is
         guessed: forward is about a third of a step. At first in a ramp it is too long, for a small
         model 1.6 times: what a step costs beside its sequences is not known yet."""
-        config = run.config
-        trained = run.batches.sequences_trained
+        config, step = self.config, row["step"]
+        trained = row["tokens"] // self.model_config.seq_len
         sequences = sequences_after(config, trained, config.steps - step) - trained
         evaluations = 1                 # after the last step. That of this step is still to come
         if config.eval_every > 0:
@@ -90,63 +96,57 @@ class RunLog:
         of_sequence = statistics.median_low(self.recent_seconds)
         of_evaluation = self.evaluation_seconds
         if of_evaluation is None:
-            of_evaluation = evaluated_sequences(run) * of_sequence / 3
+            of_evaluation = evaluated_sequences(config, self.val_data) * of_sequence / 3
         return timedelta(seconds=round(sequences * of_sequence + evaluations * of_evaluation))
 
-    def write_row(self, run, row: dict) -> None:
+    def write_row(self, row: dict) -> None:
         """Write a step's row to metrics.jsonl, and its evaluation also to the console."""
         self.metrics.write(**row)
         if "val_loss" in row:
             self.evaluation_seconds = time.monotonic() - self.step_ended_at
-            print_rank0(format_eval(row, run))
+            print_rank0(format_eval(row, self.config, self.model_config, self.val_data))
             if "dead_experts" in row:
-                print_rank0(experts_in_words(row, run.model_config))
+                print_rank0(experts_in_words(row, self.model_config))
+
+    def format_step(self, row: dict, left: timedelta) -> str:
+        """The console's line of a step."""
+        config = self.config
+        line = (f"step {row['step']:>{len(str(config.steps))}}/{config.steps}  "
+                f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm {row['grad_norm']:.3f}  "
+                f"{row['tokens_per_second']:,.0f} tok/s")
+        if config.batch_ramp is not None:
+            line += f"  batch {row['batch_size']}"
+        if config.dtype == "fp16":
+            line += f"  scale {row['loss_scale']:g}"
+        if self.device.type == "cuda" and config.dtype in ("bf16", "fp16"):
+            peak = self.world * peak_flops(torch.cuda.get_device_name(self.device))
+            if peak > 0:
+                flops = row["tokens_per_second"] * flops_per_token(self.model_config)
+                line += f"  MFU {flops / peak:.1%}"
+        line += f"  left {left}"
+        if row["skipped"] > 0:
+            line += "  skipped: loss or gradient not finite"
+            if config.exact:
+                line += ", or out of range"
+        return line
 
 
-def evaluated_sequences(run) -> int:
+def evaluated_sequences(config: Config, data: TokenDataset) -> int:
     """How many sequences an evaluation reads."""
-    return sum(eval_sequences(run.config, run.model_config, source.n_windows)
-               for source in run.val_data.mixture.sources.values())
+    return sum(eval_sequences(config, data.seq_len, source.n_windows)
+               for source in data.mixture.sources.values())
 
 
-def evaluated_tokens(run) -> str:
-    """How many tokens an evaluation reads."""
-    count = evaluated_sequences(run)
-    if run.val_data.has_conversations:
-        return f"{count:,} of {run.val_data.n_windows:,} windows of conversations"
-    return f"{count * run.model_config.seq_len:,} of {run.val_data.n_tokens:,} tokens"
-
-
-def format_step(run, row: dict, left: timedelta) -> str:
-    """The console's line of a step."""
-    config = run.config
-    line = (f"step {row['step']:>{len(str(config.steps))}}/{config.steps}  "
-            f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm {row['grad_norm']:.3f}  "
-            f"{row['tokens_per_second']:,.0f} tok/s")
-    if config.batch_ramp is not None:
-        line += f"  batch {row['batch_size']}"
-    if config.dtype == "fp16":
-        line += f"  scale {row['loss_scale']:g}"
-    if run.device.type == "cuda" and config.dtype in ("bf16", "fp16"):
-        peak = run.grid.world * peak_flops(torch.cuda.get_device_name(run.device))
-        if peak > 0:
-            flops = row["tokens_per_second"] * flops_per_token(run.model_config)
-            line += f"  MFU {flops / peak:.1%}"
-    line += f"  left {left}"
-    if row["skipped"] > 0:
-        line += "  skipped: loss or gradient not finite"
-        if config.exact:
-            line += ", or out of range"
-    return line
-
-
-def format_eval(row: dict, run) -> str:
+def format_eval(row: dict, config: Config, model_config: GPTConfig, data: TokenDataset) -> str:
     """The validation loss in three units; of several sources a table, a line for each."""
-    dataset = run.val_data
-    sources = dataset.mixture.sources.values()
-    uniform = math.log(run.model_config.vocab_size)
+    sources = data.mixture.sources.values()
+    uniform = math.log(model_config.vocab_size)
+    count = evaluated_sequences(config, data)
+    read = f"{count * data.seq_len:,} of {data.n_tokens:,} tokens"
+    if data.has_conversations:
+        read = f"{count:,} of {data.n_windows:,} windows of conversations"
     # (name, what ends the keys of its numbers, note)
-    lines = [("validation:", "", f" (on {evaluated_tokens(run)})")]
+    lines = [("validation:", "", f" (on {read})")]
     if len(sources) > 1:
         lines += [(f"  {source.name}:", f"/{source.name}", "") for source in sources]
     cells, notes = [], []

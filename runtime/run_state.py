@@ -5,23 +5,46 @@ from pathlib import Path
 from typing import Callable
 
 import checkpoint
-from amp import LossScaler
+from amp import LossScaler, make_scaler
 from base.checkpoint_files import step_file
 from base.options import Config
 from base.processes import all_ranks, on_rank0
-from data import TokenDataset
+from data import Batches, TokenDataset
 from model import GPTConfig
+from parallelism.zero import FlatParameters
 from runtime.checkpoint_writer import Writer
-from runtime.directory import latest_valid
+from runtime.directory import latest_valid, new_run
 from runtime.divergence import DivergenceMonitor
 from runtime.folder_writer import FolderWriter
+from runtime.loader import Loader
 
 
-def make_writer(run) -> Writer:
+def make_writer(config: Config, model_config: GPTConfig, flat: FlatParameters) -> Writer:
     """The writer of the run's checkpoints, in the format of --checkpoint-format."""
+    kind = FolderWriter if config.checkpoint_format == "folder" else Writer
+    return kind(Path(config.out), config.keep, model_config, flat, config.timeout, new_run("seed"))
+
+
+def restore(run, state: dict | None) -> None:
+    """Load the state of a checkpoint. Without one, begin before step 1. On the CPU, in the same
+    layout and with as many threads, a resumed run has the bits of an uninterrupted one."""
     config = run.config
-    writer = FolderWriter if config.checkpoint_format == "folder" else Writer
-    return writer(Path(config.out), config.keep, run.model_config, run.flat, config.timeout)
+    run.scaler = make_scaler(config.dtype)
+    if state is None:
+        done = dict(step=0, consumed_samples=0, tokens=0, optimizer_steps=0)
+        run.flat.initialize(run.model_config, config.seed, initial_weights(config))
+    else:
+        done = state
+        if state["config"]["dtype"] == config.dtype:
+            run.scaler.load_state_dict(state["scaler"])
+        checkpoint.restore(state, run.flat)
+    run.step = done["step"] + 1                     # in progress, from 1
+    run.finished_step = done["step"]                # the last one whose update is complete
+    run.optimizer_steps = done["optimizer_steps"]   # updates so far, without skipped steps
+    run.batches = Batches(run.train_data, config, consumed=done["consumed_samples"],
+                          sequences_trained=done["tokens"] // run.model_config.seq_len)
+    run.loader = Loader(run.batches, run.model_config, run.grid, run.device)
+    run.divergence = DivergenceMonitor.restored(state, config, run.train_data)
 
 
 def initial_weights(config: Config) -> Callable | None:
@@ -40,7 +63,7 @@ def go_back(run, find: Callable) -> None:
     run.flat.wait_params()                      # restoring them starts the next all-gather
     all_ranks(run.writer.wait)                  # we may load the file being written
     _, state, events = latest_valid(on_rank0(find))
-    run.restore(state)
+    restore(run, state)
     for event in events:
         run.log.metrics.write(**event, step=step)
 
@@ -51,33 +74,27 @@ def save(run, is_start: bool = False) -> None:
     the state is copied, and threads write it while training goes on."""
     config, done = run.config, run.finished_step
     file = step_file(Path(config.out), done, config.checkpoint_format).name
-    scheduled = config.is_due(done, config.save_every)
+    scheduled = config.is_nth_or_last(done, config.save_every)
     at_floor = config.dtype == "fp16" and run.scaler.scale <= run.scaler.min_scale
     run.divergence.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)
     all_ranks(run.writer.wait)          # a rank holds at most one copy of its shards
     submit(run)
 
 
-def wait_for_last_save(run) -> None:
-    """Wait for the last checkpoint. If it could not be written, every rank raises the same error.
-    """
-    all_ranks(lambda: run.writer.wait(required=True))
+def wait_for_last_save(writer: Writer) -> None:
+    """Wait for the last checkpoint. If it could not be written, all ranks raise the same error."""
+    all_ranks(lambda: writer.wait(required=True))
 
 
 def submit(run) -> None:
     """Start to write a checkpoint: this state and the tensors. The last write must have ended. The
     files to which a rollback may return stay."""
-    run.writer.submit(facts_of(run), {file for _, file, _ in run.divergence.checkpoints})
-
-
-def facts_of(run) -> dict:
-    """What a checkpoint of this moment holds besides tensors."""
-    facts = make_facts(run.config, run.model_config, run.train_data, run.identity, run.scaler,
-                       run.divergence)
-    return facts | dict(
-        step=run.finished_step, optimizer_steps=run.optimizer_steps,
-        tokens=run.batches.sequences_trained * run.model_config.seq_len,
-        consumed_samples=run.batches.consumed)
+    facts = make_facts(run.config, run.model_config, run.train_data, run.writer.identity,
+                       run.scaler, run.divergence)
+    facts |= dict(step=run.finished_step, optimizer_steps=run.optimizer_steps,
+                  tokens=run.batches.sequences_trained * run.model_config.seq_len,
+                  consumed_samples=run.batches.consumed)
+    run.writer.submit(facts, {file for _, file, _ in run.divergence.checkpoints})
 
 
 def make_facts(config: Config, model_config: GPTConfig, train_data: TokenDataset, identity: dict,

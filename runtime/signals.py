@@ -3,7 +3,7 @@ A run trains in the block of a `StopSignal`.
 
     a rank gets a signal     it notes it
     the next sum over all    tells every rank of it: that of a step, or one of an evaluation
-    ranks (sums.py)
+    ranks (step_stats.py)
     the end of this step     evaluation and row as always, then a save, and the run ends
 
 So all ranks end after the same step. What stops a rank before it has ended the step, as a dead peer
@@ -17,8 +17,8 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from base.errors import RunError, first_line
-from base.processes import is_rank0, print_error
+from base.errors import RunError, first_line, print_error
+from base.processes import is_rank0
 
 # A terminal sends the first and, when it is closed, the third; a launcher the second; Slurm, before
 # the time limit, what its --signal says, such as USR1.
@@ -32,7 +32,7 @@ class StopSignal:
     second: a launcher may forward what the terminal has already sent.
 
     number      of the first signal, or None
-    agreed      whether all ranks know that one of them has a signal
+    agreed      whether all ranks know that one of them has a signal (train.Run.sum_over_ranks)
     """
 
     def __init__(self):
@@ -53,7 +53,7 @@ class StopSignal:
         such as the compiler of --compile, get Ctrl-C too."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        if self.number is None or isinstance(error, (RunError, dist.DistError, SystemExit)):
+        if not self.requested or isinstance(error, (RunError, dist.DistError, SystemExit)):
             return
         if error is not None:
             print_error(f"ended without saving: {type(error).__name__}: {first_line(error)}")
@@ -62,9 +62,14 @@ class StopSignal:
         if not dist.is_initialized():
             exit_like_signal(self.number)
 
+    @property
+    def requested(self) -> bool:
+        """Whether this process has received a signal."""
+        return self.number is not None
+
     def receive(self, number: int, frame) -> None:
         now = time.monotonic()
-        if self.number is None:
+        if not self.requested:
             self.number, self.since = number, now
             write("saving after the step in progress; a second signal ends at once, without saving")
         elif now - self.since >= 0.5:

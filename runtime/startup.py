@@ -1,11 +1,11 @@
-"""The start of a run, in this order: `parse`, before all communication, `prepare`, `open_data`,
+"""The start of a run: `parse`, before all communication, then `launch`: `prepare`, `open_data`,
 `join_ranks` and, when the ranks have built the run, `begin_training`. What one rank refuses from
 `prepare` on, every rank raises, as a RunError."""
 import os
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import timedelta
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Callable
 
@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 
 from base import devices
-from base.errors import out_of_memory
+from base.errors import RunError, out_of_memory
 from base.options import Config, parse_flags
-from base.processes import (Job, all_ranks, assert_equal_across_ranks, exit_for_mistake, on_rank0,
-                            refuse_tasks_without_ranks)
+from base.processes import (Job, all_gather_object, all_ranks, assert_equal_across_ranks,
+                            exit_for_mistake, on_rank0, refuse_tasks_without_ranks)
 from data import TokenDataset
 from model import GPTConfig
-from parallelism.build import Grid, make_groups
-from runtime import checks, console, dashboards, layout_checks, plain_run, run_state
+from parallel import Grid
+from parallelism.build import make_groups
+from runtime import checks, console, dashboards, plain_run, run_state
 from runtime.directory import (Metrics, Start, find_start, last_line, lock_output_dir,
                                start_branch)
 from runtime.run_log import RunLog
@@ -44,8 +45,28 @@ def read_flags(job: Job) -> tuple[dict, torch.device, timedelta]:
     config = Config(**given)
     if config.plain:
         plain_run.check_flags(given, job.world)
-    layout_checks.check_grid(job.world, config)
+    checks.check_grid(job.world, config)
     return given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
+
+
+def launch(make_run: Callable, learning_rate: Callable, given: dict, device: torch.device, job: Job,
+           stack: ExitStack) -> None:
+    """Build this rank's run, and train or evaluate. `make_run` and `learning_rate` are those of
+    train.py. `stack` closes at exit what is opened here."""
+    config, model_config, begin = prepare(given, job, device, stack)
+    train_data, val_data = open_data(config, model_config, begin.state, job)
+    grid = join_ranks(config, job, device, stack)
+    run = make_run(config, model_config, grid, device, train_data, val_data, begin.state)
+    try:
+        if config.eval_only:
+            console.print_evaluation(run, begin)
+        elif has_ended(run):
+            console.print_finished(run, begin)
+        else:
+            begin_training(run, begin, learning_rate, stack)
+            run.train()
+    except dist.DistError as error:             # of a lost rank
+        raise dist.DistError(f"stage {grid.stage}, step {run.step}: {error}") from error
 
 
 def prepare(given: dict, job: Job, device: torch.device,
@@ -55,7 +76,8 @@ def prepare(given: dict, job: Job, device: torch.device,
     assert_equal_across_ranks(
         (given, device.type), "the ranks have different flags or devices: start all with one "
         "command")
-    devices.assert_own_gpu(device)
+    if device.type == "cuda":
+        assert_own_gpu(device)
     store = launch_store() if job.rank == 0 else None
     restarted = on_rank0(lambda: store.check(["begun"]))    # a refused start leaves no key
     config = Config(**given)
@@ -67,6 +89,14 @@ def prepare(given: dict, job: Job, device: torch.device,
     if begin.kind == "init-from":               # the run reads the file itself
         begin = begin._replace(state=None)
     return config, model_config, begin
+
+
+def assert_own_gpu(device: torch.device) -> None:
+    """Every rank raises a RunError if two processes have the same GPU."""
+    gpus = all_gather_object(str(torch.cuda.get_device_properties(device).uuid))
+    if len(set(gpus)) < len(gpus):
+        raise RunError(f"{len(gpus)} processes, but {len(set(gpus))} CUDA devices: lower "
+                       f"--nproc_per_node, or give --device cpu", 2)
 
 
 def launch_store() -> dist.Store:
@@ -81,27 +111,18 @@ def resolve(begin: Start, job: Job, device: torch.device, store: dist.Store,
             stack: ExitStack) -> tuple[Config, GPTConfig]:
     """Resolve flags and checkpoint on rank 0: the complete config, and the model. Finally lock
     --out; `stack` releases the lock. Raises ValueError, OSError or RunError."""
-    given = begin.given
-    if begin.kind == "init-from":
+    given, is_new = begin.given, begin.kind == "init-from"
+    if is_new:
         given = {**given, "init_from": str(begin.path)}
-    config, model_config = checks.validate(given, begin.state, job.world, device.type,
-                                           begin.kind == "init-from", begin.path)
-    if config.log is not None:
-        import_dashboards(config.log)
+    config, model_config = checks.validate(given, begin.state, job.world, device.type, is_new,
+                                           begin.path)
+    for name in (config.log or "").split(","):
+        if name and find_spec(name) is None:
+            raise ValueError(f"--log {name} needs a package that is missing: pip install {name}")
     if not config.eval_only:
         stack.enter_context(lock_output_dir(Path(config.out), begin.found))
         store.set("begun", "")
     return config, model_config
-
-
-def import_dashboards(names: str) -> None:
-    """Raises ValueError if a package of --log is missing."""
-    for name in names.split(","):
-        try:
-            import_module(name)
-        except ImportError:
-            raise ValueError(f"--log {name} needs a package that is missing: pip install "
-                             f"{name}") from None
 
 
 def join_ranks(config: Config, job: Job, device: torch.device, stack: ExitStack) -> Grid:
@@ -127,40 +148,29 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
               job: Job) -> tuple[TokenDataset, TokenDataset]:
     """Open the data for training and validation on every rank. All must have the same; data that is
     new to this run is checked for tokens beyond the vocabulary. Every rank calls it."""
-    train_data = all_ranks(lambda: TokenDataset(config.data, "train", model_config.seq_len))
-    val_data = all_ranks(lambda: TokenDataset(config.data, "val", model_config.seq_len))
+    train_data, val_data = all_ranks(lambda: [
+        TokenDataset(config.data, split, model_config.seq_len) for split in ("train", "val")])
     fingerprints = list(train_data.mixture.sources)
     assert_equal_across_ranks(fingerprints, f"{config.data} differs between ranks: copy it")
-    known = set()
+    known = {} if state is None else state["data"][-1][1]           # of the last phase
     if state is not None:
-        _, weights = state["data"][-1]          # of the last phase
-        known = set(weights)
         train_data.mixture.resume(state["data"], state["consumed_samples"])
     rows = min(train_data.meta["vocab_size"], model_config.vocab_size)  # an import may have fewer
-    if not known.issuperset(fingerprints):
+    if not set(fingerprints) <= set(known):
         for data in [val_data] if config.eval_only else [train_data, val_data]:
             all_ranks(lambda: data.mixture.check(rows, job.rank, job.world))
     return train_data, val_data
 
 
-@contextmanager
-def errors_name_step(run):
-    """The error of a lost rank in this block names the stage and the step of the run."""
-    try:
-        yield
-    except dist.DistError as error:
-        raise dist.DistError(f"stage {run.grid.stage}, step {run.step}: {error}") from error
-
-
 def begin_training(run, begin: Start, learning_rate: Callable, stack: ExitStack) -> None:
     """Watch for signals, open the log of a train.Run, report how it begins and, if it begins from a
     file, save its starting state. `stack` ends all this."""
-    run.identity = begin.run
+    run.writer.identity = begin.run
     stack.enter_context(run.stop)
     stack.callback(run.writer.close)
     config = run.config
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
-    run.log = RunLog(metrics)
+    run.log = RunLog(metrics, config, run.val_data, run.model_config, run.device, run.grid.world)
     if config.log is not None and run.grid.rank == 0:
         metrics.dashboards = {name: dashboards.KINDS[name]() for name in config.log.split(",")}
         metrics.send(lambda dashboard: dashboard.open(Path(config.out), begin.run["id"], run.step))

@@ -13,62 +13,107 @@ from dataclasses import dataclass, field
 import torch
 
 from amp import NOT_FINITE
-from parallelism.collectives import sum_dtype
-from runtime.sums import scalar, sum_across_ranks
+from base.processes import all_gather_object
+from data import Batch
+from model import GPT
+from parallel import Grid, all_reduce
+from parallelism.collectives import sum_dtype, to_host
+from parallelism.zero import FlatParameters
 
 
 @dataclass
 class StepStats:
-    """The statistics of a step. Every rank has the same, except for local_loss."""
+    """The statistics of a step. Every rank has the same."""
     loss: float                 # mean over the targets of the global batch that count, in nats
     activation_norm: float      # the norm of the final hidden state, averaged over the tokens. The
                                 # divergence monitor watches it, as the OPT-175B team did
     grad_norm: float            # of the whole model, unscaled, before clipping
     skipped: str                # why the update is skipped, such as NOT_FINITE, or ""
     loss_scale: float           # the loss scale used in this step
-    local_loss: torch.Tensor    # this rank's summed loss, to find where an inf or NaN began
+    where: dict = field(default_factory=dict)   # an inf or NaN began (locate_nonfinite)
     expert_loads: dict = field(default_factory=dict)    # of a mixture (expert_fields)
 
+    @property
+    def not_finite(self) -> bool:
+        """Whether the loss or a gradient of a rank is inf or NaN."""
+        return self.skipped == NOT_FINITE
 
-def sum_statistics(run, loss_sum: torch.Tensor, tokens_in_batch: int,
-                   targets_in_batch: int) -> StepStats:
-    """The statistics of a step of a train.Run, by one all-reduce."""
-    grid, scaler = run.grid, run.scaler
-    local = dict(loss=scalar(0.0, run.device), activation_norm=scalar(0.0, run.device))
+
+def sum_across_ranks(local: dict, grid: Grid, timeout: float) -> dict:
+    """Sum each tensor of `local` over all ranks -> {name: a number, or a list of the rows of a
+    matrix}. Waits for the other ranks, at most `timeout` seconds."""
+    numbers = torch.cat([x.flatten() for x in local.values()])
+    sums = all_reduce(numbers, grid.groups["world"]).wait()
+    host = to_host(sums, timeout if grid.world > 1 else math.inf)
+    parts = host.split([x.numel() for x in local.values()])
+    return {name: part.view_as(x).tolist() for (name, x), part in zip(local.items(), parts)}
+
+
+def scalar(value: float, device: torch.device) -> torch.Tensor:
+    """A tensor of shape (), in the dtype used for sums."""
+    return torch.full((), value, dtype=sum_dtype(device), device=device)
+
+
+def local_sums(loss_sum: torch.Tensor, model: GPT, flat: FlatParameters) -> dict:
+    """This rank's terms of the sums from which `statistics` computes: {name: tensor}."""
+    grid = flat.grid
+    local = dict(loss=scalar(0.0, loss_sum.device), activation_norm=scalar(0.0, loss_sum.device))
     # All tp ranks have the same loss: count it once. Their last activations are the same too,
     # unless sequence parallelism splits the positions.
     if grid.is_last and grid.tp_rank == 0:
         local["loss"] = loss_sum
     if grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel):
-        local["activation_norm"] = run.model.head.norms.to(loss_sum.dtype)
-    local |= run.flat.grad_norm_squares()           # of this rank's part of the model
-    local |= expert_sums(run)                       # if it is a mixture of experts
-    total = sum_across_ranks(run, local)
-    norm, skipped = run.flat.grad_norm(total)       # of the whole model
+        local["activation_norm"] = model.head.norms.to(loss_sum.dtype)
+    local |= flat.grad_norm_squares()               # of this rank's part of the model
+    if hasattr(model.cfg, "n_expert"):
+        local["experts"] = expert_sums(model, grid, loss_sum)
+    return local
+
+
+def statistics(total: dict, batch: Batch, flat: FlatParameters, loss_scale: float,
+               local_loss: torch.Tensor) -> StepStats:
+    """The statistics of a step, from the sums of `local_sums`. Every rank calls it."""
+    norm, skipped = flat.grad_norm(total)           # of the whole model
     if not math.isfinite(total["loss"]):
         skipped = NOT_FINITE
+    where = locate_nonfinite(local_loss.item(), flat) if skipped == NOT_FINITE else {}
     return StepStats(
-        loss=total["loss"] / targets_in_batch,
-        activation_norm=total["activation_norm"] / tokens_in_batch,
-        grad_norm=norm / scaler.scale, skipped=skipped, loss_scale=scaler.scale,
-        local_loss=loss_sum, expert_loads=expert_fields(total, tokens_in_batch))
+        loss=total["loss"] / batch.targets, activation_norm=total["activation_norm"] / batch.tokens,
+        grad_norm=norm / loss_scale, skipped=skipped, loss_scale=loss_scale, where=where,
+        expert_loads=expert_fields(total, batch.tokens))
 
 
-def expert_sums(run) -> dict:
-    """What `expert_fields` needs the sum of over all ranks. {} if the model is no mixture."""
-    cfg, grid = run.model_config, run.grid
-    if not hasattr(cfg, "n_expert"):
-        return {}
-    # A row for each block, and in the last column the losses of its router.
-    sums = torch.zeros(cfg.n_layer, cfg.n_expert + 1, dtype=sum_dtype(run.device),
-                       device=run.device)
-    for layer, block in run.model.blocks.items():
+def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
+    """Find where a number is not finite; every rank must call it. Reports the first rank with a
+    non-finite loss or, if there is none, with a non-finite gradient, and the last such parameter:
+    backward reaches it first. Gradients have already been summed over the replicas, so another
+    replica may be the source. If all numbers are finite but their squares are not, `what` is
+    "norm"."""
+    parameter = None
+    for bucket in flat.buckets:
+        for spec, shard_slice, _ in bucket.shard_ranges:
+            if not bucket.shard["grad"][shard_slice].isfinite().all():
+                parameter = spec.name
+    found = all_gather_object((local_loss, parameter))
+    for rank, (loss, name) in enumerate(found):
+        if not math.isfinite(loss):
+            return dict(what="loss", rank=rank, parameter=name)
+    for rank, (_, name) in enumerate(found):
+        if name is not None:
+            return dict(what="gradient", rank=rank, parameter=name)
+    return dict(what="norm", rank=None, parameter=None)
+
+
+def expert_sums(model: GPT, grid: Grid, like: torch.Tensor) -> torch.Tensor:
+    """This rank's terms: a row for each block, and in the last column the losses of its router."""
+    sums = like.new_zeros(model.cfg.n_layer, model.cfg.n_expert + 1)
+    for layer, block in model.blocks.items():
         router = block.mlp.router
         # All tp ranks count the same tokens, unless sequence parallelism splits the positions.
         if grid.tp_rank == 0 or router.has_own_positions:
             sums[int(layer), :-1] += router.load
             sums[int(layer), -1] += router.loss_sum
-    return dict(experts=sums)
+    return sums
 
 
 def expert_fields(total: dict, tokens: int) -> dict:

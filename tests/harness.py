@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from fractions import Fraction
@@ -63,16 +63,15 @@ import parallel
 import train
 from base.options import Config
 from corpus.mixtures import Mixture, Source
-from corpus.windows import TextWindows
 from model import GPT, OF_VOCABULARY, GPTConfig
-from parallelism import collectives, full_tensors, pieces
-from parallelism.build import Grid, build_stage, make_groups
+from parallel import Grid
+from parallelism import full_tensors, pieces
+from parallelism.build import build_stage, make_groups, recompute_blocks
 from parallelism.context import recompute_attention
 from parallelism.full_tensors import full_gradients
+from parallelism.loss import MAX_LOGITS
 from parallelism.parameters import param_specs
-from parallelism.pipeline import recompute_blocks
-from parallelism.tensor import MAX_LOGITS
-from parallelism.zero import FlatParameters, gather_before_use
+from parallelism.zero import FlatParameters
 from runtime import checkpoint_writer, loader, run_log, run_state
 
 torch.set_num_threads(1)
@@ -301,6 +300,30 @@ def random_gpt(cfg):
     return plain
 
 
+@torch.inference_mode()
+def plain_generate(model, tokens: list[int], count: int, temperature: float = 1.0,
+                   generator=None) -> list[int]:
+    """`count` tokens drawn after `tokens`, each given the whole window before it. A full window
+    continues with its newest half. Temperature 0 takes the most probable token."""
+    seq_len = model.cfg.seq_len
+    device = next(model.parameters()).device
+    window = list(tokens[-seq_len:])
+    drawn = []
+    for _ in range(count):
+        if len(window) > seq_len:
+            window = window[-max(1, seq_len // 2):]
+        logits = model(torch.tensor([window], device=device))       # (1, T, V)
+        logits = logits[0, -1].cpu()                                # (V,), of the last position
+        if temperature == 0:
+            token = logits.argmax().item()
+        else:
+            probabilities = (logits / temperature).softmax(dim=-1)
+            token = torch.multinomial(probabilities, 1, generator=generator).item()
+        drawn.append(token)
+        window.append(token)
+    return drawn
+
+
 class Memory(data.TokenDataset):
     """Without files: each token follows from the one before, but one in four is drawn."""
 
@@ -312,7 +335,7 @@ class Memory(data.TokenDataset):
         self.seq_len, self.n_windows, self.n_tokens = cfg.seq_len, n_windows, len(tokens)
         self.meta = dict(tokenizer="bytes", vocab_size=cfg.vocab_size, bytes_per_token=1.0)
         self.has_conversations = False
-        windows = TextWindows([tokens], cfg.seq_len)
+        windows = data.TextWindows([tokens], cfg.seq_len)
         self.mixture = Mixture({"memory": Source("memory", 1, 0, windows, self.meta)})
 
     def window_ids(self, seed, first, count):
@@ -360,10 +383,10 @@ def whole_gradient(run):
     but what the ranks own is added in one all-reduce: one for each name takes six times as long."""
     shapes = full_tensors.full_shapes(run.flat)
     with mock.patch.object(full_tensors, "full_shapes", lambda _: shapes), \
-            mock.patch.object(full_tensors, "all_reduce", lambda own, _: collectives.Work(own)):
+            mock.patch.object(full_tensors, "all_reduce", lambda own, _: parallel.Work(own)):
         owned = dict(full_tensors.full_gradients(run.flat))
     numbers = torch.cat([x.flatten() for x in owned.values()])
-    collectives.all_reduce(numbers, run.grid.groups["world"]).wait()
+    parallel.all_reduce(numbers, run.grid.groups["world"]).wait()
     if run.grid.rank == 0:
         parts = numbers.split([x.numel() for x in owned.values()])
         return {name: part.view_as(x) for (name, x), part in zip(owned.items(), parts)}
@@ -400,6 +423,12 @@ class Trained(NamedTuple):
     state: dict | None          # on rank 0, at the end: {"master": {global name: full tensor}, ..}
 
 
+def log_of(run, metrics):
+    """As startup.begin_training makes it."""
+    return run_log.RunLog(metrics, run.config, run.val_data, run.model_config, run.device,
+                          run.grid.world)
+
+
 def run_steps(rank, world, layout, config, cfg, look=nothing, state=None,
               prepare=nothing) -> Trained:
     """Train with train.Run on this rank."""
@@ -414,7 +443,7 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None,
                         state and checkpoint.load(state))
         prepare(run)
         rows = Rows(run, look)
-        run.log = run_log.RunLog(rows)
+        run.log = log_of(run, rows)
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
     return Trained(rows.steps, rows.seen, whole)
@@ -441,21 +470,15 @@ def reference(pool, tmp_path_factory):
     return run
 
 
-def losses_of_plain_program(rank, world, tp, pp, folder, steps, cp=1, ep=1, sequence_parallel=False,
-                            config=None, **options):
-    """The losses that parallel.py prints on rank 0. `config`: None is that of `nano`."""
-    train_data = data.TokenDataset(folder, "train", seq_len=128)
-    if config is None:
-        config = GPTConfig(vocab_size=train_data.meta["vocab_size"])
-    grid = parallel.Grid(world // (tp * pp * cp), pp, tp, rank, cp=cp, ep=ep,
-                         sequence_parallel=sequence_parallel)
-    parallel.make_groups(grid)
-    try:
-        with redirect_stdout(io.StringIO()) as text:
-            parallel.train_plainly(train_data, config, steps, grid, **options)
-    finally:
-        grid.groups.clear()             # their threads end
-    return [float(line.split()[3]) for line in text.getvalue().splitlines()]
+def cut_layers(whole, grid):
+    """Leave this rank's part of a model with values, by the layers of parallel.py."""
+    parallel.replace_modules(whole, parallel.PLAN, grid)
+    for spec in param_specs(whole, whole.cfg, grid):
+        module, attribute = spec.owners[0]
+        full = getattr(module, attribute).detach()[:spec.shape[0]]
+        part = torch.nn.Parameter(spec.cut(full, grid).clone())
+        for module, attribute in spec.owners:           # a tied matrix stays one
+            setattr(module, attribute, part)
 
 
 def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1)):
@@ -466,8 +489,8 @@ def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1)):
     runs, starts = [], []
     next_batch = loader.Loader.next
 
-    def noted(own):
-        batch = next_batch(own)
+    def noted(own, step):
+        batch = next_batch(own, step)
         starts.append(batch.start)
         return batch
     Path(config.out).mkdir(exist_ok=True)
@@ -530,6 +553,7 @@ def monitor_now(run):
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
     """This rank's stage at step 0 of seed 0 -> (model, its FlatParameters)."""
     local = build_stage(cfg, grid)
+    local.activation_like = torch.empty(0)          # for one stage
     flat = FlatParameters(param_specs(local, cfg, grid), grid, dtype,
                           torch.promote_types(dtype, torch.float32), "cpu", zero)
     if recompute:
@@ -537,7 +561,7 @@ def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
     elif grid.cp > 1:
         recompute_attention(local)
     if zero > 0:
-        gather_before_use(local, flat)
+        parallel.gather_before_use(local, flat)
     flat.initialize(cfg, 0)
     return local, flat
 

@@ -11,8 +11,8 @@ import torch.nn as nn
 import amp
 import model
 from model import GPTConfig
-from parallelism import collectives, kernels
-from parallelism.build import Grid
+from parallel import Grid, reduce_scatter
+from parallelism import kernels
 from tests.harness import (CFG, assert_close, gridded, on_ranks, random_tensor, relative, staged,
                            tokens_of)
 
@@ -20,7 +20,7 @@ from tests.harness import (CFG, assert_close, gridded, on_ranks, random_tensor, 
 def test_the_scale_stays_at_its_floor_and_grows_from_there():
     """min_scale, which GradScaler lacks: a halving that would pass it ends there, also after the
     state has been stored and loaded."""
-    scaler = amp.LossScaler(init_scale=5.0, growth_interval=2, min_scale=2.0)
+    scaler = amp.LossScaler(scale=5.0, growth_interval=2, min_scale=2.0)
 
     def scales(*overflows):
         found = []
@@ -111,7 +111,7 @@ def test_a_16_bit_sum_of_slices_on_cpus_is_rounded_once(rank, world=8):
     expected = sum(term.double() for term in terms).chunk(world)[rank]
     one_by_one = sum(term.chunk(world)[rank] for term in terms)
     with gridded(rank, world, tp=world, pp=1) as grid:
-        total = collectives.reduce_scatter(terms[rank], grid.groups["tp"]).wait()
+        total = reduce_scatter(terms[rank], grid.groups["tp"]).wait()
     assert relative(one_by_one, expected) > 2 * relative(expected.bfloat16(), expected)
     assert relative(total, expected) < 1.05 * relative(expected.bfloat16(), expected)
 

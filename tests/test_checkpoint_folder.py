@@ -26,7 +26,7 @@ from base.checkpoint_folder import chunks
 from models.llama import LlamaConfig
 from models.llama_sizes import FAMILIES
 from models.moe import MoEConfig
-from parallelism.build import Grid
+from parallel import Grid
 from parallelism.pieces import owned_slices, owners
 from tests.commands import TINY, run_main
 from tests.harness import (CFG, assert_same_state, names_in, no_file_above, saved_file,
@@ -175,13 +175,13 @@ def test_a_file_becomes_a_folder_and_a_file_again(run_train, run_sample, run_too
         assert (status, error) == (0, "") and str(folder) in text
     run_train(*flags, "--out", tmp_path / "p", "--checkpoint-format", "folder")
     for words, (status, _, error) in [
-            ("--plain reads files", run_train(*flags, "--out", tmp_path / "p", "--plain")),
             (f"a part of the checkpoint {folder}: give the folder", run_sample(
                 "--ckpt", folder / "facts.pt")),
             ("has step_00000004, ", run_sample("--ckpt", tmp_path / "p" / "latest.pt")),
             ("exists: give a new name", run_tool(folder, out)),
             ("there is no checkpoint", run_tool(tmp_path / "x", tmp_path / "y"))]:
         assert status == 2 and words in error and error.count("\n") == 1, error
+    assert run_train(*flags, "--out", tmp_path / "p", "--plain", "--steps", 6)[0] == 0
 
 
 def test_a_full_disk_ends_the_tool_in_one_line_and_leaves_nothing(things, run_tool, tmp_path):

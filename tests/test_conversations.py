@@ -19,8 +19,9 @@ import data
 import model
 import sample
 import train
-from corpus import windows
+from corpus import conversations
 from corpus.chat_records import Message, Refused, messages_of
+from corpus.mixtures import NO_WINDOW
 from corpus.prepare import prepare
 from corpus.shards import BEGINS, LEARNT, open_shard
 from corpus.templates import PlainTemplate
@@ -96,7 +97,7 @@ def conversation_windows(lengths, learnt, seq_len, cut_at=()):
         flags[end - length] |= BEGINS
         flags[end - count:end] |= LEARNT
     shards = np.split(tokens, cut_at)
-    return windows.ConversationWindows(shards, np.split(flags, cut_at), seq_len)
+    return conversations.ConversationWindows(shards, np.split(flags, cut_at), seq_len)
 
 
 @pytest.mark.parametrize("cut_at", [(), (5, 12), (1, 2, 3)])
@@ -126,12 +127,12 @@ def test_windows_hold_whole_conversations_with_positions_of_their_own(cut_at):
 def test_packing_fills_windows_and_is_a_function_of_the_lengths(lengths, size):
     """No window is overfull, and there are at most 11/9 of the fewest possible, and one (Johnson
     1974), here even 2% more: best fit decreasing."""
-    placed, count = windows.pack(lengths, size)
+    placed, count = conversations.pack(lengths, size)
     filled = np.bincount(placed, lengths, count)
     assert filled.max() <= size and filled.min() > 0
     at_least = max(math.ceil(lengths.sum() / size), int((lengths > size / 2).sum()))
     assert count <= math.ceil(1.02 * at_least)
-    assert np.array_equal(windows.pack(lengths, size)[0], placed)
+    assert np.array_equal(conversations.pack(lengths, size)[0], placed)
 
 
 def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
@@ -154,9 +155,9 @@ def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
         assert sorted(found) == sorted(re.findall("Euser.*?E(?=E|$)", text, re.DOTALL))
         answers = written(targets[targets != data.IGNORE_INDEX])
         assert sorted(answers) == sorted("".join(re.findall("assistant:\n([a-f]*E)", text)))
-        padded = made.rows([data.NO_WINDOW, 0])[1]
+        padded = made.rows([NO_WINDOW, 0])[1]
         assert (padded[0] == data.IGNORE_INDEX).all() and (padded[1] == targets[0]).all()
-        assert made.count_targets([data.NO_WINDOW]) == 0
+        assert made.count_targets([NO_WINDOW]) == 0
     assert data.IGNORE_INDEX == model.IGNORE_INDEX
 
 
@@ -354,7 +355,7 @@ def test_a_mixture_of_text_and_conversations(reversals, shards):
     ids = dataset.window_ids(1337, 0, 8)
     _, targets, positions = dataset.rows(ids)
     text = [row for row, its, _ in dataset.mixture.find(ids)
-            if isinstance(its, windows.TextWindows)]
+            if isinstance(its, data.TextWindows)]
     assert len(text) == 4 and (targets[text] >= 0).all()
     assert (positions[text] == np.arange(32)).all()
     assert 4 * 32 < dataset.count_targets(ids) == (targets >= 0).sum() < 8 * 32

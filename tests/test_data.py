@@ -29,9 +29,8 @@ import corpus.prepare
 import corpus.shards
 import data
 from base import errors
-from corpus import documents, downloads, encode, file_formats, inputs, near_duplicates
+from corpus import EOT, documents, downloads, encode, file_formats, inputs, near_duplicates
 from corpus.chat_records import Refused
-from corpus.documents import EOT
 from corpus.prepare import prepare
 from corpus.shards import SPLITS, open_shard
 from corpus.split_by_filename import follow_names
@@ -784,22 +783,6 @@ def test_a_vocabulary_above_65536_has_tokens_of_32_bits(tmp_path, monkeypatch):
     assert encoding.decode(tokens) == text and max(tokens) > 1 << 16
     dataset_32 = data.TokenDataset(tmp_path / "d", "train", 16)
     assert dataset_32.tokens_of([1])[0].tolist() == made[0][16:33]
-
-
-@pytest.mark.parametrize("name, suffix, command", [
-    ("json-0123456789ab", "json", "--tokenizer FOLDER"),
-    ("bpe-0123456789ab", "tiktoken", "--train-tokenizer N")])
-def test_what_older_versions_made_is_refused_with_the_command_that_makes_it_again(
-        tmp_path, refuse_data, name, suffix, command):
-    """Data, a checkpoint's tokenizer, and the folder of such data as --tokenizer."""
-    words = f"{name} is of an older version .* data.py --input FILE {command} --out NEW"
-    with pytest.raises(ValueError, match=words):
-        dataset(tmp_path / "old", {"train_0": range(9)}, tokenizer=name)
-    with pytest.raises(ValueError, match=words):
-        get_tokenizer(name, "the content of its file")
-    Path(f"old/{name}.{suffix}").touch()
-    Path("a.txt").write_text(WORDS)
-    refuse_data(command, "a.txt", "--tokenizer", "old")
 
 
 def test_gpt2s_tokens_are_the_default(run_data, tmp_path, monkeypatch):

@@ -1,16 +1,21 @@
-"""The pages of the documentation: their form, their links, and what tools.docs has generated.
+"""The pages of the documentation: their form, their links, and that flags.md has every flag.
 
     python -m pytest tests/test_docs.py
-    python -m tools.docs                    # mends what a change of the code has made old
 
 The commands of the pages have tests in tests/test_readme.py.
 """
 import ast
 import re
+from dataclasses import fields
 
-from tests.commands import run_main
+import pytest
+
+from base.commandline import flag_name
+from base.options import LOCAL, Config
+from base.sample_flags import SampleFlags
+from corpus.flags import DataFlags
+from models import SIZES
 from tests.harness import ROOT
-from tools import docs
 
 WORDS = dict(cell=15, paragraph=60)             # at most, but for pages that are made of code
 OF_CODE = ("docs/flags.md", "docs/claims.md", "docs/faults.md")
@@ -93,13 +98,24 @@ def test_the_readme_links_every_page():
     assert len(all_pages) > 2 and not missing, f"README.md links to none of {sorted(missing)}"
 
 
-def test_the_committed_flags_are_what_the_tool_writes(tmp_path, monkeypatch, capsys):
-    page = docs.PAGE.read_text()
-    assert docs.filled(page) == page, "run python -m tools.docs"
-    copy = tmp_path / "flags.md"
-    copy.write_text(page.replace("| `--tp N` | `1` |", "| `--tp N` | `2` |"))
-    monkeypatch.setattr(docs, "PAGE", copy)
-    assert run_main(capsys, docs) == (0, "wrote docs/flags.md\n", "") and copy.read_text() == page
+@pytest.mark.parametrize("kind, heading", [
+    (Config, "# Flags of train.py"), (DataFlags, "## Flags of data.py"),
+    (SampleFlags, "## Flags of sample.py")])
+def test_the_page_of_flags_has_every_flag_in_the_words_of_help(kind, heading):
+    """In its order and with its default and, of train.py, what a resume does."""
+    page = pages()["docs/flags.md"]
+    _, _, part = page.partition(heading)
+    part = re.split("(?m)^## ", part)[0]
+    rows = re.findall(r"(?m)^\| `(--[\w-]+)[^|`]*(?:\\\|[^|`]*)*` \| (.*) \|$", part)
+    assert [flag for flag, _ in rows] == [flag_name(f.name) for f in fields(kind)]
+    for f, (_, row) in zip(fields(kind), rows):
+        words = f.metadata["help"].split(" (default: ")[0]
+        assert ("named size" if f.name == "model" else words) in row, f.name
+        if f.default not in (None, "") and f.type is not bool:
+            assert str(f.default) in row, f.name
+        if kind is Config:
+            assert row.endswith("repeat" if f.name in LOCAL else "kept"), f.name
+    assert kind is not Config or f"The sizes are `{'`, `'.join(SIZES)}`." in page
 
 
 def test_the_table_of_techniques_names_functions_and_tests_that_exist():

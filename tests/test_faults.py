@@ -40,8 +40,7 @@ from base.checkpoint_files import LATEST, list_checkpoints, step_file
 from base.flops import parameter_count
 from base.processes import RunError
 from runtime import directory, folder_writer, run_state
-from runtime.checkpoint_writer import copy_pieces
-from runtime.streamed_tensors import Streamed
+from runtime.checkpoint_writer import Streamed, copy_pieces
 from tests.commands import TINY, kinds, read_metrics
 from tests.harness import (CFG, Memory, after_backward, assert_same_state, gridded, names_in,
                            no_file_above, nothing, on_ranks, poison, run_steps, saved, settings,

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from model import ceil_div
-from parallelism.build import Grid, build_stage
+from parallel import Grid
+from parallelism.build import build_stage
 from parallelism.parameters import param_specs
 from parallelism.zero import FlatParameters
 from runtime import flipped_bits
@@ -183,12 +184,13 @@ def test_the_second_time_on_the_same_machine_the_run_ends(shards, tmp_path):
     code = """
 import sys, functools, train
 from tests.test_flipped_bits import Flip, inject
-restore = train.Run.restore
+from runtime import run_state
+restore = run_state.restore
 def restore_and_turn(run, state):
     restore(run, state)
     if not hasattr(run, "turned"):
         inject(Flip(1, 3, "update", "data", 0.5, 20), True, run)
-train.Run.restore = restore_and_turn
+run_state.restore = restore_and_turn
 train.main()
 """
     (tmp_path / "faulty.py").write_text(code)

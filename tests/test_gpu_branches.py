@@ -28,14 +28,14 @@ from torch.utils.backend_registration import (_setup_privateuseone_for_python_ba
 import checkpoint
 import train
 from base import processes
+from parallel import Grid
 from parallelism import build, collectives, kernels, pipeline
-from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
-from runtime import evaluation, run_log, sums
+from runtime import evaluation, step_stats
 from tests.commands import TINY, read_metrics, torchrun
 from tests.harness import (CFG, GPUS, ROOT, Memory, Rows, assert_same_rows, gather_full_state,
-                           gridded, own_processes, run_steps, settings, traffic,
+                           gridded, log_of, own_processes, run_steps, settings, traffic,
                            without_saves)
 
 # ---- NCCL: groups, connections, settings and the order of messages
@@ -94,17 +94,18 @@ def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FBW"):
             return x * torch.ones_like(x, requires_grad=True)
 
     def model_chunks(model, grid):
-        last = Chunk(head=model.head if grid.is_last else None)
-        return [Chunk(head=None) for _ in range(chunks - 1)] + [last]
+        return [Chunk(head=None) for _ in range(chunks - 1)] + [model]
     with mock.patch.multiple(dist, P2POp=lambda *message: message, batch_isend_irecv=start), \
             mock.patch.object(pipeline, "model_chunks", model_chunks):
         for stage in range(stages):
             ops = SCHEDULES[schedule](stage, stages, num_microbatches, chunks)
-            model = Chunk(head=SimpleNamespace(loss_factor=1.0))
+            is_last = stage == stages - 1
+            model = Chunk(head=SimpleNamespace(loss_factor=1.0) if is_last else None,
+                          activation_like=one)
             with nullcontext() if "B" in kinds else torch.no_grad():
                 run_schedule([op for op in ops if op[0] in kinds], model,
                              Grid(dp=1, pp=stages, tp=1, rank=stage, chunks=chunks),
-                             [(one, None, 0, None)] * num_microbatches, one, mock.Mock())
+                             [(one, None, 0, None)] * num_microbatches, mock.Mock())
     return started
 
 
@@ -144,7 +145,8 @@ def test_no_schedule_can_hang_on_nccl_where_single_messages_do(most):
         if stages == 1 and chunks > 1:
             continue
         if count in (1, 3, 8):
-            assert reach_their_end(messages_of("gpipe", stages, count, chunks, "F"))
+            schedule = "gpipe" if chunks == 1 else "interleaved"
+            assert reach_their_end(messages_of(schedule, stages, count, chunks, "F"))
         if chunks == 1:
             assert reach_their_end(messages_of("gpipe", stages, count))
             messages = messages_of("1f1b", stages, count)
@@ -304,20 +306,21 @@ def on_second_device(rank, world, layout, config, cfg, wide):
     names = "all_reduce", "reduce_scatter_single", "all_gather_single", "isend", "irecv"
     with gridded(rank, world, tp, pp, config.sequence_parallel, cp=config.cp) as grid, \
             ExitStack() as stack:
-        for module in ("train", "runtime.sums", "parallelism.pipeline", "parallelism.zero"):
+        for module in ("runtime.step_stats", "parallel", "parallelism.zero"):
             stack.enter_context(mock.patch(f"{module}.sum_dtype", lambda device: wide))
         stack.enter_context(mock.patch.multiple(
             dist, P2POp=lambda *message: message, batch_isend_irecv=batch,
             **{name: unwrapped(getattr(dist, name)) for name in names}))
         run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
         rows = Rows(run, lambda run: len(SECOND_LOG))
-        run.log = run_log.RunLog(rows)
+        run.log = log_of(run, rows)
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
         full = processes.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
-        restored = evaluation.evaluate(run)["val_loss"]
+        row = evaluation.evaluate(run.model, run.val_data, run.loader, run.stop)
+        restored = row["val_loss"]
     SECOND_LACKS.clear()
     numel = sum(bucket.shard["master"].numel() for bucket in run.flat.buckets)
     return rows.steps, SECOND_LOG[rows.seen[-3]:rows.seen[-2]], numel, restored
@@ -376,11 +379,9 @@ def test_a_device_that_never_ends_its_work_ends_the_run():
 @pytest.mark.parametrize("world, expected", [(1, math.inf), (2, 60)])
 def test_a_process_alone_waits_for_its_device_however_long(world, expected):
     """--timeout is for other ranks."""
-    run = SimpleNamespace(device=torch.device("cpu"), stop=SimpleNamespace(number=None),
-                          config=SimpleNamespace(timeout=60),
-                          grid=SimpleNamespace(world=world, groups=dict(world=None)))
-    with mock.patch.object(sums, "to_host", wraps=collectives.to_host) as to_host:
-        sums.sum_across_ranks(run, {})
+    grid = SimpleNamespace(world=world, groups=dict(world=None))
+    with mock.patch.object(step_stats, "to_host", wraps=collectives.to_host) as to_host:
+        step_stats.sum_across_ranks(dict(loss=torch.zeros(())), grid, 60)
     assert to_host.call_args.args[1] == expected
 
 

@@ -16,9 +16,9 @@ import torch
 
 import checkpoint
 import sample
+from corpus import EOT
 from corpus import encode
 from corpus.chat_records import Message
-from corpus.documents import EOT
 from corpus.huggingface_tokenizers import find_tokenizer, train_tokenizer
 from corpus.shards import open_shard
 from corpus.templates import JinjaTemplate, choose_template

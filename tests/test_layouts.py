@@ -24,10 +24,10 @@ from models.llama import LlamaConfig
 from models.llama_sizes import FAMILIES
 from models.moe import FAMILIES as MIXTURES
 from models.moe import MoEConfig
+from parallel import Grid
 from parallelism import kernels
-from parallelism.build import Grid
 from parallelism.full_tensors import full_gradients
-from runtime import layout_checks
+from runtime import checks
 from tests.harness import (BOUNDS, CFG, COLUMNS, COVER, INTERLEAVED, TWO_STEPS, Memory,
                            assert_close, assert_same_rows, by_step, deep_enough_for,
                            differences, different_bits, dp_for, on_ranks, own_processes,
@@ -116,7 +116,7 @@ def test_the_rows_have_every_two_values_that_may_be_combined():
         shares = replicas > 1 or (replicas == 1 and row["zero"] == 0)
         if shares and (row["pp"] > 1 or row["pp_schedule"] != "1f1b"):
             with suppress(ValueError):
-                layout_checks.check_layout(deep_enough_for(row), ranks_of(row), 8,
+                checks.check_layout(deep_enough_for(row), ranks_of(row), 8,
                                            settings("", micro_batch=1, **row))
                 allowed |= pairs(row)
     assert allowed == set.union(*map(pairs, COVER))
@@ -209,7 +209,7 @@ def drawn(seed, names=tuple(MODELS), most=8, **fixed):
         cfg = replace(MODELS[name], n_layer=pp * flags.get("pp_chunks", 1) + 1)
         world = dp * tp * pp * cp
         with suppress(ValueError):
-            layout_checks.check_layout(cfg, world, 8, settings("", tp=tp, pp=pp, **flags))
+            checks.check_layout(cfg, world, 8, settings("", tp=tp, pp=pp, **flags))
             if 1 < world <= most and (flags["zero"] == 0 or dp * cp > 1):
                 return name, (dp, tp, pp), flags
 

@@ -19,10 +19,10 @@ from base.flops import active_parameters, flops_per_token, parameter_count
 from model import GPT, GPTConfig
 from models import SIZES, make_config
 from models.llama import LlamaConfig
-from parallelism import context, kernels
-from parallelism.build import Grid
-from tests.harness import (CFG, differences, on_ranks, random_gpt, run_steps, settings, staged,
-                           tokens_of, trained, whole_gradient, without_saves)
+from parallel import Grid, cut_sequence
+from parallelism import kernels
+from tests.harness import (CFG, differences, on_ranks, plain_generate, random_gpt, run_steps,
+                           settings, staged, tokens_of, trained, whole_gradient, without_saves)
 from tests.test_layouts import MODELS
 
 
@@ -33,7 +33,7 @@ def test_a_cache_changes_no_token(name):
     plain = random_gpt(MODELS[name])
     tokens = [3, 1, 4, 1, 5]
     found = [drawn[0] for drawn in sample.generate(plain, tokens, 30, set(), temperature=0)]
-    assert found == sample.plain_generate(plain, tokens, 30, temperature=0)
+    assert found == plain_generate(plain, tokens, 30, temperature=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -204,7 +204,7 @@ def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_pat
     def look(module, args, y):
         if module.training and isinstance(module, model.CoreAttention):
             # Equal scores and one-hot values: the output is the softmax itself, under its mask.
-            own = context.cut_sequence(torch.eye(cfg.seq_len), rank // 2 % cp, cp, dim=0)
+            own = cut_sequence(torch.eye(cfg.seq_len), rank // 2 % cp, cp, dim=0)
             one_hot = own.expand(*args[0].shape[:2], -1, -1)
             zeros = torch.zeros_like(one_hot)
             mask = None if cp > 1 else torch.ones(cfg.seq_len, cfg.seq_len, dtype=torch.bool)

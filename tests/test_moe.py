@@ -2,7 +2,6 @@
 
 That they train in every layout as in one process: tests/test_layouts.py.
 """
-import json
 from functools import partial
 
 import numpy as np
@@ -15,12 +14,9 @@ import parallel
 from base.flops import flops_per_token
 from base.options import Config
 from model import IGNORE_INDEX
-from models import SIZES
 from models.moe import MoEConfig
-from parallelism.collectives import all_reduce
-from tests.harness import (BOUNDS, Memory, assert_same_rows, losses_of_plain_program, on_ranks,
-                           random_gpt, relative, run_steps, settings, tokens_of, trained,
-                           whole_gradient, without_saves)
+from tests.harness import (BOUNDS, Memory, assert_same_rows, random_gpt, relative, run_steps,
+                           settings, tokens_of, trained, whole_gradient, without_saves)
 from tests.test_layouts import MIXTURE, MODELS
 
 
@@ -212,47 +208,6 @@ def test_a_bias_balances_without_a_loss(tmp_path):
     assert seen[-1][1].max() < 1.5 * tokens * 2 / 8
 
 
-@on_ranks
-def test_plain_experts_have_the_gradients_of_all(rank, world=4):
-    """Four replicas, two of which share the experts: parallel.plain_experts, for 64 experts. Most
-    get no token. The norm is that of the whole model."""
-    cfg = MODELS["few tokens"]
-    tokens = tokens_of(cfg, 5)
-    inputs, targets = tokens[:4], tokens[1:]
-    whole = random_gpt(cfg)
-    whole(inputs, targets).backward()
-    grid = parallel.Grid(world, 1, 1, rank, ep=2)
-    parallel.make_groups(grid)
-    part = random_gpt(cfg)
-    parallel.plain_expert_parallel(part, grid)
-    buckets = parallel.plain_buckets(part, grid)
-    for bucket in buckets:
-        bucket.begin_step(1)
-    part(inputs[rank:rank + 1], targets[rank:rank + 1]).backward()
-    for bucket in buckets:
-        bucket.finish()
-    for name, parameter in part.named_parameters():
-        expected = whole.get_parameter(name).grad
-        if hasattr(parameter, "is_expert"):
-            expected = expected.chunk(2)[grid.ep_rank]
-        torch.testing.assert_close(parameter.grad, expected, rtol=1e-10, atol=1e-10)
-    squares = parallel.plain_norm_squared(dict(part.named_parameters()), grid, zero=0)
-    squares = parallel.all_reduce(squares, grid.groups["world"])
-    assert squares.sqrt().item() == pytest.approx(torch.nn.utils.get_total_norm(
-        [parameter.grad for parameter in whole.parameters()]).item(), rel=1e-10)
-    grid.groups.clear()
-
-
-def test_the_plain_program_trains_a_mixture_as_train_py_does(pool, shards, tmp_path):
-    """In fp32, from the first step on while the learning rate is small: to 1e-5."""
-    vocab = json.loads((shards / "meta.json").read_text())["vocab_size"]
-    cfg = MoEConfig(vocab_size=vocab, **SIZES["moe-nano"])
-    found = pool.run(2, partial(losses_of_plain_program, ep=2, config=cfg), 1, 1, shards, 3)[0]
-    rows = trained(pool, (1, 1, 1), tmp_path, cfg, prepare=without_saves, data=str(shards),
-                   steps=3, batch_size=16, warmup_steps=50, lr=4e-3, min_lr_ratio=1.0).rows
-    assert found == pytest.approx([row["loss"] for row in rows], rel=1e-5)
-
-
 def differ_on_tp_ranks(run):
     """The routers of tp rank 1 become others."""
     generator = torch.Generator().manual_seed(1)
@@ -269,7 +224,7 @@ def loads_of_tp_ranks(run):
     for block in run.model.blocks.values():
         load = torch.zeros(run.grid.tp, len(block.mlp.router.load), dtype=torch.int64)
         load[run.grid.tp_rank] = block.mlp.router.load
-        loads.append(all_reduce(load, run.grid.groups["tp"]).wait())
+        loads.append(parallel.all_reduce(load, run.grid.groups["tp"]).wait())
     return loads
 
 

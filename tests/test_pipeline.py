@@ -9,13 +9,11 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-import torch
 
+from parallel import Grid, Pipeline, stage_layers
 from parallelism import pipeline
-from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
-from parallelism.schedules import SCHEDULES, gpipe, make_schedule
-from parallelism.tensor import TensorParallel
+from parallelism.schedules import SCHEDULES, make_schedule
 from tests.harness import CFG, after_backward, run_steps, settings, staged, tokens_of, without_saves
 from tools.schedule import bubble, clock, live_activations
 
@@ -25,7 +23,7 @@ def test_stages_share_the_layers_in_order_and_evenly():
     fewest."""
     for n_layer in range(1, 20):
         for pp in range(1, n_layer + 1):
-            stages = [list(pipeline.stage_layers(n_layer, pp, s)) for s in range(pp)]
+            stages = [list(stage_layers(n_layer, pp, s)) for s in range(pp)]
             sizes = [len(layers) for layers in stages]
             assert sum(stages, []) == list(range(n_layer)) and min(sizes) > 0
             assert sizes[0] == max(sizes) <= min(sizes) + 1 and sizes[-1] == min(sizes)
@@ -72,9 +70,9 @@ def ops_of_a_step(rank, world, config, cfg):
             return function(*args, **kwargs)
         return noted
 
-    def run_op(functions, op, x):
+    def run_op(own, op, x):
         ops.append(op)
-        return pipeline_run_op(functions, op, x)
+        return pipeline_run_op(own, op, x)
 
     def prepare(run):
         for block in run.model.blocks.values():
@@ -82,10 +80,10 @@ def ops_of_a_step(rank, world, config, cfg):
         run.flat.prepare_grad_sync = note("B", run.flat.prepare_grad_sync)
         after_backward(run, lambda step: seen.append(("".join(kinds_of_ops), list(ops))))
         without_saves(run)
-    pipeline_run_op = pipeline.run_op
-    weight_grad = note("W", TensorParallel.weight_grad)
-    with mock.patch.object(pipeline, "run_op", run_op), \
-            mock.patch.object(TensorParallel, "weight_grad", weight_grad):
+    pipeline_run_op = Pipeline.run_op
+    weight_grad = note("W", pipeline.weight_grad)
+    with mock.patch.object(Pipeline, "run_op", run_op), \
+            mock.patch.object(pipeline, "weight_grad", weight_grad):
         run_steps(rank, world, (1, 1, world), config, cfg, prepare=prepare)
     kinds_of_blocks, ops = seen[0]
     return kinds_of_blocks.replace("WWWW", "W"), ops        # a block has four products
@@ -107,7 +105,7 @@ def test_a_run_executes_the_schedule_of_its_flags(pool, tmp_path, schedule, chun
 
 
 @pytest.mark.parametrize("schedule, expected", [
-    (gpipe(0, 1, 8), 8), (make_schedule("gpipe", Grid(1, 1, 1), 8), 1)])
+    (SCHEDULES["gpipe"](0, 1, 8), 8), (make_schedule("gpipe", Grid(1, 1, 1), 8), 1)])
 def test_backward_frees_what_its_microbatch_holds(schedule, expected):
     """Of eight microbatches GPipe holds all graphs at once; without a pipeline there is one."""
     local, flat = staged(CFG, Grid(1, 1, 1))
@@ -118,5 +116,5 @@ def test_backward_frees_what_its_microbatch_holds(schedule, expected):
         live.append(sum(loss() is not None for loss in losses))
     local.register_forward_hook(count)
     run_schedule(schedule, local, flat.grid,
-                 [(x, x, 0, None) for x in tokens_of(CFG, 8).split(1)], torch.empty(0), flat)
+                 [(x, x, 0, None) for x in tokens_of(CFG, 8).split(1)], flat)
     assert max(live) == expected and len(live) == 8

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
+import parallel
 import tools.plan.__main__
 import tools.schedule
 import train
@@ -24,16 +25,15 @@ from base.options import Config, parse_flags
 from model import SIZES, GPTConfig
 from models.llama import LlamaConfig
 from models.moe import MoEConfig, Router
-from parallelism import kernels, sequence
-from parallelism.build import Grid
-from parallelism.collectives import Work
+from parallel import Grid
+from parallelism import kernels
 from parallelism.zero import FlatParameters
-from runtime import checks, evaluation, layout_checks, run_log
+from runtime import checks, evaluation
 from tests import published_runs
 from tests.commands import PAGES, run_main
 from tests.harness import (CFG, COVER, FORMULA, Alive, Memory, Rows, column, deep_enough_for,
-                           gridded, nothing, run_steps, settings, staged, tokens_of, traffic,
-                           without_saves)
+                           gridded, log_of, nothing, run_steps, settings, staged, tokens_of,
+                           traffic, without_saves)
 from tools.plan import report
 from tools.plan.__main__ import answer
 from tools.plan.estimate import RESTART, goodput, make_plan
@@ -75,20 +75,20 @@ def a_step_of_a_run(rank, world, config, cfg):
             if name == "all_reduce":
                 nbytes *= 2 * (group.size() - 1) / group.size()
             elif name == "all_to_all_single":       # all rows but those for this rank itself
-                rows, _, row_counts, _ = args
+                rows, _, row_counts = args
                 nbytes = rows[0].nbytes * (len(rows) - row_counts[group.rank()])
             sent[kind] = sent.get(kind, 0) + nbytes
     with gridded(rank, world, config.tp, config.pp, config.sequence_parallel,
                  config.pp_chunks, config.cp, config.ep) as grid:
         with Alive() as alive:
             run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
-            held = alive.bytes() - run.activation_like.nbytes
+            held = alive.bytes() - run.model.activation_like.nbytes
         run.writer.submit = lambda *_: None
         plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
         with flops, traffic(note), plain, mock.patch.object(kernels, "NO_PRODUCTS", []), \
                 mock.patch.object(Router, "largest", in_turn_choose), \
                 mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
-            run.log = run_log.RunLog(Rows(run, nothing))
+            run.log = log_of(run, Rows(run, nothing))
             run.train()
     numel = sum(bucket.numel for bucket in run.flat.buckets)
     return numel, held, sent, flops.get_total_flops()
@@ -106,7 +106,7 @@ def largest_buffers(rank, world, config, cfg):
             nonlocal largest
             result = method(flat, *args, **kwargs)
             grads = sum(bucket.numel for bucket in flat.buckets if bucket.grad is not None)
-            grads += sum(bucket.numel for bucket, _ in flat.in_flight)
+            grads += sum(bucket.numel for bucket, *_ in flat.in_flight)
             held = config.master_size * grads
             if config.zero == 3:
                 held += sum(bucket.data.untyped_storage().nbytes() for bucket in flat.buckets)
@@ -301,7 +301,7 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
         tokens = tokens_of(cfg, 4)[:, :cfg.seq_len // cp]
         x = torch.randn(4, positions, cfg.n_embd).bfloat16().requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), mock.patch.object(
-                sequence, "reduce_scatter", lambda x, group: Work(x.chunk(tp)[0])):
+                parallel, "reduce_scatter", lambda x, group: parallel.Work(x.chunk(tp)[0])):
             keep(local(tokens if grid.is_first else x, tokens))
         for bucket in flat.buckets:
             kept.pop(bucket.data.untyped_storage().data_ptr(), None)
@@ -430,26 +430,13 @@ def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
     flags_of_train = command.partition("train.py")[2].split()
     given, world = parse_flags(flags_of_train), int(words[1])
     config, cfg = checks.check_config(Config(**given), SIZES[given["model"]], 50257, world, "cuda")
-    layout_checks.check_layout(cfg, world, config.batch_size, config)
+    checks.check_layout(cfg, world, config.batch_size, config)
     printed = json.loads(answer([*words, "--json"]))
     if "--search" in words:
         again = json.loads(answer(["--world", "4", "--gpu", "a100-80g", *words[2:4], "--json",
                                    *flags_of_train]))
         del again["pp_schedule"]            # of one stage it has any name
         assert again["pp"] == 1 and printed[0].items() >= again.items()
-
-
-@pytest.mark.parametrize("flags, batch, source", [
-    ("--world 992 --model opt-175b --tp 8 --micro-batch 8", 992, "opt-175b"),
-    ("--world 12 --model gpt2", 516, "GPT-3 125M"),
-    ("--world 8 --model pythia-1.4b --pp 2 --micro-batch 8", 512, "GPT-3 1.3B"),
-    ("--world 8", 16, "train.py's default"), ("--world 8 --model gpt2 --batch-size 24", 24, "")])
-def test_without_a_batch_size_a_plan_has_a_published_one(flags, batch, source):
-    """The plan says whose, and the command has it. A model that is none of theirs has the nearest
-    one's, in multiples that the layout divides; a tiny one has train.py's default."""
-    text = answer(f"{flags} --gpu a100-80g --dtype bf16".split())
-    assert f"batch    {batch} sequences" in text and f"--batch-size {batch}" in text
-    assert source in text and ("--batch-size changes it" in text) == (source != "")
 
 
 def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():

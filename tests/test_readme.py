@@ -58,7 +58,7 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
              for field in fields(kind)]
     known = {f"--{name.replace('_', '-')}" for name in names}
     tool_files = [str(file.relative_to(ROOT)) for file in ROOT.glob("tools/**/*.py")]
-    for file in ["parallel.py", "checkpoint.py", *tool_files]:
+    for file in ["checkpoint.py", *tool_files]:
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((
         "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",
@@ -108,7 +108,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         config, cfg = checks.validate(given, None, world, "cuda")
         if "n_layer" not in given:
             assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 25
+    assert len(commands) == 26
 
 
 def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsys):

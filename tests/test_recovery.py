@@ -32,11 +32,11 @@ import train
 from base import checkpoint_files, processes
 from base.checkpoint_files import LATEST, list_checkpoints, step_file
 from base.options import Config
-from runtime import directory, run_log
+from runtime import directory
 from tests.commands import (README, TINY, Command, expect_mistake, kinds, launch, read_metrics,
                             wait_for, wait_for_step)
 from tests.harness import (CFG, ROOT, Memory, after_backward, assert_same_state, column, gridded,
-                           poison, saved, saved_file, settings)
+                           log_of, poison, saved, saved_file, settings)
 from tests.test_layouts import drawn
 
 FORMS = ["file", "folder"]
@@ -198,7 +198,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
             poison(run, at=28)
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
-            run.log = run_log.RunLog(directory.Metrics(Path(config.out), rank))
+            run.log = log_of(run, directory.Metrics(Path(config.out), rank))
             run.train()
             assert all(bucket.unsharding is None for bucket in run.flat.buckets)
         run.writer.wait()

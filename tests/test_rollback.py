@@ -18,6 +18,7 @@ import checkpoint
 import train
 from base import checkpoint_files
 from base.errors import RunError
+from runtime import run_state
 from runtime.divergence import DivergenceMonitor
 from runtime.step_stats import StepStats
 from tests.commands import kinds
@@ -29,15 +30,15 @@ from tests.harness import (CFG, Memory, after_backward, assert_same_state, batch
 def overflow_in_turn(run):
     """At step k rank k - 1 alone finds a gradient that is not finite, and at step 5 rank 3 a
     loss."""
-    step_stats = run.step_stats
+    sum_over_ranks = run.sum_over_ranks
 
-    def spoil(loss, *args):
+    def spoil(loss, batch):
         if run.grid.rank == run.step - 1:
             run.flat.buckets[-1].shard["grad"][0] = math.inf
         if (run.step, run.grid.rank) == (5, 3):
             loss += math.inf
-        return step_stats(loss, *args)
-    run.step_stats = spoil
+        return sum_over_ranks(loss, batch)
+    run.sum_over_ranks = spoil
 
 
 @pytest.mark.parametrize("zero, parameters", [
@@ -160,12 +161,12 @@ def test_bad_batches_are_skipped_and_three_in_a_row_go_back(tmp_path, bad, facts
     """The indices of bad batches, which rollbacks they lead to (from step, to step), the batches
     read and the final learning rate."""
     def prepare(run):
-        step_stats = run.step_stats
+        sum_over_ranks = run.sum_over_ranks
 
         def changed(*args):
-            stats = step_stats(*args)
+            stats = sum_over_ranks(*args)
             return replace(stats, **facts) if run.batches.consumed // 8 - 1 in bad else stats
-        run.step_stats = changed
+        run.sum_over_ranks = changed
     seen = watched(settings(tmp_path, steps=50, save_every=4, keep=keep, micro_batch=8), prepare)
     assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == back
     assert [first // 8 for first, _ in seen.batches] == [k for part in read for k in range(*part)]
@@ -256,7 +257,7 @@ def judge(losses):
         skipped = isinstance(loss, str)
         stats = StepStats(2.0 if skipped else loss, 1.0, 1.0,
                                 amp.NOT_FINITE if skipped else "",
-                                loss_scale=2.0 if loss == "overflow" else 1.0, local_loss=None)
+                                loss_scale=2.0 if loss == "overflow" else 1.0)
         divergence = monitor.observe(i, stats)
         if divergence is not None:
             reasons[i] = divergence.reason
@@ -346,7 +347,7 @@ def test_losses_are_compared_under_the_same_flags_only(tmp_path):
     of 20 losses."""
     def count(run):
         counts.append(len(run.divergence.losses))
-        run.restore(checkpoint.load(file))          # as a rollback does
+        run_state.restore(run, checkpoint.load(file))           # as a rollback does
         counts.append(len(run.divergence.losses))
         raise ZeroDivisionError                     # there is no need to train
     config = settings(tmp_path)

@@ -31,8 +31,7 @@ from base.flops import flops_per_token, peak_flops
 from base.options import Config
 from base.processes import Job, RunError
 from model import GPT
-from parallelism.build import Grid
-from runtime import directory, evaluation, run_log
+from runtime import directory, evaluation, run_log, startup
 from tests.commands import (README, TINY, Command, expect_mistake, launch, read_metrics,
                             wait_for_step)
 from tests.harness import CFG, ROOT, Memory, column, no_file_above, nothing, settings, watched
@@ -95,10 +94,10 @@ def test_each_process_has_a_device_of_its_own(gpus, mps, count, picked):
             devices.choose_device(Config(), Job(0, count, count - 1))
         assert set_precision.mock_calls == [mock.call("high")] * (device.type == "cuda")
         assert str(device) == picked and devices.pick_device("cpu").type == "cpu"
-        for other, refused in (("another", False), (None, device.type == "cuda")):
-            with mock.patch.object(devices, "all_gather_object", lambda x: [x, other or x]), \
+        for other, refused in (("another", False), (None, True)):
+            with mock.patch.object(startup, "all_gather_object", lambda x: [x, other or x]), \
                     pytest.raises(RunError, match="but 1 CUDA") if refused else nullcontext():
-                devices.assert_own_gpu(device)
+                startup.assert_own_gpu(device)
 
 
 # ---- The run's directory, its metrics and the console
@@ -142,6 +141,11 @@ def test_a_lock_refuses_checkpoints_that_came_since_the_start(tmp_path):
         pass
 
 
+def log_without_run(config, world=1):
+    return run_log.RunLog(SimpleNamespace(write=nothing), config, Memory(CFG), CFG,
+                          torch.device("cpu"), world)
+
+
 @pytest.mark.parametrize("flags, seconds, lines", [
     ({}, 0.1, [1, *range(20, 1001, 20)]), ({}, 1 / 128, [1, *range(140, 1001, 140), 1000]),
     (dict(steps=5), 0.1, [1, 5]), (dict(steps=5), 2, [1, 2, 3, 4, 5]),
@@ -153,15 +157,13 @@ def test_a_long_run_prints_fifty_lines_and_at_most_one_a_second(monkeypatch, cap
     """Evaluations are told beside these. A terminal shows each second how far the run has come, in
     a line that is replaced; a file never has one."""
     config = Config(**dict(steps=1000, eval_every=0) | flags)
-    log = run_log.RunLog(SimpleNamespace(write=nothing))
+    log = log_without_run(config)
     log.on_terminal = on_terminal
     log.recent_seconds.append(seconds)
-    run = SimpleNamespace(config=config, device=torch.device("cpu"), val_data=Memory(CFG),
-                          model_config=CFG, batches=SimpleNamespace(sequences_trained=0))
-    row = dict(loss=1.0, lr=1.0, grad_norm=1.0, tokens_per_second=1.0, skipped=0)
+    row = dict(tokens=0, loss=1.0, lr=1.0, grad_norm=1.0, tokens_per_second=1.0, skipped=0)
     for step in range(1, config.steps + 1):
         monkeypatch.setattr(run_log.time, "monotonic", lambda: step * seconds)
-        log.print_step(run, row | dict(step=step))
+        log.print_step(row | dict(step=step))
     text = capsys.readouterr().out
     replaced = re.findall(r"step \d+/\d+  loss 1.0000  left [\d:]+\x1b\[K\r", text)
     printed = re.sub(r"step \d+/\d+  loss 1.0000  left [\d:]+\x1b\[K\r", "", text).splitlines()
@@ -255,35 +257,33 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
     assert [line.split("left ")[-1] for line in capsys.readouterr().out.splitlines()[:5]] == [
         "0:02:03", "0:01:23", evaluated, "0:16:40", evaluated]
     assert column(rows, "tokens_per_second") == [8 * 16 / 40] * 3
-    run = SimpleNamespace(config=Config(), model_config=CFG, val_data=Memory(CFG),
-                          grid=Grid(dp=2, pp=1, tp=1), device=torch.device("cpu"))
-    assert "perplexity inf" in run_log.format_eval(dict(val_loss=1e3), run)
+    log = log_without_run(Config(), world=2)
+    assert "perplexity inf" in run_log.format_eval(dict(val_loss=1e3), Config(), CFG, Memory(CFG))
     row = dict(rows[0], loss=5.28014, lr=8e-5, grad_norm=7.9496, activation_norm=0.9251,
                tokens_per_second=7133.0)
-    assert run_log.format_step(run, row, timedelta(seconds=229)) in README.splitlines()
+    assert log.format_step(row, timedelta(seconds=229)) in README.splitlines()
     used = f"MFU {1e9 * flops_per_token(CFG) / (2 * 756e12):.1%}"
     for name, dtype, left, told in [("NVIDIA H100 PCIe", "bf16", 1838, f"{used}  left 0:30:38"),
                                     ("NVIDIA H100 PCIe", "fp32", 9588, "tok/s  left 2:39:48"),
                                     ("GeForce GTX 1080", "fp16", 799, "scale 8  left 0:13:19")]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        run.device = torch.device("cuda")
-        run.config = Config(dtype=dtype)
+        log.device = torch.device("cuda")
+        log.config = Config(dtype=dtype)
         row |= dict(tokens_per_second=1e9, loss_scale=8.0)
-        assert run_log.format_step(run, row, timedelta(seconds=left)).endswith(told)
+        assert log.format_step(row, timedelta(seconds=left)).endswith(told)
 
 
 def test_the_time_left_counts_the_sequences_of_a_ramp_and_the_evaluations():
     """A sequence takes 3 s; five evaluations of 128 sequences follow step 1, of a third of that."""
     config = Config(steps=10, batch_size=8, batch_ramp="4:2:16", eval_every=2)
-    log = run_log.RunLog(SimpleNamespace(write=nothing))
+    log = log_without_run(config)
     log.recent_seconds.append(3.0)
-    batches = SimpleNamespace(sequences_trained=4)
-    run = SimpleNamespace(config=config, model_config=CFG, val_data=Memory(CFG), batches=batches)
+    row = dict(step=1, tokens=4 * CFG.seq_len)
     left = sequences_after(config, 4, 9) - 4
     assert 9 * 4 < left < 9 * 8
-    assert log.time_left(run, 1).total_seconds() == 3 * left + 5 * 128
+    assert log.time_left(row).total_seconds() == 3 * left + 5 * 128
     log.evaluation_seconds = 100.0
-    assert log.time_left(run, 1).total_seconds() == 3 * left + 500
+    assert log.time_left(row).total_seconds() == 3 * left + 500
 
 
 def contents(folder):

@@ -17,8 +17,8 @@ import torch
 import checkpoint
 import sample
 from corpus.tokenizers import get_tokenizer
-from runtime import sample_and_chat
-from tests.harness import CFG, random_gpt
+from runtime import samples as texts
+from tests.harness import CFG, plain_generate, random_gpt
 
 
 def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(run_sample, things):
@@ -32,7 +32,7 @@ def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(r
     prompt = ("--prompt", "line ")
     assert text(*prompt) == text(*prompt) != text(*prompt, "--seed", 2)
     plain, _ = checkpoint.load_model(things / "whole.pt")
-    tokens = sample.plain_generate(plain, b"line ", 30, temperature=0)
+    tokens = plain_generate(plain, b"line ", 30, temperature=0)
     expected = "line " + bytes(tokens).decode(errors="replace") + "\n"
     assert text(*prompt, "--temperature", 9) != expected
     for flags in ("--temperature 0", "--temperature 1e-6", "--temperature 9 --top-k 1",
@@ -83,7 +83,7 @@ def test_sampling_computes_each_token_once_until_its_window_is_full(seq_len, pos
     plain.embed.register_forward_hook(lambda module, args, x: seen.append(x.shape[1]))
     drawn = [of[0] for of in sample.generate(plain, [1, 2, 3], 40, {256}, temperature=0)]
     assert seen[:len(positions)] == positions
-    assert drawn == sample.plain_generate(plain, [1, 2, 3], 40, temperature=0)
+    assert drawn == plain_generate(plain, [1, 2, 3], 40, temperature=0)
 
 
 def kept_by_hand(weights, k, p):
@@ -167,11 +167,11 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
             seen.append(sys.stdout.getvalue())
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     args = SimpleNamespace(prompt="p", stop="xyz", num_samples=2, max_tokens=9, seed=0)
-    samples = sample_and_chat.Samples(args, get_tokenizer("bytes"), CFG)
+    samples = texts.Samples(args, get_tokenizer("bytes"), CFG)
     next(samples.prompts())
     samples.write(scripted())
     assert seen == ["p", "p", "pa", "pa", "pab", "pabc", "pabcd"]
-    assert sys.stdout.getvalue() == "pabcd\n" + sample_and_chat.DASHES + "p\n"
+    assert sys.stdout.getvalue() == "pabcd\n" + texts.DASHES + "p\n"
 
 
 def test_characters_are_printed_whole_and_an_error_in_one_line(run_sample, monkeypatch):

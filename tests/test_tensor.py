@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import IGNORE_INDEX, GPTConfig
-from parallelism.build import Grid
-from parallelism.tensor import (MAX_LOGITS, ColumnParallelLinear, softmax_over_ranks, tile_loss,
-                                tile_sums)
+from parallel import ColumnParallelLinear, Grid
+from parallelism.loss import MAX_LOGITS, softmax_over_ranks, tile_loss, tile_sums
 from tests.harness import (CFG, Alive, Passes, gridded, in_turn, on_ranks, random_gpt,
                            random_tensor, relative, stage_of, staged, tokens_of, traffic)
 

@@ -8,6 +8,7 @@ One tensor is in memory at a time.
 import os
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -18,24 +19,15 @@ from base.disk import flush_folder, write_file, writing
 from base.errors import errors_in_one_line
 from checkpoint import FORMAT, KEYS, STATE, load
 from model import GPTConfig
+from runtime.checkpoint_writer import Streamed
 from runtime.directory import new_run
 from runtime.folder_writer import write_part, write_table
-from runtime.streamed_tensors import Streamed
-
-
-class Next:
-    """The source of Streamed tensors: each `read` gives the next tensor, in the file's order."""
-
-    def __init__(self, mappings: list):
-        self.tensors = (mapping[name] for mapping in mappings for name in mapping)
-
-    def read(self):
-        return next(self.tensors)
 
 
 def streamed(state: dict) -> dict:
     """The state with tensors that are read from the folder when they are written."""
-    source = Next([state[kind] for kind in STATE])
+    tensors = (state[kind][name] for kind in STATE for name in state[kind])
+    source = SimpleNamespace(read=lambda: next(tensors))        # in the file's order
     return state | {kind: {name: Streamed(like.shape, like.dtype, source)
                            for name, like in state[kind].like.items()} for kind in STATE}
 

@@ -10,9 +10,9 @@ from itertools import accumulate
 from base.commandline import Parser
 from base.errors import errors_in_one_line
 from model import GPTConfig
-from parallelism.build import Grid
+from parallel import Grid
 from parallelism.schedules import SCHEDULES, make_schedule
-from runtime.layout_checks import check_layout
+from runtime.checks import check_layout
 
 
 def clock(schedules: list, units: list | None = None) -> list[dict]:

@@ -13,7 +13,6 @@ from runtime.checks import check_config
 from tools.plan.estimate import make_plan
 from tools.plan.flags import LAYOUT, OWN_FLAGS, RUN_FLAGS, PlanConfig
 from tools.plan.gpus import GPUS
-from tools.plan.published_batch import with_published_batch
 from tools.plan.report import format_command, format_plan, format_search, format_trust
 from tools.plan.search import search_layouts
 
@@ -50,10 +49,6 @@ def answer(arguments: list[str]) -> str:
     config, given = read_flags(arguments)
     shape = options.model_shape(vars(config))
     cfg = make_config(vocab_size=config.vocabulary, **shape)
-    source = ""
-    if "batch_size" not in given:
-        config, source = with_published_batch(config, cfg)
-        given = given | dict(batch_size=config.batch_size)
     if config.tokens is not None:
         steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
         config = replace(config, steps=steps)
@@ -67,9 +62,9 @@ def answer(arguments: list[str]) -> str:
     found = replace(config, **{name: plans[0][name] for name in LAYOUT})
     command = format_command(found, given)
     if config.search:
-        batch = f"batch    {config.batch_size} sequences{source}, in {config.dtype}"
+        batch = f"batch    {config.batch_size} sequences, in {config.dtype}"
         return "\n".join([batch, *format_search(plans), format_trust(cfg, config), command])
-    return "\n".join(format_plan(cfg, found, plans[0], source, command))
+    return "\n".join(format_plan(cfg, found, plans[0], command))
 
 
 @errors_in_one_line("tools.plan")

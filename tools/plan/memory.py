@@ -1,7 +1,7 @@
 """What a rank of a planned run holds: its place in the run, and its memory, by kind.
 
 All blocks are alike, so one block and a count stand for them, and no tensor is made. What ZeRO's
-formula counts is exact (parallelism/zero.py); buffers, logits and activations are estimates.
+formula counts is exact (parallel.py, section 4); buffers, logits and activations are estimates.
 """
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -10,12 +10,13 @@ from itertools import accumulate
 from amp import PRECISIONS
 from base.flops import mlp_channels
 from model import GPTConfig
-from parallelism.buckets import Bucket, make_buckets, state_bytes
-from parallelism.build import Grid, build_stage
+from parallel import Bucket, Grid, chunk_layers, make_buckets
+from parallelism.buckets import state_bytes
+from parallelism.build import build_stage
+from parallelism.loss import tile_size
 from parallelism.parameters import ParamSpec, param_specs
-from parallelism.pipeline import chunk_layers
+from parallelism.loss import tile_size
 from parallelism.schedules import make_schedule
-from parallelism.tensor import tile_size
 from tools.plan.flags import PlanConfig
 from tools.schedule import live_activations
 
@@ -179,7 +180,7 @@ def bucket_bytes(stage: Stage) -> int:
 
 
 def logits_bytes(stage: Stage, on_gpu: bool = True) -> int:
-    """The logits that VocabParallelCrossEntropy holds at once, on the last stage: a tile in the
+    """The logits that loss.TiledCrossEntropy holds at once, on the last stage: a tile in the
     type of the activations, and in 16 bits a second one in fp32, but not with --compile."""
     if not stage.grid.is_last:
         return 0

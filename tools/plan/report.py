@@ -60,10 +60,8 @@ def format_run(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
             f"{plan['tokens'] / plan['days'] * 7:.3g} tokens")
 
 
-def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: str,
-                command: str) -> list[str]:
-    """The numbers of `make_plan` in lines, the most important first. `batch_source` says where the
-    batch size is from, if it was not given."""
+def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, command: str) -> list[str]:
+    """The numbers of `make_plan` in lines, the most important first."""
     gpu = config.spec
     best = plan["compute_optimal_parameters_" + ("law" if config.law else "chinchilla_law")]
     lines = [
@@ -79,8 +77,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict, batch_source: st
         f"{config.gpu}, {config.dtype}, {', '.join(options_of(config))}",
         f"batch    {config.batch_size} sequences = dp {plan['dp']} x "
         f"{config.batch_size // (plan['dp'] * config.micro_batch)} microbatches x "
-        f"{config.micro_batch} sequences; {plan['tokens_per_step']:,} tokens per step"
-        f"{batch_source}",
+        f"{config.micro_batch} sequences; {plan['tokens_per_step']:,} tokens per step",
         f"memory   {parts(plan, 'memory_', format_bytes)} (buffers, logits, activations: "
         f"estimates)",
         f"compute  {plan['tokens']:.4g} tokens x {plan['flops_per_token']:.4g} FLOPs = "

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 from model import GPTConfig
-from runtime.layout_checks import check_layout
+from runtime.checks import check_layout
 from tools.plan.estimate import make_plan, usable_memory
 from tools.plan.flags import PlanConfig
 from tools.plan.memory import gpu_bytes, kinds_of_stages, memory_bytes

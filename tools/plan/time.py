@@ -136,7 +136,7 @@ def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
 
 def hidden_seconds(config: PlanConfig, block: BlockTimes, once: float) -> float:
     """Seconds of a block's tensor parallelism that are hidden, if x goes around the ring in `once`.
-    In backward (parallelism/tensor.py) the sum of dx, twice around, travels behind the gradient of
+    In backward (parallel.ColumnProduct) the sum of dx, twice around, travels behind the gradient of
     the weight. Sequence parallelism sums in one ring, and gathers x in another, behind
     the product that is dx. ZB-H1 hides none."""
     if config.pp_schedule == "zb-h1":       # the gradients of the weights come later

@@ -59,8 +59,10 @@ def traffic_bytes(stage: Stage) -> dict:
         counts = forwards(stage) * config.micro_batch * stage.cfg.n_expert * INTEGER
         tp += tensor_parallel_bytes_of_experts(stage)
     if grid.ep > 1:
+        # tp ranks also need what other ranks tell each other.
+        readers = grid.ep if grid.tp > 1 or config.exact else 1
         ep = ring(grid.ep, expert_row_bytes(stage)
-                  + forwards(stage) * grid.ep * stage.cfg.n_expert * INTEGER)
+                  + forwards(stage) * readers * stage.cfg.n_expert * INTEGER)
     embedding = 0
     if grid.pp > 1 and stage.buckets[0][0].name == "tied":
         embedding = config.master_size * stage.buckets[0][0].numel

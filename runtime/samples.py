@@ -1,6 +1,7 @@
 """The text around sample.py's generate: prompts go in, and what is drawn is printed.
 
-`Samples` continues prompts, and `Chat` answers the lines of a user. sample.py uses both alike:
+`Samples` continues prompts, and `Chat` (chat.py) answers the lines of a user. sample.py uses both
+alike:
 
     prompts()       yields the tokens of a prompt, the most tokens to draw, and a generator for each
                     sample
@@ -15,8 +16,6 @@ from contextlib import contextmanager
 import torch
 
 from base.errors import first_line, out_of_memory
-from corpus.chat_records import ASSISTANT, Message
-from corpus.templates import get_template
 from corpus.tokenizers import decode
 
 AT_ONCE = 16                    # The samples in a batch. It bounds the memory of the cache.
@@ -29,18 +28,6 @@ def show(text: str, shown: int) -> int:
     sys.stdout.write(text[shown:])
     sys.stdout.flush()
     return max(shown, len(text))
-
-
-def read_lines():
-    """The lines of standard input for --chat, with a mark before each on a terminal."""
-    sys.stdin.reconfigure(errors="replace")         # A wrong byte does not end the conversation.
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)    # only text on standard output
-        line = sys.stdin.readline()
-        if line == "":
-            return
-        yield line.removesuffix("\n").removesuffix("\r")
 
 
 def read_prompts(args) -> list[str]:
@@ -58,14 +45,6 @@ def read_prompts(args) -> list[str]:
     if args.prompt == "-" and args.num_samples is not None:
         return text.removesuffix("\n").split("\n")
     return [text]
-
-
-def prompt_tokens(encoding, text: str, rows: int) -> list[int]:
-    """The tokens of a prompt for a model of a vocabulary of so many `rows`. Raises ValueError if it
-    has no row for one of them."""
-    tokens = [*encoding.prefix, *encoding.encode_ordinary(text)] or [encoding.eot_token]
-    check_rows(encoding, tokens, rows)
-    return tokens
 
 
 def check_rows(encoding, tokens: list[int], rows: int) -> None:
@@ -87,8 +66,11 @@ class Samples:
     def __init__(self, args, tokenizer, model_config):
         """Raises ValueError if the model has no row for a token of a prompt."""
         self.args, self.tokenizer, self.seq_len = args, tokenizer, model_config.seq_len
-        self.tokens_of_prompts = [(text, prompt_tokens(tokenizer, text, model_config.vocab_size))
-                                  for text in read_prompts(args)]
+        self.tokens_of_prompts = []
+        for text in read_prompts(args):
+            tokens = [*tokenizer.prefix, *tokenizer.encode_ordinary(text)] or [tokenizer.eot_token]
+            check_rows(tokenizer, tokens, model_config.vocab_size)
+            self.tokens_of_prompts.append((text, tokens))
         self.prompt = ""                # the prompt of the batch that is drawn now
         self.streams = []               # of the samples in that batch: their tokens become text
         self.is_first = True            # whether nothing is printed yet
@@ -109,26 +91,26 @@ class Samples:
     def write(self, drawn) -> None:
         stop = self.args.stop
         texts = [""] * len(self.streams)
-        stopped = set()                 # the numbers of the samples that have reached `stop`
+        open_samples = set(range(len(texts)))       # those that have not reached `stop`
         shown = 0                       # characters of the first sample on standard output
         self.begin_sample()
+
+        def extend(i: int, text: str) -> None:
+            texts[i] += text
+            if stop and stop in texts[i]:
+                texts[i] = texts[i].partition(stop)[0]
+                open_samples.discard(i)
         for tokens in drawn:
-            continuing = {i for i, token in enumerate(tokens) if token is not None} - stopped
-            for i in continuing:
-                texts[i] += self.streams[i].add(tokens[i])
-                if stop and stop in texts[i]:
-                    texts[i] = texts[i].partition(stop)[0]
-                    stopped.add(i)
+            for i in [i for i in open_samples if tokens[i] is not None]:
+                extend(i, self.streams[i].add(tokens[i]))
             certain = texts[0]
-            if stop and 0 not in stopped:       # its last characters may be the beginning of `stop`
+            if stop and 0 in open_samples:      # its last characters may be the beginning of `stop`
                 certain = certain[:max(0, len(certain) - len(stop) + 1)]
             shown = show(certain, shown)
-            if continuing <= stopped:
+            if all(tokens[i] is None for i in open_samples):
                 break
-        for i in set(range(len(texts))) - stopped:
-            texts[i] += self.streams[i].end()
-            if stop:
-                texts[i] = texts[i].partition(stop)[0]
+        for i in list(open_samples):
+            extend(i, self.streams[i].end())
         show(texts[0], shown)
         print()
         for text in texts[1:]:
@@ -142,63 +124,6 @@ class Samples:
             sys.stdout.write(DASHES)
         self.is_first = False
         sys.stdout.write(self.prompt)
-
-
-class Chat:
-    """The conversation of --chat. The model answers each line with all of the conversation before
-    it in the window. Where that is too long, the oldest question and answer are forgotten."""
-
-    def __init__(self, args, state: dict, tokenizer, model_config):
-        """Raises ValueError if the checkpoint `state` is not that of a model of conversations."""
-        if "template" not in state:
-            raise ValueError(f"{args.ckpt} was not trained on conversations: drop --chat, or train "
-                             f"it on some (docs/conversations.md)")
-        self.args, self.tokenizer, self.model_config = args, tokenizer, model_config
-        self.template = get_template(state["template"], tokenizer, state.get("template_file"))
-        self.ends = {self.template.end}
-        self.messages = []
-        self.stream = None              # of the answer that is drawn now: its tokens become text
-
-    def prompts(self):
-        generators = [torch.Generator().manual_seed(self.args.seed)]
-        for line in read_lines():
-            if not line:
-                self.messages = []
-                continue
-            self.messages.append(Message("user", line))
-            try:
-                tokens = self.prompt_tokens()
-            except ValueError as error:
-                warn(f"{error}: it is left out, and a new conversation begins")
-                self.messages = []
-                continue
-            self.stream = self.tokenizer.stream(tokens)
-            room = self.model_config.seq_len - len(tokens)
-            yield tokens, min(self.args.max_tokens, room), generators
-
-    def prompt_tokens(self) -> list[int]:
-        """The tokens of the conversation up to the next answer. Raises ValueError if the model
-        cannot read them."""
-        seq_len = self.model_config.seq_len
-        tokens = self.template.prompt_of(self.messages)
-        while len(tokens) >= seq_len and len(self.messages) > 1:
-            self.messages = self.messages[2:]
-            tokens = self.template.prompt_of(self.messages)
-        if len(tokens) >= seq_len:
-            raise ValueError(f"this has {len(tokens)} tokens, the model sees {seq_len}")
-        check_rows(self.tokenizer, tokens, self.model_config.vocab_size)
-        return tokens
-
-    def write(self, drawn) -> None:
-        answer = ""
-        shown = 0                       # characters on standard output
-        for tokens in drawn:
-            answer += self.stream.add(tokens[0])
-            shown = show(answer, shown)
-        answer += self.stream.end()
-        show(answer, shown)
-        print(flush=True)
-        self.messages.append(Message(ASSISTANT, answer))
 
 
 @contextmanager

@@ -1,16 +1,12 @@
-"""The windows of a source: T + 1 tokens each, of text or of conversations. mixtures.py makes them
-when it opens the shards, for the --seq-len of the run.
-
-Text is cut into windows wherever one ends. Conversations are packed, whole ones with padding:
+"""The windows of conversations: whole ones, packed with padding. data.py has the windows of text.
 
     window    | conversation 17 ......... | conversation 4 .... | conversation 90 .. | padding |
     position    0 1 2 ...                   0 1 2 ...             0 1 2 ...            0 0 ...
 
 Each conversation is in one window, from its first token on, so that no answer loses its question.
 Positions begin again with each, and a token attends to its own conversation alone
-(model.mask_of_packed): the loss of a conversation does not depend on its neighbors.
-
-Of text all targets count in the loss. Of conversations the tokens of answers do.
+(model.mask_of_packed): the loss of a conversation does not depend on its neighbors. Of the targets
+the tokens of answers count in the loss.
 """
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -47,43 +43,8 @@ def pack(lengths: np.ndarray, size: int) -> tuple[np.ndarray, int]:
     return windows, count
 
 
-class TextWindows:
-    """The windows of a source of text: window i of a shard is its tokens i T to (i + 1) T, so that
-    the last token of a window is the first of the next. All of its T targets count in the loss."""
-
-    def __init__(self, shards: list[np.ndarray], seq_len: int):
-        self.shards, self.seq_len = shards, seq_len
-        self.ends = np.cumsum([(len(tokens) - 1) // seq_len for tokens in shards])  # up to each
-        self.count = int(self.ends[-1])
-        self.n_tokens = sum(len(tokens) for tokens in shards if len(tokens) > seq_len)
-        if self.count == 0:
-            longest = max(map(len, shards))
-            raise ValueError(f"{shards[-1].filename}: {longest} tokens are too few for a window of "
-                             f"{seq_len} + 1: give more text, or a smaller --seq-len")
-
-    def arrays(self) -> list[np.ndarray]:
-        """What decides the windows: the shards that are long enough for one."""
-        return [tokens for tokens in self.shards if len(tokens) > self.seq_len]
-
-    def find(self, window: int) -> tuple[np.ndarray, int]:
-        """(the tokens of the shard that holds a window, the window's first token there)."""
-        index = int(np.searchsorted(self.ends, window, side="right"))
-        before = int(self.ends[index - 1]) if index > 0 else 0
-        return self.shards[index], (window - before) * self.seq_len
-
-    def fill(self, window: int, tokens, positions, has_loss) -> None:
-        """Write a window to these rows (T + 1,)."""
-        shard, start = self.find(window)
-        tokens[:] = shard[start:start + len(tokens)]
-        positions[:] = np.arange(len(positions))
-        has_loss[:] = True
-
-    def count_targets(self, window: int) -> int:
-        return self.seq_len
-
-
 class ConversationWindows:
-    """The windows of a source of conversations, with the methods of TextWindows.
+    """The windows of a source of conversations, with the methods of data.TextWindows.
 
     count           of the windows
     n_truncated     conversations that are longer than a window: they lose their end
@@ -91,12 +52,11 @@ class ConversationWindows:
     """
 
     def __init__(self, shards: list[np.ndarray], flags: list[np.ndarray], seq_len: int):
-        """As TextWindows, with the flags of each shard. All are held in memory. A conversation may
-        begin in one shard and end in the next."""
+        """`flags`: of each shard. All are held in memory. A conversation may begin in one shard and
+        end in the next."""
         self.shards, self.seq_len = shards, seq_len
         self.tokens, self.flags = np.concatenate(shards), np.concatenate(flags)
         flags = self.flags
-        self.n_tokens = len(flags)
         begins = np.flatnonzero(flags & BEGINS)
         if len(begins) == 0 or begins[0] > 0:
             raise ValueError(f"{shards[0].filename} does not begin with a conversation: remove the "

@@ -1,193 +1,37 @@
-"""Tensor parallelism (Megatron-LM, Shoeybi et al. 2019, section 3), as train.py runs it.
+"""The token matrix, faster: the loss in tiles, and gradients that add up in place.
 
-The plain forms in parallel.py compute the same, with sequence parallelism too. The differences:
+`TiledHead` replaces the `loss` of parallel.VocabParallelHead, which computes the same, and
+`InPlaceEmbedding` the `lookup` of parallel.VocabParallelEmbedding. The differences:
 
     difference                               gain                      where
-    a rank never builds a whole parameter    memory / tp               parameters.py
-    sequence parallelism, with fewer         activations / tp from g   sequence.py
-      copies than its plain form             to f
-    f is fused with the next product         sum of dx runs during dW  _ColumnParallel
-    the loss works in tiles of positions     logits of one tile        VocabParallelCrossEntropy
-    its forward computes its gradients       logits computed once      VocabParallelCrossEntropy
-    the token matrix's gradients add up      20 to 30% of a step       _LookupToMainGrad,
+    the loss works in tiles of positions     logits of one tile        TiledCrossEntropy
+    its forward computes its gradients       logits computed once      TiledCrossEntropy
+    the token matrix's gradients add up      20 to 30% of a step       LookupToMainGrad,
       in place, in fp32                      (50304 tokens)            add_product
 
-Shapes: B sequences, T positions, C channels, H heads, V vocabulary.
+Shapes: B sequences, T positions, C channels, V vocabulary.
 """
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import IGNORE_INDEX, ceil_div
-from parallelism.collectives import all_reduce
-from parallelism.kernels import linear, lookup, multiplies_in_fp32, upcast_for_matmul
-from parallelism.sequence import (by_ranks, by_sequences, cut_positions, gather_positions,
-                                  sum_over_ranks)
+import parallel
+from model import GPT, IGNORE_INDEX, ceil_div
+from parallel import all_reduce, by_ranks, find_local, gather_positions, sum_over_ranks
+from parallelism.kernels import matmul, multiplies_in_fp32
 
 
-class _Reduce(torch.autograd.Function):
-    """g: the sum overwrites x to save a copy of (B, T, C)."""
-
-    @staticmethod
-    def forward(ctx, x, grid):
-        ctx.grid = grid
-        total = sum_over_ranks(x.detach(), grid).wait()
-        if grid.sequence_parallel:              # the result is a part of x
-            return total
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, dy):
-        return gather_positions(dy, ctx.grid).wait(), None
-
-
-def reduce(x: torch.Tensor, grid) -> torch.Tensor:
-    """g, (B, T, C) -> (B, T, C), with sequence parallelism (B, T / tp, C)."""
-    return _Reduce.apply(x, grid)
-
-
-class _ColumnParallel(torch.autograd.Function):
-    """y = f(x) W^T + b. Backward computes dx, starts its sum, computes dW and only then waits. With
-    sequence parallelism it gathers x again, because saving f(x) would take tp times the memory."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, grid):
-        ctx.save_for_backward(x, weight)
-        ctx.grid = grid
-        return linear(gather_positions(x, grid).wait(), weight, bias)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        # With ZB-H1 the weight is detached: see `TensorParallel.multiply`.
-        gathering = gather_positions(x, ctx.grid) if ctx.needs_input_grad[1] else None
-        dx = sum_over_ranks(matmul(dy, weight), ctx.grid)       # overlaps with the all-gather of x
-        dy = dy.flatten(0, 1)                                   # (B T, out / tp)
-        dw = None if gathering is None else matmul(dy.t(), gathering.wait().flatten(0, 1))
-        db = dy.sum(0) if ctx.needs_input_grad[2] else None
-        return dx.wait(), dw, db, None
-
-
-def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """a @ b. A CPU without 16-bit products multiplies in fp32, which is 4 to 27 times as fast."""
-    return upcast_for_matmul(torch.matmul, a, b, out=out)
-
-
-class TensorParallel(nn.Module):
-    """Takes over a plain module's parameters. `partition_dim` says in which dimension they are cut
-    (those it does not name are whole), `stacked` how many matrices are stacked there."""
-    partition_dim = {}
-    postponed = None      # the pipeline schedule ZB-H1 keeps the factors of `multiply` here
-
-    def __init__(self, plain: nn.Module, grid):
-        super().__init__()
-        self.weight = plain.weight
-        self.bias = getattr(plain, "bias", None)
-        self.stacked = getattr(plain, "stacked", 1)
-        self.grid = grid
-
-    def multiply(self, function: Callable, x: torch.Tensor, *args) -> torch.Tensor:
-        """function(x, weight, *args). With ZB-H1 backward does not compute the weight's gradient:
-        it stores the factors (module, dy, x) in `postponed[-1]`, and the op W multiplies them."""
-        if self.postponed is None:
-            return function(x, self.weight, *args)
-        y = function(x, self.weight.detach(), *args)
-
-        def keep_factors(dy):           # what a hook returned would replace dy
-            self.postponed[-1].append((self, dy, x.detach()))
-        y.register_hook(keep_factors)
-        return y
-
-    def weight_grad(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The op W: the gradient of the weight by the factors that `multiply` kept."""
-        if len(x) < len(dy):        # with sequence parallelism x has this rank's positions alone
-            x = gather_positions(x, self.grid).wait()
-        return matmul(dy.flatten(0, 1).t(), x.flatten(0, 1))
-
-
-class ColumnParallelLinear(TensorParallel):
-    """(B, T, in), equal on all ranks -> (B, T, out / tp), this rank's columns. With sequence
-    parallelism (B, T / tp, in) -> (tp B, T / tp, out / tp), by ranks."""
-    partition_dim = {"weight": 0, "bias": 0}
-
-    def forward(self, x):
-        if self.grid.tp == 1:
-            return self.multiply(linear, x, self.bias)
-        return self.multiply(_ColumnParallel.apply, x, self.bias, self.grid)
-
-
-class QKVParallelLinear(ColumnParallelLinear):
-    """Its columns are cut by heads: those of q, k and v, which are stacked, each on its own, or in
-    groups (models/llama.py)."""
-
-    def forward(self, x):
-        return by_sequences(super().forward(x), self.grid)
-
-
-class RowParallelLinear(TensorParallel):
-    """(B, T, in / tp), this rank's rows -> (B, T, out), equal on all ranks. With sequence
-    parallelism (tp B, T / tp, in / tp), by ranks -> (B, T / tp, out). The bias, equal on all
-    ranks, is added after the sum; before it, it would count tp times."""
-    partition_dim = {"weight": 1}
-
-    def forward(self, x):
-        if self.grid.tp == 1:
-            return self.multiply(linear, x, self.bias)
-        y = reduce(self.multiply(linear, x), self.grid)
-        return y if self.bias is None else y + self.bias
-
-
-class AttentionOutput(RowParallelLinear):
-    """Its input is always by sequences. By ranks, backward would keep it twice."""
-
-    def multiply(self, *args):
-        return by_ranks(super().multiply(*args), self.grid)
-
-
-class PositionEmbedding(TensorParallel):
-    """positions 0, 1, ... n - 1, counted from where this rank's slice starts -> (n, C). Those of
-    packed texts are given for all ranks, (B, T) -> (B, n, C)."""
-
-    def forward(self, positions):
-        if positions.dim() == 2:
-            return lookup(self.cut_packed(positions), self.weight)
-        first = self.grid.tp_rank * len(positions) if self.grid.sequence_parallel else 0
-        return self.lookup(positions + first)
-
-    def cut_packed(self, positions):
-        """The positions of packed texts, (B, T) -> this rank's part of them, (B, n)."""
-        return cut_positions(positions, self.grid)
-
-    def lookup(self, positions):
-        return F.embedding(positions, self.weight)
-
-
-class VocabParallelEmbedding(TensorParallel):
-    """tokens (B, T) -> (B, T, C). Tokens outside this rank's rows give a zero vector; g sums over
-    the ranks."""
-    partition_dim = {"weight": 0}
-
-    def forward(self, tokens):
-        if self.grid.tp == 1:
-            return self.lookup(tokens)
-        rows = by_ranks(tokens, self.grid) - self.grid.tp_rank * len(self.weight)
-        is_local = (rows >= 0) & (rows < len(self.weight))
-        x = self.lookup(rows.where(is_local, 0))                        # (B, T, C)
-        x = reduce(x * is_local.unsqueeze(-1), self.grid)
-        # x may be a slice of all positions. A Llama, which adds nothing to x, would keep them.
-        return x.clone() if self.grid.sequence_parallel else x
-
+class InPlaceEmbedding(parallel.VocabParallelEmbedding):
     def lookup(self, rows):
         if hasattr(self.weight, "main_grad"):
-            return _LookupToMainGrad.apply(rows, self.weight)
-        return lookup(rows, self.weight)
+            return LookupToMainGrad.apply(rows, self.weight)
+        return super().lookup(rows)
 
 
-class _LookupToMainGrad(torch.autograd.Function):
+class LookupToMainGrad(torch.autograd.Function):
     """F.embedding, whose gradient is added to the rows of `main_grad` that were looked up.
 
     zero.FlatParameters gives each weight a method `main_grad`, which returns the tensor that
@@ -239,18 +83,12 @@ def tile_sums(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tenso
                 may be the logits' own memory. None: `tile_loss` computes it again
     targets     (n,) tokens of the whole vocabulary; IGNORE_INDEX adds nothing to the loss
     first       the token of column 0"""
-    columns, is_local = local_columns((targets - first).unsqueeze(1), logits)
+    columns, is_local = find_local(targets.unsqueeze(1), first, logits.shape[1])
     wide = torch.promote_types(logits.dtype, torch.float32)
     largest = logits.amax(1, keepdim=True).to(wide)
     z = logits.gather(1, columns).to(wide)
     total = shifted_exp(logits, largest, p).sum(1, keepdim=True)
     return TileSums(largest, total, is_local, columns, z)
-
-
-def local_columns(columns: torch.Tensor, logits: torch.Tensor) -> tuple:
-    """(the columns (n, 1) that `logits` has, 0 for the others; whether it has them)."""
-    is_local = (columns >= 0) & (columns < logits.shape[1])
-    return columns.where(is_local, 0), is_local
 
 
 def shifted_exp(logits: torch.Tensor, largest: torch.Tensor,
@@ -326,7 +164,7 @@ def tile_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return logits
 
 
-class VocabParallelCrossEntropy(torch.autograd.Function):
+class TiledCrossEntropy(torch.autograd.Function):
     """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), with sequence
     parallelism (B, T / tp, C), targets (B, T), W (V / tp, C) this rank's rows. Forward computes
     the logits of one tile of positions at a time. With these it also computes the gradients, those
@@ -392,17 +230,13 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return dx, dw, db, None, None, None, None
 
 
-class VocabParallelHead(TensorParallel):
-    """x (B, T, C), with sequence parallelism (B, T / tp, C), and targets (B, T) -> the summed loss
-    of model.Head, the same on every rank. If you change the loss, change model.Head too. Forward
-    computes the gradients of loss * loss_factor, so `set_loss_factor` comes before it, and
+class TiledHead(parallel.VocabParallelHead):
+    """parallel.VocabParallelHead. If you change the loss, change it there and in model.Head too.
+    Forward computes the gradients of loss * loss_factor, so `set_loss_factor` comes before it, and
     backward() begins from this product. `norms`: sum over positions of |x| since then, for logs."""
-    partition_dim = {"weight": 0, "bias": 0}
 
     def __init__(self, head: nn.Module, grid):
         super().__init__(head, grid)
-        self.norm = head.norm
-        self.vocab_size = head.vocab_size
         self.tile_sums, self.tile_loss = tile_sums, tile_loss
         self.is_compiled = False        # whether these two are
         self.set_loss_factor(1.0)
@@ -419,21 +253,14 @@ class VocabParallelHead(TensorParallel):
     def forward(self, x, targets):
         x, norms = self.normalize(x)
         self.norms += norms
-        return self.loss(x, targets, self.loss_factor if torch.is_grad_enabled() else None)
+        return self.loss(x, targets)
 
-    def loss(self, x, targets, loss_factor):
-        return VocabParallelCrossEntropy.apply(x, self.weight, self.bias, targets, self.grid,
-                                               loss_factor, self)
+    def loss(self, x, targets):
+        loss_factor = self.loss_factor if torch.is_grad_enabled() else None
+        return TiledCrossEntropy.apply(x, self.weight, self.bias, targets, self.grid, loss_factor,
+                                       self)
 
 
-TP_PLAN = {         # which module of model.py becomes what (build_stage)
-    "attn.qkv": QKVParallelLinear,
-    "attn.proj": AttentionOutput,
-    "mlp.up": ColumnParallelLinear,
-    "mlp.down": RowParallelLinear,
-    "mlp.shared.up": ColumnParallelLinear,          # of a mixture of experts
-    "mlp.shared.down": RowParallelLinear,
-    "embed.token": VocabParallelEmbedding,
-    "embed.position": PositionEmbedding,
-    "head": VocabParallelHead,
-}
+def add_in_place(model: GPT, grid) -> None:
+    """Replace what parallel.tensor_parallel has made of the token matrix."""
+    parallel.replace_modules(model, {"embed.token": InPlaceEmbedding, "head": TiledHead}, grid)
