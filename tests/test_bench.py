@@ -21,7 +21,7 @@ def test_the_parts_write_a_page(monkeypatch, tmp_path, capsys):
         assert processes < 8 or not of_race or flags[-2:] == ("--micro-batch", 8)
         if "--zero" in flags and processes > 1 and of_race:
             raise RuntimeError("train.py: no memory")
-        return [dict(tokens_per_second=300.0, loss=2.0)] * 25, dict(peak=2.0)
+        return [dict(tokens_per_second=300.0, loss=2.0)] * 25, dict(peak=2.0, profile="a table")
     monkeypatch.setattr(launch, "train_py", train_py)
     monkeypatch.setattr(launch, "peer", lambda *_, **__: dict(tokens_per_second=200.0,
                                                               peak_memory=None))
@@ -35,7 +35,8 @@ def test_the_parts_write_a_page(monkeypatch, tmp_path, capsys):
         assert pages[-1] == capsys.readouterr().out
         assert "race alone; processes 1; tokens/s 300; PyTorch's 200; ratio 1.5" in pages[-1]
         assert "race FSDP2; error train.py: no memory\n" in pages[-1]
-    assert "H100, torch " in pages[0] and pages[0].count("peak / plan ") == 10
+    assert "H100, torch " in pages[0] and "kernels \na table\n" in pages[0]
+    assert pages[0].count("loss is off by 0\n") == len(bench.LAYOUTS)
     assert "--compile" not in pages[1] and "memory" not in pages[1].replace("no memory", "")
 
 

@@ -1,15 +1,16 @@
-"""tools/compare.py: the table of runs.
+"""tools/compare.py: the table and the picture of runs.
 
     python -m pytest tests/test_compare.py
 """
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.commands import run_main
-from tools import comparable_losses, compare
+from tools import comparable_losses, compare, svg_picture
 
 
 def write_lines(out, lines):
@@ -150,3 +151,23 @@ def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(tmp_path, mo
     text = compare.compare(compare.read_runs(["a", "a/", "./a"]))
     assert "a: evaluations up to step 1 " in text and words in text and text.count("h30m") == 1
     assert text.splitlines()[-1].split()[:7] == "2.2500 4 2.2500 4 5 500 1h30m".split()
+
+
+def test_a_picture_names_the_best_run_first_and_the_flags_that_differ(capsys, tmp_path,
+                                                                      monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    outs = [f"<{i}>" for i in range(9)]
+    for i, out in enumerate(outs):
+        write_lines(Path(out), [
+            (0, 0, dict(event="start", config=dict(out=out, lr=i / 8, seed=1))),
+            (1, 1, dict(loss=8, val_loss=50 - i)), (2, 2, dict(loss=5))])
+    status, text, error = run_main(capsys, compare, "--svg", "a.svg", *outs)
+    assert (status, error) == (0, "") and text.endswith("\nwrote a.svg\n")
+    svg = Path("a.svg").read_text()
+    legend = re.findall(r">&lt;(\d+)&gt;, lr ([\d.]+)</text>", svg)
+    assert legend == [(str(i), str(i / 8)) for i in range(8, -1, -1)]
+    assert "prefers-color-scheme:dark" in svg and "<title>" in svg
+    monkeypatch.setattr(svg_picture, "find_spec", lambda name: None)
+    status, _, error = run_main(capsys, compare, "--svg", "a.svg", *outs)
+    assert status == 2 and "pip install matplotlib" in error and error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""--log: what TensorBoard and Weights & Biases get of a run.
+"""--log and tools/follow.py: what TensorBoard and Weights & Biases get of a run.
 
     python -m pytest tests/test_follow.py
 """
@@ -10,13 +10,12 @@ from unittest import mock
 import pytest
 
 from runtime import dashboards, directory
-from tests.commands import TINY, read_metrics
-from tools import metrics
+from tests.commands import TINY, read_metrics, run_main
+from tools import follow, metrics
 
 
 class FakeWandB:
     """Weights & Biases as far as we use it. `lines`: what a server keeps over several sessions."""
-    __spec__ = "what importlib asks for"
 
     def __init__(self):
         self.lines, self.ids, self.configs = [], [], []
@@ -111,6 +110,24 @@ def test_a_package_that_is_missing_is_named_before_the_run_begins(run_train, sha
     assert error.count("\n") == 1 and not (tmp_path / "o").exists()
 
 
+def test_follow_sends_the_valid_rows_and_all_events_of_a_run_again(tmp_path, wandb, capsys):
+    """To Weights & Biases as a new run each time, to TensorBoard in a new folder."""
+    log_run_that_resumes(tmp_path, "wandb")
+    wandb.lines.clear()
+    for name in dashboards.KINDS:
+        text = f"{tmp_path} is sent to {name}\n"
+        assert run_main(capsys, follow, tmp_path, "--to", name) == (0, text, "")
+    for seen in (wandb, ReadByTensorBoard(tmp_path)):
+        assert seen.losses() == VALID
+        assert_events_arrived(tmp_path, seen.texts())
+    assert wandb.ids[2:] == [None] and wandb.finish.call_count == 3
+    status, _, error = run_main(capsys, follow, tmp_path, "--to", "tensorboard")
+    assert status == 2 and f"{tmp_path}/tensorboard exists: remove it" in error
+    with mock.patch.object(wandb, "log", side_effect=OSError("lost\nfor now")):
+        status, _, _ = run_main(capsys, follow, tmp_path, "--to", "wandb")
+    assert status == "tools.follow: wandb failed: lost"             # printed; 1
+
+
 def test_a_dashboard_that_raises_costs_one_warning_and_never_the_run(run_train, shards, tmp_path,
                                                                      wandb, monkeypatch):
     """The other one gets every row."""
@@ -121,3 +138,13 @@ def test_a_dashboard_that_raises_costs_one_warning_and_never_the_run(run_train, 
     assert status == 0 and "step 3/3" in text and error.count("\n") == 1, error
     assert "train.py: warning: --log: wandb is off from here on: lost" in error
     assert [step for step, _ in ReadByTensorBoard(tmp_path / "o").losses()] == [1, 2, 3]
+
+
+def test_follow_refuses_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for arguments, words in [("o --to wandb", "o has no metrics.jsonl"),
+                             ("o --to comet", "comet: give tensorboard or wandb"), ("o", "--to"),
+                             ("o --to tensorboard,wandb", "one at a time"), ("--to wandb", "OUT")]:
+        status, text, error = run_main(capsys, follow, *arguments.split())
+        assert (status, text) == (2, "") and error.count("\n") == 1 and words in error, error
+        assert error.startswith("tools.follow: ")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import checkpoint
-from corpus import EOT
+from corpus.documents import EOT
 from corpus.huggingface_tokenizers import open_file, train_tokenizer
 from corpus.templates import hash_of
 from corpus.tokenizers import get_tokenizer

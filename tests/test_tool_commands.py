@@ -8,7 +8,8 @@ import pytest
 
 
 @pytest.mark.parametrize("program", ["corpus.program", "train", "sample", "tools.schedule",
-                                     "tools.plan.__main__", "tools.ladder"])
+                                     "tools.plan.__main__", "tools.ladder",
+                                     "tools.sweep"])
 def test_help_is_in_groups_and_says_the_form_of_each_value(monkeypatch, capsys, program):
     """Each flag but --help has a heading of its own subject, and N, X, {a,b} ... for a value, not
     its own name. Each program takes underscores for dashes and suggests a similar flag."""

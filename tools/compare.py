@@ -1,6 +1,7 @@
-"""Tabulate runs from their metrics.jsonl, finished or still training.
+"""Tabulate and draw runs from their metrics.jsonl, finished or still training.
 
     python -m tools.compare out/lr1e-3 out/lr2e-3
+    python -m tools.compare --svg losses.svg out/one out        # a picture, with matplotlib
 
 The table has the best run first, and beside each run's name the flags that differ between the runs.
 Best is the lowest validation loss or, where tokenizer, text or sample differ, the fewest bits per
@@ -19,6 +20,10 @@ from base.errors import errors_in_one_line
 from tools import comparable_losses
 from tools.comparable_losses import evaluated
 from tools.metrics import Run, finite, read_metrics
+from tools.svg_picture import COLORS, few_numbers, picture, short
+
+PARTS = 50                  # of the tokens in a picture
+DASHES = ["-", "--", ":", "-."]
 
 
 def differing_flags(runs: list[Run]) -> list[str]:
@@ -104,14 +109,61 @@ def compare(runs: list[Run]) -> str:
     return "\n".join([f"note     {note}" for note in notes] + table(sections))
 
 
+def draw(runs: list[Run], file: Path) -> None:
+    """The picture of the runs, the best one first. A line is a run's training loss, a point its
+    validation loss: both are means over one PARTS-th of the longest run's tokens. Raises ValueError
+    without matplotlib."""
+    tokenizers = {(data["tokenizer"], data["vocab_size"]) for run in runs
+                  for data, _ in run.evaluations() if data is not None}
+    if len(tokenizers) > 1:
+        raise ValueError("--svg draws nats a token, in which different tokenizers cannot "
+                         "be compared: give runs of one tokenizer")
+    _, sections = comparable_losses.order(runs)
+    runs = [run for _, section in sections for run in section]
+    flags = differing_flags(runs)
+    size = max(run.rows[-1]["tokens"] for run in runs) / PARTS
+    with picture(file, "Losses of the runs", 4 + 0.21 * len(runs)) as figure:
+        panel = figure.subplots()
+        for place, run in enumerate(runs):
+            color = COLORS[place % len(COLORS)]
+            dash = DASHES[place // len(COLORS) % len(DASHES)]
+            panel.plot(*part_means(run, "loss", size), dash, color=color,
+                       label=describe(run, flags))
+            panel.plot(*part_means(run, "val_loss", size), "o", color=color, markersize=4)
+        panel.set(yscale="log", ylabel="loss, nats per token", xlabel="tokens read",
+                  title=f"Lines: training loss; points: validation loss; both: means of 1/{PARTS} "
+                        f"of the tokens")
+        panel.xaxis.set_major_formatter(short)
+        few_numbers(panel.yaxis)
+        panel.grid(alpha=0.25)
+        figure.legend(loc="outside lower left", frameon=False)
+
+
+def part_means(run: Run, name: str, size: float) -> tuple[list, list]:
+    """The middle of each part of so many tokens in which the run has this loss, and its mean."""
+    losses = run.column(name)
+    known = losses > 0              # neither NaN nor without a logarithm
+    parts = np.ceil(run.column("tokens")[known] / size) - 1
+    found = np.unique(parts)
+    return (((found + 0.5) * size).tolist(),
+            [float(losses[known][parts == part].mean()) for part in found])
+
+
 @errors_in_one_line("tools.compare")
 def main() -> None:
-    parser = Parser("tools.compare", "python -m tools.compare OUT ...", __doc__)
+    parser = Parser("tools.compare", "python -m tools.compare [--svg FILE] OUT ...", __doc__)
     parser.add_argument("outs", nargs="+", metavar="OUT", help="the --out of a run of train.py")
+    parser.add_argument("--svg", metavar="FILE", help="also draw the losses to this file")
     args = parser.parse_args()
     if "" in args.outs:
         parser.error("an OUT is empty: is a variable of the shell not set?")
-    print(compare(read_runs(args.outs)))
+    if args.svg is not None and Path(args.svg).suffix != ".svg":
+        parser.error(f"--svg {args.svg}: the picture is an SVG: give a name that ends in .svg")
+    runs = read_runs(args.outs)
+    print(compare(runs))
+    if args.svg:
+        draw(runs, Path(args.svg))
+        print(f"wrote {args.svg}")
 
 
 if __name__ == "__main__":

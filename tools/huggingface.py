@@ -10,7 +10,7 @@ which. Both ways end with one check: the model of transformers and ours have the
 (`compare`). What a config says and ours cannot do is found there, or by a parameter too many.
 
 An export has its tokenizer in tokenizer.json: the characters <|endoftext|> in a text are one token
-there, where data.py and sample.py see 13.
+there, where data.py and sample.py see 13. README.md is its model card (tools/model_card.py).
 """
 import copy
 import os
@@ -36,6 +36,7 @@ from models import make_config
 from tools.checkpoint import state_of_weights
 from tools.huggingface_families import (family_of, our_config, their_config, their_names, to_ours,
                                         to_theirs, unusual_keys)
+from tools.model_card import model_card
 
 SMALL_FILES = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
 SOME_OF_GPT2S = {"\u0120informants": 50254, "\u0120gazed": 50255}
@@ -307,6 +308,8 @@ def export_model(file: Path, folder: Path) -> None:
         architecture = write_model(state["parameters"], config, cfg, ends, aside)
         if encoding is not None:
             write_tokenizer(encoding, cfg, aside, template)
+        card = model_card(file, state, cfg, config.model_type, encoding is not None)
+        card.save(aside / "README.md")
         os.rename(aside, folder)
     text = f"with its tokenizer, {tokenizer}"
     if encoding is None:

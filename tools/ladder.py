@@ -11,7 +11,7 @@ each on S/8, S/4, S/2 and all of its S steps, fits
 N: parameters that multiply (none that are looked up; of a mixture those that a token uses), D:
 tokens, L: validation loss in nats. It prints what the target will reach, how well the ladder
 without its largest rung would have predicted that rung, and the command that trains the target. It
-writes ladder.json to --out. --budget FLOPS: the best for so many.
+writes ladder.json and, with matplotlib, ladder.svg to --out. --budget FLOPS: the best for so many.
 
 Runs that have ended are not repeated, and one that was stopped continues: give the same command
 again, also with more --rungs. Once the target has been trained by the printed command, the same
@@ -34,6 +34,7 @@ import os
 import shlex
 import sys
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,8 @@ from runtime.checks import default_lr
 from tools.metrics import read_metrics
 from tools.scaling_law import (FEWEST_SIZES, FEWEST_TOKENS, Law, Points, back_test, check_scipy,
                                on_law, predict)
-from tools.train_many import Job, check_jobs, has_ended, train_all
+from tools.svg_picture import COLORS, few_numbers, picture, short
+from tools.train_many import Job, check_jobs, has_ended, jobs_flag, launch_flag, train_all
 
 HELP = """Predict the loss of a model before it is trained: train smaller ones and fit a law.
 
@@ -187,13 +189,12 @@ def widths(text: str) -> list[int]:
 @dataclass(frozen=True)
 class LadderConfig(options.Config):
     """train.py's flags of the target, and the ladder's own."""
-    out: str = flag("out/ladder", "directory of the ladder: the runs, ladder.json",
+    out: str = flag("out/ladder", "directory of the ladder: the runs, ladder.json, ladder.svg",
                     form="DIR", group="paths")
     rungs: widths = flag(None, "widths of the smaller models (default: 1/6, 1/4, 1/3 and 1/2 of "
                          "the target's)", form="W,W,W", group="ladder")
-    jobs: int = flag(1, "runs that train at a time; with several each has one thread", low=1)
-    launch: str = flag(None, "what starts train.py (default: this python), such as 'torchrun "
-                       "--standalone --nproc_per_node=8'", form="COMMAND")
+    jobs: int = jobs_flag()
+    launch: str = launch_flag()
     budget: float = flag(None, "FLOPs of which the best size and tokens are told (default: the "
                          "target's)", low=1)
 
@@ -324,14 +325,45 @@ def report(found: dict, flops: float | None) -> list[str]:
     return lines
 
 
+def draw(found: dict, file: Path) -> None:
+    """Loss over tokens: each size has the law's curve, the rungs their points, the target what was
+    predicted and measured. Raises ValueError without matplotlib."""
+    law = Law(**found["law"])
+    target, prediction, rows = found["target"], found["prediction"], found["points"]
+    tokens = np.geomspace(min(row["D"] for row in rows), target["D"], 40)
+    with picture(file, "A ladder, and what it predicts", 4.5) as figure:
+        panel = figure.subplots()
+        sizes = sorted({(row["N"], row["width"]) for row in [*rows, target]}, reverse=True)
+        for (N, width), color in zip(sizes, 9 * COLORS):
+            points = [row for row in rows if row["N"] == N]
+            panel.plot(tokens, law(N, tokens), color=color, label=f"width {width}, N {short(N)}")
+            panel.plot([row["D"] for row in points], [row["loss"] for row in points], "o",
+                       color=color)
+        panel.errorbar(target["D"], prediction["loss"], fmt="s", color=COLORS[0],
+                       yerr=prediction["high"] - prediction["loss"],
+                       label=f"predicted {prediction['loss']:.3f}")
+        if found["measured"] is not None:
+            panel.plot(target["D"], found["measured"], "*", color=COLORS[0], markersize=12,
+                       label=f"measured {found['measured']:.3f}")
+        panel.set(xscale="log", yscale="log", xlabel="tokens read",
+                  ylabel="validation loss, nats per token")
+        few_numbers(panel.xaxis, short)
+        few_numbers(panel.yaxis)
+        panel.grid(alpha=0.25)
+        figure.legend(loc="outside lower left", frameon=False, ncols=2)
+
+
 def write(found: dict, config: LadderConfig) -> list[str]:
-    """ladder.json, whole or not at all; a line on it."""
+    """ladder.json, whole or not at all, and ladder.svg; lines on them."""
     file = Path(config.out, "ladder.json")
     with errors_with_path(file):
         aside = file.with_suffix(".tmp")
         aside.write_text(json.dumps(found, indent=1) + "\n")
         os.replace(aside, file)
-    return [f"wrote    {file}"]
+    if find_spec("matplotlib") is None:
+        return [f"wrote    {file}", "note     no picture: pip install matplotlib"]
+    draw(found, file.with_suffix(".svg"))
+    return [f"wrote    {file}", f"wrote    {file.with_suffix('.svg')}"]
 
 
 @errors_in_one_line("tools.ladder")

@@ -1,4 +1,4 @@
-"""Train several runs of train.py, some at a time, for tools/ladder.py.
+"""Train several runs of train.py, some at a time.
 
 A run that has ended is not repeated, one that was killed is resumed, and one that fails or diverges
 does not end the others. Each run's console goes to console.txt in its --out.
@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from base.commandline import flag_name, words_of
+from base.commandline import flag, flag_name, words_of
 from base.options import OF_TRAINING, Config
 from data import TokenDataset
 from tools.metrics import Run, read_metrics
@@ -27,6 +27,15 @@ from tools.metrics import Run, read_metrics
 TRAIN = str(Path(__file__).resolve().parents[1] / "train.py")
 # Flags that change what a run computes.
 COMPARED = set(OF_TRAINING) - {"save_every", "keep", "check_every", "eval_every", "max_rollbacks"}
+
+
+def jobs_flag():
+    return flag(1, "runs that train at a time; with several each has one thread", low=1)
+
+
+def launch_flag():
+    return flag(None, "what starts train.py (default: this python), such as 'torchrun --standalone "
+                "--nproc_per_node=8'", form="COMMAND")
 
 
 class Job(NamedTuple):

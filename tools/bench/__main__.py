@@ -13,7 +13,7 @@ from base.commandline import Parser, flag_name
 from base.flops import flops_per_token, peak_flops
 from base.options import parse_flags
 from model import SIZES, GPTConfig
-from parallel import Grid
+from parallelism.build import Grid
 from tools.bench import launch
 from tools.plan.flags import PlanConfig
 from tools.plan.memory import Stage, gpu_bytes, memory_bytes
@@ -52,6 +52,10 @@ RACES = {                       # flags of train.py; the mode of PyTorch's stack
     "alone": ("", "single", False), "alone, --compile": ("--compile", "single", True),
     "DDP": ("", "ddp", False), "FSDP2": ("--zero 3", "fsdp", False)}
 MEMORIES = ("", "--compile", "--recompute", "--offload", "--dtype fp32")
+LAYOUTS = ("--zero 1", "--zero 2", "--zero 3", "--tp 2", "--tp 2 --sequence-parallel", "--pp 2",
+           "--pp 2 --pp-schedule 1f1b", "--pp 2 --pp-schedule zb-h1",
+           "--pp 2 --pp-schedule interleaved --pp-chunks 2", "--cp 2")
+TINY = dict(n_layer=4, n_head=4, n_embd=64, seq_len=32)
 
 
 def train_py(work: Work, folder: Path, processes: int, *flags, **environment) -> tuple[list, dict]:
@@ -114,7 +118,37 @@ def memory(work: Work, folder: Path) -> Iterator[dict]:
             yield found | {"peak, GB": seen["peak"], "peak / plan": seen["peak"] / plan}
 
 
-PARTS = dict(gpu=(race, memory), cpu=(race,))
+def profile(work: Work, folder: Path) -> Iterator[dict]:
+    for flags in ("", "--compile"):
+        try:
+            _, seen = train_py(work, folder, 1, *flags.split(), "--steps", work.warmup, PROFILE="1")
+            yield dict(flags=flags, kernels="\n" + seen["profile"])
+        except RuntimeError as error:
+            yield dict(flags=flags, error=str(error))
+
+
+def layouts(work: Work, folder: Path) -> Iterator[dict]:
+    tiny = [f"{flag_name(name)}={value}" for name, value in TINY.items()]
+
+    def losses(processes, *flags):
+        steps, _ = train_py(work, folder, processes, *tiny, "--dtype", "fp32", "--batch-size", 16,
+                            "--micro-batch", 2, "--steps", 8, "--warmup-steps", 2, *flags,
+                            NVIDIA_TF32_OVERRIDE="0")
+        return np.array([step["loss"] for step in steps], float)
+    if work.world < 2:
+        yield dict(error="one GPU: layouts take two or more")
+        return
+    expected = losses(1, "--device", "cpu")
+    for flags in LAYOUTS:
+        found = dict(processes=work.world, flags=flags)
+        try:
+            off = abs(losses(work.world, *flags.split()) / expected - 1).max()
+            yield found | {"loss is off by": off}
+        except RuntimeError as error:
+            yield found | dict(error=str(error))
+
+
+PARTS = dict(gpu=(race, memory, profile, layouts), cpu=(race,))
 
 
 def in_words(found: dict) -> str:

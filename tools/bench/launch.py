@@ -2,7 +2,8 @@
 
     SEEN=seen.json python -m tools.bench.launch --steps 3
 
-is train.py that writes to SEEN, a file, the peak of its GPU's memory in GB.
+is train.py that writes to SEEN, a file, the peak of its GPU's memory in GB and, with PROFILE=1,
+torch.profiler's table of its kernels.
 """
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -83,9 +85,16 @@ def peer(processes: int, seconds: float = 900, **work) -> dict:
 
 if __name__ == "__main__":
     sys.argv[0] = "train.py"
+    profiler = torch.profiler.profile() if "PROFILE" in os.environ else nullcontext()
     try:
-        train.main()
+        with profiler:
+            train.main()
     finally:                            # it ends by sys.exit
-        peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_initialized() else None
+        seen, kind = dict(peak=None), "cuda" if torch.cuda.is_initialized() else "cpu"
+        if kind == "cuda":
+            seen["peak"] = torch.cuda.max_memory_allocated() / 1e9
+        if "PROFILE" in os.environ:
+            seen["profile"] = profiler.key_averages().table(
+                sort_by=f"self_{kind}_time_total", row_limit=20, max_name_column_width=60)
         if os.environ.get("RANK", "0") == "0":
-            Path(os.environ["SEEN"]).write_text(json.dumps(dict(peak=peak)))
+            Path(os.environ["SEEN"]).write_text(json.dumps(seen))

@@ -15,9 +15,47 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from model import GPT, GPTConfig
+
+class PlainBlock(nn.Module):
+    """A block as others write it, q, k and v apart."""
+
+    def __init__(self, C, D):
+        super().__init__()
+        self.head_dim = D
+        self.norm1, self.norm2 = nn.LayerNorm(C), nn.LayerNorm(C)
+        self.q, self.k, self.v, self.proj = (nn.Linear(C, C) for _ in range(4))
+        self.up, self.down = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+    def forward(self, x):
+        h = self.norm1(x)
+        q, k, v = (part(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                   for part in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    def __init__(self, vocab, shape):
+        super().__init__()
+        C = shape["n_embd"]
+        self.token = nn.Embedding(vocab, C)
+        self.position = nn.Embedding(shape["seq_len"], C)
+        self.blocks = nn.Sequential(*(PlainBlock(C, C // shape["n_head"])
+                                      for _ in range(shape["n_layer"])))
+        self.norm = nn.LayerNorm(C)
+        self.head = nn.Linear(C, vocab, bias=False)
+        for module in self.modules():               # of N(0, 1) many numbers become denormal
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+        self.head.weight = self.token.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.blocks(self.token(x) + self.position.weight)))
 
 
 def parallel(mode, plain):
@@ -26,15 +64,15 @@ def parallel(mode, plain):
     if mode == "ddp":
         return DistributedDataParallel(plain)
     if mode == "fsdp":
-        for module in [*plain.blocks.values(), plain]:
+        for module in [*plain.blocks, plain]:
             fully_shard(module)
     return plain
 
 
-def gradients_of(net, cast, micro_batch, compile):
+def gradients_of(net, loss_of, cast, micro_batch, compile):
     """A function (x, y), the sequences of a step and their targets, that computes gradients."""
     def whole(x, y):
-        return net(x, y) / y.numel()
+        return loss_of(net(x), y)
     if compile:
         whole = torch.compile(whole)
 
@@ -52,7 +90,7 @@ def gradients_of(net, cast, micro_batch, compile):
 
 def train_plain(mode, shape, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3,
                 warmup=2, device="cpu", compile=False):
-    """Train a GPT on random tokens by PyTorch's stack -> tokens per second of the whole job,
+    """Train a PlainGPT on random tokens by PyTorch's stack -> tokens per second of the whole job,
     the median over the steps after the warm-up, and the peak of rank 0's memory on a GPU in
     GB. `compile`: model and loss as a whole."""
     warnings.simplefilter("ignore")
@@ -61,16 +99,18 @@ def train_plain(mode, shape, batch_size=16, micro_batch=2, vocab=257, dtype="fp3
     torch.manual_seed(0)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    plain = GPT(GPTConfig(vocab, **shape)).initialize(0).to(device)
+    plain = PlainGPT(vocab, shape).to(device)
     if world > 1:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     net = parallel(mode, plain)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
 
+    def loss_of(logits, y):
+        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
     cast = nullcontext
     if dtype == "bf16":
         cast = functools.partial(torch.autocast, device, torch.bfloat16)
-    gradients = gradients_of(net, cast, micro_batch, compile)
+    gradients = gradients_of(net, loss_of, cast, micro_batch, compile)
     seconds = []
     for _ in range(warmup + steps):
         x, y = torch.randint(vocab, (2, batch_size // world, shape["seq_len"])).to(device)
