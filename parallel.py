@@ -16,7 +16,7 @@ of additions.
 `Run` in train.py puts it together. What parallelism/ adds, as subclasses:
 
     loss.py         a faster head, and a token matrix whose gradient adds up in place
-    schedules.py    the orders "interleaved" and "zb-h1"; pipeline.py runs them
+    schedules.py    the order "interleaved"; pipeline.py runs it
     zero.py         --offload, the values of step 0, and skipped steps
     context.py      rotary positions, windows, recomputed attention
     experts.py      routers, experts that tensor parallelism cuts
@@ -349,9 +349,6 @@ class TensorParallel(nn.Module):
         self.stacked = getattr(plain, "stacked", 1)
         self.grid = grid
 
-    def multiply(self, product: Callable, x: torch.Tensor, *args) -> torch.Tensor:
-        return product(x, self.weight, *args)       # pipeline.ZeroBubble does more
-
 
 class ColumnProduct(torch.autograd.Function):
     """f(x) W^T + b. Backward computes dx, starts its sum, computes dW and only then waits. With
@@ -367,12 +364,11 @@ class ColumnProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        needs_dw, needs_db = ctx.needs_input_grad[1:3]
-        gathering = gather_positions(x, ctx.grid) if needs_dw else None
+        gathering = gather_positions(x, ctx.grid)
         dx = sum_over_ranks(matmul(dy, weight), ctx.grid)       # overlaps with the all-gather of x
         dy = dy.flatten(0, 1)                                   # (B T, out / tp)
-        dw = matmul(dy.t(), gathering.wait().flatten(0, 1)) if needs_dw else None
-        db = dy.sum(0) if needs_db else None
+        dw = matmul(dy.t(), gathering.wait().flatten(0, 1))
+        db = dy.sum(0) if ctx.needs_input_grad[2] else None
         return dx.wait(), dw, db, None
 
 
@@ -383,8 +379,8 @@ class ColumnParallelLinear(TensorParallel):
 
     def forward(self, x):
         if self.grid.tp == 1:
-            return self.multiply(linear, x, self.bias)
-        return self.multiply(ColumnProduct.apply, x, self.bias, self.grid)
+            return linear(x, self.weight, self.bias)
+        return ColumnProduct.apply(x, self.weight, self.bias, self.grid)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -403,8 +399,8 @@ class RowParallelLinear(TensorParallel):
 
     def forward(self, x):
         if self.grid.tp == 1:
-            return self.multiply(linear, x, self.bias)
-        y = self.sum(self.multiply(linear, x))
+            return linear(x, self.weight, self.bias)
+        y = self.sum(linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
     def sum(self, y):
@@ -655,7 +651,7 @@ class Pipeline:
         """Run a schedule. Raises DistError if another rank is gone or hangs."""
         self.last_backward = {chunk: m for kind, m, chunk in schedule if kind == "B"}
         turns = self.turns(schedule)
-        leaving = dict.fromkeys("FBW", Work(None))          # the last result of each kind
+        leaving = dict.fromkeys("FB", Work(None))           # the last result of each kind
         arriving = start_messages(self.grid, self.inputs_of(turns[0]))
         for turn, next_turn in zip(turns, [*turns[1:], []]):
             inputs = arriving
@@ -700,7 +696,7 @@ class Pipeline:
             raise dist.DistError(f"{OP_NAMES[kind]} of microbatch {m}: {error}") from error
 
 
-OP_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}       # for errors
+OP_NAMES = {"F": "forward", "B": "backward"}       # for errors
 
 
 @dataclass
@@ -713,14 +709,14 @@ class Message:
 
 def route(grid: Grid, message: Message) -> tuple[int, int] | None:
     """(the stage at the other end of a message, its tag); None at the ends of the model, where
-    there is no other stage, and for "W" (schedules.py: ZB-H1), which sends nothing."""
+    there is no other stage."""
     kind, m, chunk = message.op
     places = grid.pp * grid.chunks          # chunk c of stage s is number c p + s in the model
     here = chunk * grid.pp + grid.stage
     forth = 1 if kind == "F" else -1        # activations go to the next place, gradients back
     there = here + forth if message.sending else here - forth
     receiver = there if message.sending else here
-    if kind == "W" or not 0 <= there < places:
+    if not 0 <= there < places:
         return None
     tag = 2 * (m * places + receiver) + "FB".index(kind)        # the op that needs the message
     return there % grid.pp, tag
@@ -832,7 +828,7 @@ class Bucket:
     shard           {name: (numel / num_shards,)} of what this rank updates: views "data" and "grad"
                     (with ZeRO 3, and from ZeRO 2 on, own memory), "exp_avg", "exp_avg_sq", and
                     "master", the same tensor as data if their types are equal
-    pending_grads   number of gradients that backward (with ZB-H1: W) has not computed yet
+    pending_grads   number of gradients that backward has not computed yet
     unsharding      the all-gather of `data` under way, or None
     """
 
@@ -969,8 +965,8 @@ class DataParallel:
                 self.buckets_to_sync.append(self.buckets_to_sync.pop(0))
 
     def grad_ready(self, parameter: nn.Parameter) -> None:
-        """A hook of autograd, and of the op W of a schedule: the gradient is complete. It runs on
-        backward's thread and CUDA stream, so collectives start after the gradient's kernels."""
+        """A hook of autograd: the gradient is complete. It runs on backward's thread and CUDA
+        stream, so collectives start after the gradient's kernels."""
         if parameter.grad is not None:      # else a Function of loss.py has added it already
             self.add_grad(self.main_grad(parameter), parameter.grad)
             parameter.grad = None

@@ -62,7 +62,7 @@ class Config:
     cp: int = flag(1, "context-parallel ranks: each has a part of every sequence", low=1)
     ep: int = flag(1, "replicas that divide a mixture's experts among them", low=1)
     pp_schedule: str = flag("gpipe", "order of the microbatches in the pipeline",
-                            choices=["gpipe", "1f1b", "interleaved", "zb-h1"])
+                            choices=["gpipe", "1f1b", "interleaved"])
     pp_chunks: int = flag(1, "interleaved: parts of the model on each stage", low=1)
     device: str = flag("auto", "auto: cuda, or mps for one process, where available",
                        choices=["auto", "cpu", "cuda", "mps"])

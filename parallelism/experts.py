@@ -156,7 +156,7 @@ class ParallelExpertLinear(TensorParallel):
     is_expert = True
 
     def forward(self, x, counts):
-        return self.multiply(expert_linear, x, counts)
+        return expert_linear(x, self.weight, counts)
 
 
 class ExpertColumns(ParallelExpertLinear):

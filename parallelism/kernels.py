@@ -124,16 +124,6 @@ def expert_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -
     return torch.cat(products)
 
 
-def expert_weight_grad(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
-                       counts: torch.Tensor) -> torch.Tensor:
-    """The gradient (E, out, in) of `weight` in `expert_linear`; dy is that of its result."""
-    if multiplies_experts_at_once(weight):
-        return F.grouped_mm(dy.mT, x, offs=counts.cumsum(0, dtype=torch.int32))
-    parts = counts.tolist()
-    return torch.stack([upcast_for_matmul(torch.matmul, dy_of_expert.mT, rows)
-                        for dy_of_expert, rows in zip(dy.split(parts), x.split(parts))])
-
-
 # ---- Gradients' sums ------------------------------------------------------------------------
 
 # Two kernels of PyTorch for CPUs add up a gradient in its own type, so in 16 bits the error grows

@@ -1,4 +1,4 @@
-"""Two more schedules than parallel.py's GPipe and 1F1B, which has their drawings.
+"""All schedules by name, and interleaved 1F1B. parallel.py has GPipe and 1F1B, with drawings.
 
 Interleaved 1F1B: a stage has v chunks of the layers, a, b and so on. Chunk c of stage s has
 the layers of stage c p + s of a pipeline of v p stages. An op takes 1 / v of the time, so the
@@ -6,15 +6,6 @@ bubble is (p - 1) / (v m + p - 1), for v times the messages. Here two stages hav
 
              F0a F1a F0b F1b F2a .   B0b B0b F3a B1b B1b F2b B0a B0a F3b B1a B1a .   B2b B2b ...
              .   F0a F1a F0b B0b B0b F1b B1b B1b F2a B0a B0a F3a B1a B1a F2b B2b B2b F3b B3b ...
-
-ZB-H1: B leaves out the gradients of the linear layers' weights, for which no stage waits; W
-computes them later. If F, B and W take one unit each and m >= p, the bubble is
-(p - 1) / (3 m + p - 1). Each stage keeps the activations of p microbatches, until their W. With
-sequence parallelism it keeps more: the dy that wait for W hold all positions.
-
-    ZB-H1    F0 F1 F2 .  .  B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4
-             .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 F4 B3 W2 B4 W3 W4
-             .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 W3 W4
 """
 from itertools import pairwise
 
@@ -41,18 +32,7 @@ def interleaved(stage: int, stages: int, num_microbatches: int, chunks: int) -> 
                             ahead=(chunks - 1) * stages + 2 * (stages - 1 - stage))
 
 
-def zb_h1(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
-    """ZB-H1 (Qi et al. 2024, section 2.1): 1F1B, with each W postponed by `stage`
-    microbatches. Earlier stages wait for the first gradients, so later stages run B before W."""
-    ops = []
-    for op, m, chunk in one_f_one_b(stage, stages, num_microbatches):
-        ops.append((op, m, chunk))
-        if op == "B" and m >= stage:
-            ops.append(("W", m - stage, chunk))
-    return ops + [("W", m, 0) for m in range(max(0, num_microbatches - stage), num_microbatches)]
-
-
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb-h1": zb_h1}
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
 
 
 def make_schedule(name: str, grid, num_microbatches: int) -> list[tuple]:
@@ -61,16 +41,16 @@ def make_schedule(name: str, grid, num_microbatches: int) -> list[tuple]:
     return schedule(grid.stage, grid.pp, num_microbatches, grid.chunks)
 
 
-def split_in_turns(schedule: list[tuple], chunks: int) -> list[list[tuple]]:
-    """Group the ops into turns; a stage exchanges messages after each turn. A turn is one op, after
-    any W: messages travel meanwhile. Where an interleaved schedule alternates, it is a forward and
-    the backward after it: each stage is two forwards ahead of the next there, so that on NCCL
-    single sends would wait for each other."""
+def split_in_turns(schedule: list[tuple]) -> list[list[tuple]]:
+    """Group the ops of an interleaved schedule into turns; a stage exchanges messages after each
+    turn. A turn is one op. Where forwards and backwards alternate, it is a forward and the backward
+    after it: each stage is two forwards ahead of the next there, so that on NCCL single sends would
+    wait for each other."""
     pairs = [(first[0], second[0]) for first, second in pairwise(schedule)]
-    joined = [("F", "B")] if chunks > 1 and ("B", "F") in pairs else []
+    alternates = ("B", "F") in pairs
     turns = [schedule[:1]]
     for op, pair in zip(schedule[1:], pairs):
-        if pair in joined or pair[0] == "W":
+        if alternates and pair == ("F", "B"):
             turns[-1].append(op)
         else:
             turns.append([op])

@@ -158,10 +158,6 @@ def check_grid(world: int, config) -> None:
          f"--pp-schedule {schedule} with pp {pp} and pp-chunks {config.pp_chunks}: chunks require "
          f"the schedule interleaved, and it requires --pp and --pp-chunks of 2 or more: give all, "
          f"or drop both flags"),
-        (schedule == "zb-h1" and (pp == 1 or config.zero == 2 or config.recompute
-                                  or config.compile),
-         "--pp-schedule zb-h1 requires --pp 2 or more, and cannot be combined with --zero 2, "
-         "--recompute or --compile: drop these, or use 1f1b"),
         (config.exact and MOST_STRIPS % tp,
          f"--exact computes in {MOST_STRIPS} strips at most, which tp {tp} does not divide"),
         (config.exact and cp > 1,

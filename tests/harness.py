@@ -110,8 +110,7 @@ COVER = [dict(zip(COLUMNS, row)) for row in [
     (0, 2, 2, 1, "interleaved", False, True, "bf16"),
     (1, 1, 2, 1, "interleaved", True, False, "fp16"),
     (2, 1, 2, 2, "interleaved", False, False, "fp32"),
-    (0, 1, 2, 1, "zb-h1", False, False, "bf16"), (0, 2, 4, 1, "zb-h1", False, True, "fp64"),
-    (1, 1, 4, 2, "zb-h1", False, False, "fp16"), (1, 2, 2, 1, "zb-h1", False, False, "fp32")]]
+    (1, 1, 4, 2, "1f1b", False, False, "fp16"), (1, 2, 2, 1, "1f1b", False, False, "fp32")]]
 for row in COVER:
     if row["pp_schedule"] == "interleaved":
         row["pp_chunks"] = 2

@@ -155,7 +155,7 @@ def gradient_loads_and_bias(run):
     ((1, 1, 1), dict(recompute=True)),
     ((1, 1, 1), dict(exact=True)),
     ((1, 2, 1), dict(sequence_parallel=True)),
-    pytest.param((2, 1, 2), dict(ep=2, pp_schedule="zb-h1"), marks=pytest.mark.slow),
+    pytest.param((2, 1, 2), dict(ep=2, pp_schedule="1f1b"), marks=pytest.mark.slow),
     pytest.param((1, 1, 1), dict(cp=2), marks=pytest.mark.slow)])
 def test_padding_is_outside_of_losses_of_routers_their_loads_and_their_bias(pool, tmp_path, layout,
                                                                             flags):

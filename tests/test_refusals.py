@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from base import processes
 from base.options import Config, merge_config, parse_flags
@@ -22,8 +23,8 @@ from model import GPTConfig
 from models.llama import LlamaConfig
 from models.moe import MoEConfig
 from runtime import checks, startup
-from tests.commands import TINY, expect_mistake, launch
-from tests.harness import CFG, names_in
+from tests.commands import TINY, expect_mistake, launch, read_metrics
+from tests.harness import CFG, column, different_rows, names_in
 
 
 def rows(table):
@@ -76,8 +77,7 @@ LOCAL_RANK=1 --lr 1 | LOCAL_RANK is 1
 --pp-chunks 2 | interleaved, --pp | --n-layer 4 --pp 2 CHUNKED
 --n-layer 3 --batch-size 5 --pp 2 CHUNKED | n_layer 3, pp 2 x pp-chunks 2, 5
 --n-layer 4 --batch-size 3 --micro-batch 1 --pp 2 CHUNKED | batch size 3, pp 2
---pp 2 --pp-schedule zb-h1 --recompute | zb-h1, --pp, --zero 2
---pp-schedule zb-h1 | zb-h1, --pp
+--pp 2 --pp-schedule zb-h1 | zb-h1, 1f1b, interleaved | --pp 2 --pp-schedule 1f1b
 --exact --cp 2 | --exact, --cp 2
 --exact --tp 3 --n-head 3 --n-embd 24 | --exact, tp 3 | --exact --tp 2
 --exact --compile | --exact, --compile
@@ -290,6 +290,21 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip seed
         save_every keep checkpoint_format check_every eval_every eval_tokens rollback max_rollbacks
         skip_steps""".split())
+
+
+def test_a_checkpoint_of_a_run_with_a_schedule_that_has_left_resumes(run_train, shards, things,
+                                                                     tmp_path):
+    """The stored name is not read: without the flag its rows are those of the unchanged file."""
+    state = torch.load(things / "whole.pt")
+    state["config"] |= dict(pp=2, pp_schedule="zb-h1")
+    torch.save(state, tmp_path / "changed.pt")
+    found = []
+    for file in (things / "whole.pt", tmp_path / "changed.pt"):
+        out = tmp_path / f"out of {file.stem}"
+        status, _, error = run_train("--data", shards, "--out", out, "--resume", file, "--steps", 6)
+        assert status == 0, error
+        found.append(read_metrics(out)[0])
+    assert column(found[0], "step") == [5, 6] and different_rows(*found) == ""
 
 
 def test_what_a_checkpoint_of_weights_may_change():

@@ -18,9 +18,9 @@ from runtime.checks import check_layout
 def clock(schedules: list, units: list | None = None) -> list[dict]:
     """Simulate the stages' schedules without processes; returns {op: (start, end)} of each stage.
     An op starts when its stage is free and its input has arrived. Raises ValueError on a deadlock.
-    `units`: {kind of op: its time} of each stage; None: one unit, and two of a B without a W."""
+    `units`: {kind of op: its time} of each stage; None: one unit, and two of a B."""
     if units is None:
-        units = [dict(F=1, B=1 if ("W", 0, 0) in schedules[0] else 2, W=1)] * len(schedules)
+        units = [dict(F=1, B=2)] * len(schedules)
     times = [{} for _ in schedules]
     free = [0] * len(schedules)
     places = len(schedules) * len({chunk for _, _, chunk in schedules[0]})
@@ -42,9 +42,8 @@ def clock(schedules: list, units: list | None = None) -> list[dict]:
                     arrived["B", m, place] = free[stage]    # the loss
                 elif op == "F":
                     arrived["F", m, place + 1] = free[stage]
-                elif op == "B":
+                else:
                     arrived["B", m, place - 1] = free[stage]
-                    arrived["W", m, place] = free[stage]
         if len(arrived) == arrivals_before:
             raise ValueError("the schedules wait for each other: deadlock")
     return times
@@ -57,9 +56,8 @@ def bubble(times: list[dict]) -> float:
 
 
 def live_activations(schedule: list) -> int:
-    """The largest number of microbatches, in all chunks, between F and B, or W if there is one."""
-    freed_by = "W" if ("W", 0, 0) in schedule else "B"
-    return max(accumulate({"F": 1, freed_by: -1}.get(op, 0) for op, *_ in schedule))
+    """The largest number of microbatches, in all chunks, between F and B."""
+    return max(accumulate({"F": 1, "B": -1}[op] for op, *_ in schedule))
 
 
 def draw(times: list[dict]) -> str:
@@ -84,14 +82,12 @@ def describe(name: str, p: int, m: int, v: int) -> str:
     times = clock(schedules)
     counts = [f"stage {s}: {live_activations(ops) / v:g}" for s, ops in enumerate(schedules)]
     chunks = f" in {v} chunks" if v > 1 else ""
-    formula, n = {"interleaved": ("v m", v * m), "zb-h1": ("3 m", 3 * m)}.get(name, ("m", m))
-    units = "a backward takes two units of time"
-    if name == "zb-h1":
-        units = "an op takes one unit of time, the formula is for m >= p"
+    formula = "v m" if name == "interleaved" else "m"       # v is 1 for the others
     return "\n".join([
-        f"{name}, {p} stages{chunks}, {m} microbatches; {units}", "", draw(times), "",
+        f"{name}, {p} stages{chunks}, {m} microbatches; a backward takes two units of time", "",
+        draw(times), "",
         f"bubble {bubble(times):.1%} of the time, "
-        f"(p - 1) / ({formula} + p - 1) = {(p - 1) / (n + p - 1):.1%}",
+        f"(p - 1) / ({formula} + p - 1) = {(p - 1) / (v * m + p - 1):.1%}",
         f"live activations, in microbatches: {', '.join(counts)}"])
 
 

@@ -14,7 +14,7 @@ layouts that fit; flags that are given are constraints. `--json` prints the numb
     step = sum(t) + (m - 1) max(t) + data parallelism + AdamW
 
            for m microbatches, where t is the time of one on each stage, forward and backward
-           (GPipe: the sum for forward plus that for backward; interleaved 1F1B and ZB-H1: by
+           (GPipe: the sum for forward plus that for backward; interleaved 1F1B: by
            tools.schedule.clock); data parallelism counts where backward does not hide it, and
            SHARE of it where backward does
 

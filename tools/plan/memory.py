@@ -5,7 +5,6 @@ formula counts is exact (parallel.py, section 4); buffers, logits and activation
 """
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
 
 from amp import PRECISIONS
 from base.flops import mlp_channels
@@ -13,7 +12,6 @@ from model import GPTConfig
 from parallel import Bucket, Grid, chunk_layers, make_buckets
 from parallelism.buckets import state_bytes
 from parallelism.build import build_stage
-from parallelism.loss import tile_size
 from parallelism.parameters import ParamSpec, param_specs
 from parallelism.loss import tile_size
 from parallelism.schedules import make_schedule
@@ -224,23 +222,6 @@ def kept_by_attention(stage: Stage) -> int:
     return channels * stage.positions // stage.grid.tp
 
 
-def kept_for_weights(stage: Stage) -> int:
-    """How many numbers a block keeps from B to W under ZB-H1: the inputs of its matrices, and the
-    gradients of their outputs. qkv and up have outputs that are cut, proj and down inputs."""
-    cfg, grid = stage.cfg, stage.grid
-    hidden = mlp_channels(cfg)
-    up = 2 * hidden if cfg.gated else hidden
-    attention = 2 * (cfg.n_head + cfg.n_kv_head) * cfg.head_dim     # qkv's gradient, proj's input
-    kept = (attention + hidden + up) * stage.positions // grid.tp
-    whole = stage.own_x + stage.x           # what qkv takes, and the gradient of proj's output
-    if not hasattr(cfg, "n_expert"):
-        return kept + 2 * whole             # those of up and down are as large
-    rows = 2 * cfg.n_active * cfg.n_embd * stage.positions          # of experts' up and down
-    if cfg.shared_hidden > 0:
-        rows += whole
-    return kept + whole + rows
-
-
 def activation_bytes(stage: Stage) -> int:
     """The most that this rank keeps between forward and backward, in units of B T C / cp numbers
     (Korthikanti et al. 2022, section 4, for what we save; without dropout):
@@ -249,9 +230,7 @@ def activation_bytes(stage: Stage) -> int:
                  q, k, v, attention's output and the MLP's F (before and after GELU)     / tp
         stage    what it sends on; or the head's input and its gradient, computed in forward
 
-    Of chunks (interleaved 1F1B) each is such a stage, with its part of the blocks. Under ZB-H1 a
-    microbatch keeps from B to W the inputs of a block's four matrices, and the gradients of their
-    outputs: with GELU and no sequence parallelism as many numbers, otherwise more."""
+    Of chunks (interleaved 1F1B) each is such a stage, with its part of the blocks."""
     config, grid = stage.config, stage.grid
     thin = config.size * stage.own_x
     block = config.size * (kept_by_mlp(stage) + kept_by_attention(stage)) + 2 * thin
@@ -260,9 +239,4 @@ def activation_bytes(stage: Stage) -> int:
     if config.recompute:        # a block's input; and once, in backward, all of a block
         inputs = stage.layers * thin // grid.chunks + end
         return live_activations(schedule) * inputs + block
-    whole = stage.layers * block // grid.chunks + end
-    for_weights = 0
-    if config.pp_schedule == "zb-h1":
-        for_weights = stage.layers * config.size * kept_for_weights(stage)
-    change = dict(F=whole, B=for_weights - whole, W=-for_weights)
-    return max(accumulate(change[op] for op, _, _ in schedule))
+    return live_activations(schedule) * (stage.layers * block // grid.chunks + end)

@@ -36,8 +36,8 @@ def candidates(cfg: GPTConfig, config: PlanConfig, options: dict) -> Iterator[Pl
 def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict]:
     """The plans of the ten fastest layouts that fit, of those with tp inside a machine, at least
     LEAST_POSITIONS on a rank or no cp, microbatches of 1 to 16 sequences, and 1F1B, which takes
-    less time and memory than GPipe, or that interleaved in 2 or 4 chunks. (ZB-H1 only if it is
-    given.) What `given` names stays as it is in `config`. Raises ValueError if nothing fits."""
+    less time and memory than GPipe, or that interleaved in 2 or 4 chunks. What `given` names stays
+    as it is in `config`. Raises ValueError if nothing fits."""
     divisors = [n for n in range(1, config.world + 1) if config.world % n == 0]
     options = dict(tp=[n for n in divisors if config.gpus_per_node % n == 0],
                    pp=[n for n in divisors if n <= cfg.n_layer],

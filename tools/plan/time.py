@@ -3,7 +3,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from base.flops import mlp_channels
-from parallelism.schedules import SCHEDULES
+from parallelism.schedules import interleaved
 from tools.plan.flags import PlanConfig
 from tools.plan.memory import Stage
 from tools.plan.traffic import CONTEXT_RINGS, gradient_rings, ring
@@ -68,7 +68,6 @@ class BlockTimes(NamedTuple):
     forward: dict
     backward: dict
     recomputed: dict    # once more in backward, with --recompute
-    weights: float      # of backward: the products that are gradients of matrices
     columns: list       # of qkv, and of a dense MLP's first matrix: (gradient of its input, own)
 
 
@@ -90,7 +89,7 @@ def block_seconds(stage: Stage) -> BlockTimes:
     return BlockTimes(
         dict(matrices=sum(forward), attention=scores, passes=passes / 3),
         dict(matrices=sum(inputs + weights), attention=backward, passes=passes * 2 / 3),
-        dict(matrices=sum(forward[:-1]), attention=scores, passes=passes / 3), sum(weights),
+        dict(matrices=sum(forward[:-1]), attention=scores, passes=passes / 3),
         [(inputs[layer], weights[layer]) for layer in columns])
 
 
@@ -100,7 +99,6 @@ class StageTimes(NamedTuple):
     total: float        # their sum
     forward: float
     backward: float
-    weights: float      # of backward: the products that are gradients of the blocks' matrices
 
 
 def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
@@ -131,16 +129,14 @@ def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
         seconds["passes"] += passes
         forward += head + passes
     total = sum(seconds.values())
-    return StageTimes(seconds, total, forward, total - forward, layers * block.weights)
+    return StageTimes(seconds, total, forward, total - forward)
 
 
 def hidden_seconds(config: PlanConfig, block: BlockTimes, once: float) -> float:
     """Seconds of a block's tensor parallelism that are hidden, if x goes around the ring in `once`.
     In backward (parallel.ColumnProduct) the sum of dx, twice around, travels behind the gradient of
-    the weight. Sequence parallelism sums in one ring, and gathers x in another, behind
-    the product that is dx. ZB-H1 hides none."""
-    if config.pp_schedule == "zb-h1":       # the gradients of the weights come later
-        return 0.0
+    the weight. Sequence parallelism sums in one ring, and gathers x in another, behind the product
+    that is dx."""
     hidden = 0.0
     for of_input, of_weight in block.columns:
         if config.sequence_parallel:
@@ -155,13 +151,11 @@ def pipeline_seconds(config: PlanConfig, stages: list[StageTimes], m: int) -> fl
     their time once, forward and backward. 1F1B: a stage starts when the first microbatch reaches
     it, and waits for its first and last backward, from all stages behind it, if the forwards (or
     backwards) that it has to do meanwhile are shorter. Interleaved, with chunks that take equally
-    long, and ZB-H1, whose W takes `weights` of backward: simulated."""
+    long: simulated."""
     p, chunks = len(stages), config.pp_chunks
-    if config.pp_schedule in ("interleaved", "zb-h1"):
-        apart = 1 if config.pp_schedule == "zb-h1" else 0
-        return simulated_seconds(config.pp_schedule, chunks, m, tuple(
-            (s.forward / chunks, (s.backward - apart * s.weights) / chunks, apart * s.weights)
-            for s in stages))
+    if config.pp_schedule == "interleaved":
+        return simulated_seconds(chunks, m, tuple(
+            (s.forward / chunks, s.backward / chunks) for s in stages))
     forward, backward = [s.forward for s in stages], [s.backward for s in stages]
     if config.pp_schedule == "gpipe":
         return sum(sum(times) + (m - 1) * max(times) for times in (forward, backward))
@@ -175,11 +169,11 @@ def pipeline_seconds(config: PlanConfig, stages: list[StageTimes], m: int) -> fl
 
 
 @lru_cache          # a search asks for the same with each ZeRO stage
-def simulated_seconds(schedule: str, chunks: int, m: int, times: tuple) -> float:
-    """Seconds of m microbatches; `times`: those of F, B and W on each stage."""
+def simulated_seconds(chunks: int, m: int, times: tuple) -> float:
+    """Seconds of m microbatches, interleaved; `times`: those of F and B on each stage."""
     p = len(times)
-    ops = [SCHEDULES[schedule](stage, p, m, chunks) for stage in range(p)]
-    rows = clock(ops, [dict(zip("FBW", of_stage)) for of_stage in times])
+    ops = [interleaved(stage, p, m, chunks) for stage in range(p)]
+    rows = clock(ops, [dict(zip("FB", of_stage)) for of_stage in times])
     return max(end for row in rows for _, end in row.values())
 
 
@@ -191,8 +185,8 @@ def exposed(traffic: float, hidden: float) -> float:
 
 def exposed_seconds(stage: Stage, sent: dict, slowest: StageTimes) -> float:
     """What data parallelism adds to a step, behind the slowest stage. ZeRO 0 and 1 send gradients
-    during the last backward (ZB-H1: its W), 2 during all, 3 during forward and backward. ZeRO 1 and
-    2 gather parameters during the first forward."""
+    during the last backward, 2 during all, 3 during forward and backward. ZeRO 1 and 2 gather
+    parameters during the first forward."""
     links = link_speeds(stage.config)
     m, zero = stage.microbatches, stage.config.zero
     hops = HOP * (stage.grid.replicas - 1) * (2 * stage.layers + 2)     # once around, all buckets
@@ -204,7 +198,7 @@ def exposed_seconds(stage: Stage, sent: dict, slowest: StageTimes) -> float:
         return embedding + exposed(gradients + gathers, m * slowest.total)
     if zero > 0:
         gathers = exposed(gathers + hops, slowest.forward)
-    hidden = slowest.weights if stage.config.pp_schedule == "zb-h1" else slowest.backward
+    hidden = slowest.backward
     if zero == 2:
         hidden *= m
     return embedding + gathers + exposed(gradients, hidden)
