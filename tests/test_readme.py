@@ -122,7 +122,7 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
         "data/mine-bytes", "data/smollm2", "data/python", "data/mine", "data/tinystories",
         "data/python", "data/python"]
     drawings = readme_commands("tools.schedule")
-    assert len(drawings) == 4
+    assert len(drawings) == 3
     for _, flags in drawings:
         monkeypatch.setattr(sys, "argv", ["schedule.py", *flags])
         tools.schedule.main()
