@@ -13,20 +13,20 @@ of additions.
     5. Context parallelism      the sequence is cut            --cp
     6. Expert parallelism       the experts are divided        --ep
 
-`Run` in train.py puts it together. What parallelism/ adds, as subclasses:
+Each section begins with the idea. Where the code that runs hides it, a short example comes first:
+the functions `plain_...`, which only tests run. `Run.__init__` in train.py puts all of it together.
 
-    loss.py         a faster head, and a token matrix whose gradient adds up in place
-    schedules.py    the order "interleaved"; pipeline.py runs it
-    zero.py         --offload, the values of step 0, and skipped steps
-    context.py      rotary positions, windows, recomputed attention
-    experts.py      routers, experts that tensor parallelism cuts
-    build.py        a rank of train.py: its groups on GPUs, its part of a model
+parallelism/ replaces single classes and methods of this file by what is faster or rarer: a head
+that never has all logits (loss.py), interleaved stages (pipeline.py), --offload (zero.py), models
+other than GPTs (context.py, experts.py), --exact. The names of a model's modules connect the files:
+whoever renames "attn.qkv" looks for it everywhere.
 
-`linear`, `matmul` and `lookup` are F.linear, torch.matmul and F.embedding. They differ in 16 bits
-on a CPU alone, where PyTorch's own are slow or inaccurate (kernels.py).
+`linear`, `matmul` and `lookup` are F.linear, torch.matmul and F.embedding, except in 16 bits on a
+CPU, where PyTorch's own are slow or inaccurate (kernels.py).
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V vocabulary.
 """
+import math
 import re
 import socket
 from collections.abc import Callable
@@ -39,7 +39,9 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
+from torch.utils.checkpoint import checkpoint
 
+from amp import NOT_FINITE
 from model import GPT, IGNORE_INDEX, CoreAttention, ceil_div
 from parallelism import collectives
 from parallelism.collectives import comm_errors, on_hosts, sum_dtype
@@ -75,7 +77,7 @@ class Grid:
     two. The gradients of the replicas are summed, and ZeRO shards over the replicas. With `ep`,
     every ep consecutive replicas divide the experts of a mixture among them (section 6).
 
-    chunks      parts of the model that this rank runs in turn (schedules.py: interleaved)
+    chunks      parts of the model that this rank runs in turn (pipeline.py: interleaved)
     hosts       the machine of each rank, for errors
     exact       the sums of --exact (exact_sums.ExactSums)
     """
@@ -134,15 +136,15 @@ def make_groups(grid: Grid, backend: str = "gloo", timeout: timedelta | None = N
                 group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
 
 
-# The ranks of a group use three collectives. For ranks a and b, which have two slices each:
+# The ranks of a group exchange tensors by collectives. For ranks a and b, with two slices each:
 #
 #                before      reduce-scatter      then all-gather     or all-reduce, from "before"
 #       rank a   a0 a1       a0+b0  -            a0+b0  a1+b1        a0+b0  a1+b1
 #       rank b   b0 b1       -      a1+b1        a0+b0  a1+b1        a0+b0  a1+b1
 #
-# So an all-reduce costs as much as the other two together. Each of these functions works in the
-# memory of x and starts at once. What it returns is a `Work`, so a rank can compute until it needs
-# the result. Without a group x is the result.
+# So an all-reduce costs as much as the other two together. These three work in the memory of x.
+# `all_to_all` is the fourth: its result is new memory. Each function starts at once and returns a
+# `Work`, so a rank can compute until it waits for the result. Without a group x is the result.
 
 
 class Work:
@@ -164,8 +166,9 @@ class Work:
         return self.result
 
 
-def library(x: torch.Tensor):
-    """What has the collectives of x: torch.distributed, for CPUs our own, which send less."""
+def implementation(x: torch.Tensor):
+    """The module with the collectives for x: torch.distributed, for CPUs our own, which send
+    less (parallelism/collectives.py)."""
     return collectives if x.device.type == "cpu" else dist
 
 
@@ -173,7 +176,7 @@ def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
     """Sum x over the ranks of a group, or apply another operation."""
     if group is None:
         return Work(x)
-    return Work(x, "all-reduce", group, partial(library(x).all_reduce, x, op))
+    return Work(x, "all-reduce", group, partial(implementation(x).all_reduce, x, op))
 
 
 def reduce_scatter(x: torch.Tensor, group) -> Work:
@@ -182,7 +185,8 @@ def reduce_scatter(x: torch.Tensor, group) -> Work:
     if group is None:
         return Work(x)
     own = x.chunk(group.size())[group.rank()]
-    return Work(own, "reduce-scatter", group, partial(library(x).reduce_scatter_single, own, x))
+    start = partial(implementation(x).reduce_scatter_single, own, x)
+    return Work(own, "reduce-scatter", group, start)
 
 
 def all_gather(x: torch.Tensor, group) -> Work:
@@ -190,7 +194,8 @@ def all_gather(x: torch.Tensor, group) -> Work:
     if group is None:
         return Work(x)
     own = x.chunk(group.size())[group.rank()]
-    return Work(x, "all-gather", group, partial(library(x).all_gather_single, x, own))
+    start = partial(implementation(x).all_gather_single, x, own)
+    return Work(x, "all-gather", group, start)
 
 
 def all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group) -> Work:
@@ -199,8 +204,8 @@ def all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group) -> 
     if group is None:
         return Work(x)
     result = x.new_empty(sum(received), *x.shape[1:])
-    return Work(result, "all-to-all", group,
-                partial(dist.all_to_all_single, result, x.contiguous(), received, sent))
+    start = partial(dist.all_to_all_single, result, x.contiguous(), received, sent)
+    return Work(result, "all-to-all", group, start)
 
 
 class WithGradient(torch.autograd.Function):
@@ -239,121 +244,56 @@ class WithGradient(torch.autograd.Function):
 # Attention is cut the same way: each rank has some heads instead of some columns. nn.Linear stores
 # its weight as (out, in), so "by columns" cuts dimension 0.
 #
-# Sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f come
-# bias, residual addition and LayerNorm: all tp ranks do the same work on the same activations.
-# Instead, let each hold some positions there. For two ranks and positions 0 to 3:
-#
-#                 norm               f     qkv, attention, proj     g      norm
-#       rank a    0 1     ->   0 1 2 3     with half of the heads   ->     0 1
-#       rank b    2 3     ->   0 1 2 3     with the other half      ->     2 3
-#
-#   f: all-gather forward,     reduce-scatter backward
-#   g: reduce-scatter forward, all-gather backward
-#
-# f and g together send as much as one all-reduce, and the activations from g to f take 1 / tp of
-# the memory. A parameter that is used there gets a gradient from this rank's positions alone, which
-# `finish_grad_sync` sums over the tp ranks.
-#
-# An all-gather puts the ranks' parts one after another, and a reduce-scatter takes them so:
-#
-#     by sequences (B, T, C)               by ranks (tp B, T / tp, C), here B = tp = 2
-#
-#     sequence 0:  rank 0 | rank 1         rank 0 of sequence 0, of 1, rank 1 of sequence 0, of 1
-#     sequence 1:  rank 0 | rank 1
-#
-# From f to g activations stay by ranks, because a change of the order copies them. A product does
-# not care. Only attention needs whole sequences.
+# In code f and g call `gather_positions` and `sum_over_ranks`. Read the first as x itself and the
+# second as an all-reduce: they do more only with sequence parallelism, at the end of this section.
 # ---------------------------------------------------------------------------------------------
-
-
-def gather_positions(x: torch.Tensor, grid: Grid) -> Work:
-    """For f's forward and g's backward: x itself. With sequence parallelism all positions, by
-    ranks: (B, T / tp, C) -> (tp B, T / tp, C)."""
-    if not grid.sequence_parallel:
-        return Work(x)
-    parts = x.new_empty(grid.tp, *x.shape)                              # (tp, B, T / tp, C)
-    parts[grid.tp_rank] = x
-    return all_gather(parts.flatten(0, 1), grid.groups["tp"])
-
-
-def sum_over_ranks(x: torch.Tensor, grid: Grid) -> Work:
-    """For g's forward and f's backward: the sum of the ranks' x (B, T, C), in place. With sequence
-    parallelism x is by ranks, (tp B, T / tp, C), and the result a part of it: the sum of this
-    rank's positions, (B, T / tp, C). The other parts change too, so autograd must not have saved
-    x."""
-    if not grid.sequence_parallel:
-        return all_reduce(x, grid.groups["tp"])
-    return reduce_scatter(x, grid.groups["tp"])
 
 
 def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """The input of matrices that are cut by columns."""
+    # Autograd wants another tensor than x as the output. The sum is in place, so it takes a copy.
     return WithGradient.apply(x, lambda x: gather_positions(x.view_as(x), grid).wait(),
                               lambda dx: sum_over_ranks(dx.clone(), grid).wait())
 
 
-class SumInPlace(torch.autograd.Function):
-    """g: the sum overwrites x to save a copy of (B, T, C)."""
-
-    @staticmethod
-    def forward(ctx, x, grid):
-        ctx.grid = grid
-        total = sum_over_ranks(x.detach(), grid).wait()
-        if grid.sequence_parallel:              # the result is a part of x
-            return total
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, dy):
-        return gather_positions(dy, ctx.grid).wait(), None
-
-
 def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The output of a matrix that is cut by rows: the sum of what the ranks computed."""
-    return SumInPlace.apply(x, grid)
-
-
-def by_ranks(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """With sequence parallelism (B, T, ...) -> (tp B, T / tp, ...), a view if B is 1; else x."""
-    if not grid.sequence_parallel:
-        return x
-    return x.unflatten(1, (grid.tp, -1)).transpose(0, 1).flatten(0, 1)
-
-
-def by_sequences(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The reverse of `by_ranks`: (tp B, T / tp, ...) -> (B, T, ...)."""
-    if not grid.sequence_parallel:
-        return x
-    return x.unflatten(0, (grid.tp, -1)).transpose(0, 1).flatten(1, 2)
-
-
-def cut_positions(x: torch.Tensor, grid: Grid, dim: int = 1) -> torch.Tensor:
-    """With sequence parallelism this rank's T / tp of the positions in dimension `dim`; else x."""
-    if not grid.sequence_parallel:
-        return x
-    return x.chunk(grid.tp, dim)[grid.tp_rank]
+    """The output of a matrix that is cut by rows: the sum of what the ranks computed. It overwrites
+    x, to save a copy."""
+    return WithGradient.apply(x, lambda x: sum_over_ranks(x.detach(), grid).wait(),
+                              lambda dy: gather_positions(dy, grid).wait())
 
 
 class TensorParallel(nn.Module):
-    """Takes over a plain module's parameters. `partition_dim` says in which dimension they are cut
+    """Takes over the parameters of a module. `partition_dim` says in which dimension they are cut
     (those it does not name are whole), `stacked` how many matrices are stacked there, as q, k and v
     are: each is cut by itself, (3C, C) -> (3C / tp, C). Here the parameters are whole, but without
     memory. ParamSpec.cut leaves this rank's part (parallelism/parameters.py)."""
     partition_dim = {}
 
-    def __init__(self, plain: nn.Module, grid: Grid):
+    def __init__(self, whole: nn.Module, grid: Grid):
         super().__init__()
-        self.weight = plain.weight
-        self.bias = getattr(plain, "bias", None)
-        self.stacked = getattr(plain, "stacked", 1)
+        self.weight = whole.weight
+        self.bias = getattr(whole, "bias", None)
+        self.stacked = getattr(whole, "stacked", 1)
         self.grid = grid
 
 
+class ColumnParallelLinear(TensorParallel):
+    """(B, T, in), equal on all ranks -> (B, T, out / tp), this rank's columns. With sequence
+    parallelism (B, T / tp, in) -> (tp B, T / tp, out / tp), by ranks."""
+    partition_dim = {"weight": 0, "bias": 0}
+
+    def forward(self, x):
+        if self.grid.tp == 1:
+            return linear(x, self.weight, self.bias)
+        return ColumnProduct.apply(x, self.weight, self.bias, self.grid)    # linear(f(x), ...)
+
+
 class ColumnProduct(torch.autograd.Function):
-    """f(x) W^T + b. Backward computes dx, starts its sum, computes dW and only then waits. With
-    sequence parallelism it gathers x again, because saving f(x) would take tp times the memory: a
-    block then sends as much as five all-reduces instead of four."""
+    """f and the product in one, f(x) W^T + b, because backward can then overlap: it computes dx,
+    starts its sum, computes dW and only then waits. With sequence parallelism it gathers x again,
+    because saving f(x) would take tp times the memory: a block then sends as much as five
+    all-reduces instead of four."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, grid):
@@ -370,17 +310,6 @@ class ColumnProduct(torch.autograd.Function):
         dw = matmul(dy.t(), gathering.wait().flatten(0, 1))
         db = dy.sum(0) if ctx.needs_input_grad[2] else None
         return dx.wait(), dw, db, None
-
-
-class ColumnParallelLinear(TensorParallel):
-    """(B, T, in), equal on all ranks -> (B, T, out / tp), this rank's columns. With sequence
-    parallelism (B, T / tp, in) -> (tp B, T / tp, out / tp), by ranks."""
-    partition_dim = {"weight": 0, "bias": 0}
-
-    def forward(self, x):
-        if self.grid.tp == 1:
-            return linear(x, self.weight, self.bias)
-        return ColumnProduct.apply(x, self.weight, self.bias, self.grid)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -432,11 +361,50 @@ class VocabParallelEmbedding(TensorParallel):
         n = len(self.weight)
         rows, is_local = find_local(by_ranks(tokens, self.grid), self.grid.tp_rank * n, n)
         x = g(self.lookup(rows) * is_local.unsqueeze(-1), self.grid)
-        # x may be a slice of all positions. A Llama, which adds nothing to x, would keep them.
+        # With sequence parallelism x is a slice of a tensor of all positions, which it keeps alive.
         return x.clone() if self.grid.sequence_parallel else x
 
     def lookup(self, rows):
         return lookup(rows, self.weight)
+
+
+class VocabParallelHead(TensorParallel):
+    """x (B, T, C), with sequence parallelism (B, T / tp, C), and targets (B, T) -> the summed loss
+    of model.Head, the same on every rank. Each rank computes V / tp of the logits z of a position.
+    For each position the ranks exchange three numbers: the largest logit, the sum and z_target.
+
+        loss = log sum_v exp(z_v) - z_target = largest + log sum_v exp(z_v - largest) - z_target
+
+    `largest` keeps exp from overflowing. It cancels, so it needs no gradient. In train.py a
+    subclass, loss.TiledHead, has another `loss`, which never has all logits in memory."""
+    partition_dim = {"weight": 0, "bias": 0}
+
+    def __init__(self, whole: nn.Module, grid: Grid):
+        super().__init__(whole, grid)
+        self.norm, self.vocab_size = whole.norm, whole.vocab_size
+
+    def forward(self, x, targets):
+        return self.loss(self.norm(x), targets)
+
+    def loss(self, x, targets):
+        group = self.grid.groups["tp"]
+        z = linear(f(x, self.grid), self.weight, self.bias)             # (B, T, V / tp)
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        tokens = torch.arange(len(self.weight), device=z.device)
+        tokens += self.grid.tp_rank * len(self.weight)                  # this rank's
+        z = z.masked_fill(tokens >= self.vocab_size, -torch.inf)        # padding: probability 0
+        largest = all_reduce(z.detach().amax(-1), group, dist.ReduceOp.MAX).wait()      # (B, T)
+        total = add_up((z - largest.unsqueeze(-1)).exp().sum(-1), group)
+        targets = by_ranks(targets, self.grid)
+        columns, is_local = find_local(targets, tokens[0], len(tokens))
+        z_target = z.gather(-1, columns.unsqueeze(-1)).squeeze(-1).where(is_local, 0)
+        losses = largest + total.log() - add_up(z_target, group)
+        return losses.where(targets != IGNORE_INDEX, 0).sum()
+
+
+def add_up(x: torch.Tensor, group) -> torch.Tensor:
+    """The sum over the ranks, which all compute the same with it."""
+    return WithGradient.apply(x, lambda x: all_reduce(x.clone(), group).wait(), lambda dy: dy)
 
 
 class PositionEmbedding(TensorParallel):
@@ -454,51 +422,6 @@ class PositionEmbedding(TensorParallel):
 
     def cut_packed(self, positions):
         return own_positions(positions, self.grid)
-
-
-def own_positions(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """x (..., T) -> (..., n): of the positions of sequences, those that this rank holds."""
-    return cut_positions(cut_sequence(x, grid.cp_rank, grid.cp), grid, dim=-1)
-
-
-class VocabParallelHead(TensorParallel):
-    """x (B, T, C), with sequence parallelism (B, T / tp, C), and targets (B, T) -> the summed loss
-    of model.Head, the same on every rank. Each rank computes V / tp of the logits z of a position.
-    For each position the ranks exchange three numbers: m, the sum and z_target.
-
-        loss = log sum_v exp(z_v) - z_target = m + log sum_v exp(z_v - m) - z_target
-
-    m is the largest logit, so that exp cannot overflow. m cancels, so it needs no gradient. In
-    train.py loss.TiledHead computes the same, without ever having all logits in memory."""
-    partition_dim = {"weight": 0, "bias": 0}
-    loss_factor = 1.0           # by what a pipeline multiplies the loss before backward
-
-    def __init__(self, plain: nn.Module, grid: Grid):
-        super().__init__(plain, grid)
-        self.norm, self.vocab_size = plain.norm, plain.vocab_size
-
-    def forward(self, x, targets):
-        return self.loss(self.norm(x), targets)
-
-    def loss(self, x, targets):
-        group = self.grid.groups["tp"]
-        z = linear(f(x, self.grid), self.weight, self.bias)             # (B, T, V / tp)
-        z = z.to(torch.promote_types(z.dtype, torch.float32))
-        tokens = torch.arange(len(self.weight), device=z.device)
-        tokens += self.grid.tp_rank * len(self.weight)
-        z = z.masked_fill(tokens >= self.vocab_size, -torch.inf)        # padding: probability 0
-        m = all_reduce(z.detach().amax(-1), group, dist.ReduceOp.MAX).wait()    # (B, T), as below
-        total = add_up((z - m.unsqueeze(-1)).exp().sum(-1), group)
-        targets = by_ranks(targets, self.grid)
-        columns, is_local = find_local(targets, tokens[0], len(tokens))
-        z_target = z.gather(-1, columns.unsqueeze(-1)).squeeze(-1).where(is_local, 0)
-        losses = m + total.log() - add_up(z_target, group)
-        return losses.where(targets != IGNORE_INDEX, 0).sum()
-
-
-def add_up(x: torch.Tensor, group) -> torch.Tensor:
-    """The sum over the ranks, which all compute the same with it."""
-    return WithGradient.apply(x, lambda x: all_reduce(x.clone(), group).wait(), lambda dy: dy)
 
 
 PLAN = {            # which module of a model becomes what
@@ -528,6 +451,82 @@ def replace_modules(model: GPT, plan: dict, grid: Grid) -> None:
             model.set_submodule(name, plan[name_in_plan](module, grid))
 
 
+# Sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f come
+# bias, residual addition and LayerNorm: all tp ranks do the same work on the same activations.
+# Instead, let each hold some positions there. For two ranks and positions 0 to 3:
+#
+#                 norm               f     qkv, attention, proj     g      norm
+#       rank a    0 1     ->   0 1 2 3     with half of the heads   ->     0 1
+#       rank b    2 3     ->   0 1 2 3     with the other half      ->     2 3
+#
+#   f: all-gather forward,     reduce-scatter backward
+#   g: reduce-scatter forward, all-gather backward
+#
+# f and g together send as much as one all-reduce, and the activations from g to f take 1 / tp of
+# the memory. A parameter that is used there gets a gradient from this rank's positions alone, which
+# `DataParallel.finish_grad_sync` sums over the tp ranks.
+
+
+def gather_positions(x: torch.Tensor, grid: Grid) -> Work:
+    """For f's forward and g's backward: x itself. With sequence parallelism all positions, by
+    ranks: (B, T / tp, C) -> (tp B, T / tp, C)."""
+    if not grid.sequence_parallel:
+        return Work(x)
+    parts = x.new_empty(grid.tp, *x.shape)                              # (tp, B, T / tp, C)
+    parts[grid.tp_rank] = x
+    return all_gather(parts.flatten(0, 1), grid.groups["tp"])
+
+
+def sum_over_ranks(x: torch.Tensor, grid: Grid) -> Work:
+    """For g's forward and f's backward: the sum of the ranks' x (B, T, C), in place. With sequence
+    parallelism x is by ranks, (tp B, T / tp, C), and the result a part of it: the sum of this
+    rank's positions, (B, T / tp, C). The other parts change too, so autograd must not have saved
+    x."""
+    if not grid.sequence_parallel:
+        return all_reduce(x, grid.groups["tp"])
+    return reduce_scatter(x, grid.groups["tp"])
+
+
+def own_positions(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """x (..., T) -> (..., n): of the positions of sequences, those that this rank holds."""
+    return cut_positions(cut_sequence(x, grid.cp_rank, grid.cp), grid, dim=-1)
+
+
+def cut_positions(x: torch.Tensor, grid: Grid, dim: int = 1) -> torch.Tensor:
+    """With sequence parallelism this rank's T / tp of the positions in dimension `dim`; else x."""
+    if not grid.sequence_parallel:
+        return x
+    return x.chunk(grid.tp, dim)[grid.tp_rank]
+
+
+# An all-gather puts the ranks' parts one after another, and a reduce-scatter takes them so. A row
+# of this drawing is a row of dimension 0; B = tp = 2, and each sequence has positions 0 to 3:
+#
+#     by sequences (B, T, C)              by ranks (tp B, T / tp, C)
+#
+#     sequence 0    0 1 2 3               rank a, sequence 0    0 1
+#     sequence 1    0 1 2 3               rank a, sequence 1    0 1
+#                                         rank b, sequence 0    2 3
+#                                         rank b, sequence 1    2 3
+#
+# From f to g activations stay by ranks, because a change of the order copies them. A product does
+# not care. Only attention needs whole sequences.
+
+
+def by_ranks(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """With sequence parallelism (B, T, ...) -> (tp B, T / tp, ...), a view if B is 1; else x."""
+    if not grid.sequence_parallel:
+        return x
+    return x.unflatten(1, (grid.tp, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def by_sequences(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The reverse of `by_ranks`: (tp B, T / tp, ...) -> (B, T, ...)."""
+    if not grid.sequence_parallel:
+        return x
+    return x.unflatten(0, (grid.tp, -1)).transpose(0, 1).flatten(1, 2)
+
+
 # ---------------------------------------------------------------------------------------------
 # 3. Pipeline parallelism (GPipe: Huang et al. 2019, 1F1B: Narayanan et al. 2021, section 2.2)
 #
@@ -547,7 +546,81 @@ def replace_modules(model: GPT, plan: dict, grid: Grid) -> None:
 # In both a stage idles for (p - 1) / (m + p - 1) of the time. This is the bubble. With GPipe it
 # keeps the activations of m microbatches. With 1F1B it keeps those of p at most, because each B
 # frees those of its microbatch. `python -m tools.schedule` draws any schedule.
+#
+# A schedule is the list of a stage's ops, in order: (kind, microbatch, chunk). The kind is "F" or
+# "B". The chunk is 0, unless a stage has several parts of the layers (pipeline.py: interleaved).
 # ---------------------------------------------------------------------------------------------
+
+
+def gpipe(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
+    """All forwards, then all backwards, the last one first."""
+    microbatches = range(num_microbatches)
+    return [("F", i, 0) for i in microbatches] + [("B", i, 0) for i in reversed(microbatches)]
+
+
+def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
+    """Warm-up: one forward for each later stage, because no gradient arrives before those have run.
+    Steady state: a forward and a backward in turn. Cool-down: the backwards that are left."""
+    forwards, backwards = ([(kind, i, 0) for i in range(num_microbatches)] for kind in "FB")
+    return in_turn(forwards, backwards, ahead=stages - 1 - stage)
+
+
+def in_turn(forwards: list, backwards: list, ahead: int) -> list[tuple]:
+    """First `ahead` forwards, then a forward and a backward in turn, then the other backwards."""
+    ops = forwards[:ahead]
+    for pair in zip(forwards[ahead:], backwards):
+        ops += pair
+    return ops + backwards[len(forwards[ahead:]):]
+
+
+# The whole idea, with messages that a stage waits for:
+
+
+def plain_pipeline(stage: GPT, batch: list, schedule: list[tuple], grid: Grid) -> float:
+    """Run the schedule of a stage. The gradients of the summed loss add up in its parameters.
+    Returns this loss on the last stage, else 0. batch: [(tokens, targets)], (B, T) each.
+
+    `recv` waits for its message. `isend` returns at once. With a blocking send 1F1B would hang: two
+    neighbors send to each other, and each would wait for the other to receive."""
+    ranks = grid.members("pp")              # of this pipeline, by stage
+    dtype = next(stage.parameters()).dtype
+    loss_sum = 0.0
+    kept = {}           # microbatch: (x, y), the stage's input and output, from F to B
+    sends = []
+    for kind, i, _ in schedule:
+        tokens, targets = batch[i]
+        if kind == "F":
+            x = tokens
+            if not grid.is_first:
+                x = torch.empty(*tokens.shape, stage.cfg.n_embd, dtype=dtype)
+                dist.recv(x, src=ranks[grid.stage - 1])
+                x.requires_grad_()      # a leaf: backward ends here, with the gradient in x.grad
+            y = stage(x, targets)
+            if grid.is_last:
+                loss_sum += y.item()
+            else:
+                sends.append(dist.isend(y.detach(), dst=ranks[grid.stage + 1]))
+            kept[i] = x, y
+        else:
+            x, y = kept.pop(i)
+            dy = torch.ones_like(y)         # on the last stage, whose y is the loss
+            if not grid.is_last:
+                dist.recv(dy, src=ranks[grid.stage + 1])
+            y.backward(dy)
+            if not grid.is_first:
+                sends.append(dist.isend(x.grad, dst=ranks[grid.stage - 1]))
+    for send in sends:
+        send.wait()
+    return loss_sum
+
+
+# `Pipeline` below, which train.py runs, computes the same. It adds that
+#
+#     messages travel while a stage computes: an input of GPipe's arrives during the op before it,
+#       a result leaves during the op after it
+#     messages that cross start together, as NCCL requires
+#     each tp rank sends a part of an activation
+#     the hooks of section 4 know which backward is the last, during which they sum the gradients
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
@@ -558,7 +631,7 @@ def stage_layers(n_layer: int, pp: int, stage: int) -> range:
 
 def chunk_layers(n_layer: int, grid: Grid) -> list[range]:
     """The numbers of this rank's blocks, in each of its chunks: one, unless they are interleaved
-    (schedules.py)."""
+    (pipeline.py)."""
     return [stage_layers(n_layer, grid.pp * grid.chunks, chunk * grid.pp + grid.stage)
             for chunk in range(grid.chunks)]
 
@@ -576,54 +649,29 @@ def keep_stage(model: GPT, grid: Grid) -> None:
         model.head = None
 
 
-# A schedule is the list of a stage's ops, in order: (kind, microbatch, chunk). The kind is "F" or
-# "B". The chunk is 0, unless a stage has several parts of the layers (schedules.py: interleaved).
-
-
-def gpipe(stage: int, stages: int, m: int) -> list[tuple]:
-    """All forwards, then all backwards, the last one first."""
-    return [("F", i, 0) for i in range(m)] + [("B", i, 0) for i in reversed(range(m))]
-
-
-def one_f_one_b(stage: int, stages: int, m: int) -> list[tuple]:
-    """Warm-up: one forward for each later stage, because no gradient arrives before those have run.
-    Steady state: a forward and a backward in turn. Cool-down: the backwards that are left."""
-    forwards, backwards = ([(kind, i, 0) for i in range(m)] for kind in "FB")
-    return in_turn(forwards, backwards, ahead=stages - 1 - stage)
-
-
-def in_turn(forwards: list, backwards: list, ahead: int) -> list[tuple]:
-    """First `ahead` forwards, then a forward and a backward in turn, then the other backwards."""
-    ops = forwards[:ahead]
-    for pair in zip(forwards[ahead:], backwards):
-        ops += pair
-    return ops + backwards[len(forwards[ahead:]):]
-
-
 class Pipeline:
-    """A stage that runs a schedule on the microbatches of a step. Before a turn, which is one op,
-    its input arrives. After it its result leaves, while the next turn runs: no stage waits for its
-    neighbor to receive.
+    """A stage that runs a schedule on the microbatches of a step.
 
-    batch            microbatch -> (inputs (B, T), targets (B, T), dropout seed, positions of packed
-                     texts (B, T) or None)
-    activation_like  a tensor like what one stage sends to the next: (B, T, C), or with sequence
-                     parallelism (B, T / tp, C)
-    flat             collects the gradients (zero.FlatParameters); None: they stay in .grad
-    loss             on the last stage the sum of the losses so far, not scaled; else 0
+    batch           microbatch -> (inputs (B, T), targets (B, T), dropout seed, positions of packed
+                    texts (B, T) or None)
+    loss_factor     what the loss is multiplied by before backward
+    flat            collects the gradients (section 4); None: they stay in .grad
+    loss            on the last stage the sum of the losses so far, without loss_factor; else 0
     """
 
-    def __init__(self, model: GPT, grid: Grid, batch: list, activation_like: torch.Tensor,
-                 flat=None):
-        self.model, self.grid, self.batch, self.flat = model, grid, batch, flat
-        self.activation_like = activation_like
-        self.loss = activation_like.new_zeros((), dtype=sum_dtype(activation_like.device))
+    def __init__(self, model: GPT, grid: Grid, batch: list, loss_factor: float = 1.0, flat=None):
+        self.model, self.grid, self.batch = model, grid, batch
+        self.loss_factor, self.flat = loss_factor, flat
+        inputs, weight = batch[0][0], next(model.parameters())
+        self.loss = torch.zeros((), dtype=sum_dtype(inputs.device), device=inputs.device)
+        shape = *cut_positions(inputs, grid).shape, model.cfg.n_embd
+        self.activation_like = weight.new_empty(shape)      # what one stage sends to the next
         self.chunks = [model]       # pipeline.Interleaved has several
         self.kept = {}              # (microbatch, chunk): (x, y), input and output, from F to B
 
-    def F(self, m: int, chunk: int, x: torch.Tensor | None) -> torch.Tensor:
-        """Forward -> activations, or from the head the loss."""
-        inputs, targets, dropout_seed, positions = self.batch[m]
+    def forward(self, i: int, chunk: int, x: torch.Tensor | None) -> torch.Tensor:
+        """Microbatch i -> activations, or from the head the loss."""
+        inputs, targets, dropout_seed, positions = self.batch[i]
         if self.grid.is_first and chunk == 0:
             x = inputs
         else:
@@ -632,71 +680,65 @@ class Pipeline:
         if self.chunks[chunk].head is not None:
             self.loss.add_(y.detach())
         if torch.is_grad_enabled():
-            self.kept[m, chunk] = x, y
+            self.kept[i, chunk] = x, y
         return y
 
-    def B(self, m: int, chunk: int, dy: torch.Tensor | None) -> torch.Tensor:
-        """Backward, given the gradient of y -> that of x. The parameters' gradients add up."""
-        x, y = self.kept.pop((m, chunk))
+    def backward(self, i: int, chunk: int, dy: torch.Tensor | None) -> torch.Tensor:
+        """The gradient of y -> that of x. The parameters' gradients add up."""
+        x, y = self.kept.pop((i, chunk))
         if self.chunks[chunk].head is not None:
-            scaled = y * self.model.head.loss_factor
+            scaled = y * self.loss_factor
         else:       # dy is its gradient. (torch.autograd.backward(y, dy) imports a compiler, 0.5 s)
             scaled = (y * dy).sum()
         if self.flat is not None:
-            self.flat.prepare_grad_sync(self.chunks[chunk], m == self.last_backward[chunk])
+            self.flat.prepare_grad_sync(self.chunks[chunk], i == self.last_backward[chunk])
         scaled.backward()
         return x.grad
 
     def run(self, schedule: list[tuple]) -> None:
         """Run a schedule. Raises DistError if another rank is gone or hangs."""
-        self.last_backward = {chunk: m for kind, m, chunk in schedule if kind == "B"}
-        turns = self.turns(schedule)
-        leaving = dict.fromkeys("FB", Work(None))           # the last result of each kind
-        arriving = start_messages(self.grid, self.inputs_of(turns[0]))
-        for turn, next_turn in zip(turns, [*turns[1:], []]):
-            inputs = arriving
-            receive_early = self.may_receive_early(turn, next_turn)
+        self.last_backward = {chunk: i for kind, i, chunk in schedule if kind == "B"}
+        leaving = {"F": Work(None), "B": Work(None)}        # the last result of each kind
+        arriving, = start_messages(self.grid, [self.input_of(schedule[0])])
+        for op, next_op in zip(schedule, [*schedule[1:], None]):
+            x = arriving
+            receive_early = self.may_receive_early(op, next_op)
             if receive_early:
-                arriving = start_messages(self.grid, self.inputs_of(next_turn))
-            results = []
-            for op, x in zip(turn, inputs):
-                y = self.run_op(op, x)
-                leaving[op[0]].wait()       # the result before, which has traveled during this op
-                results.append(Message(True, op, y))
-            if receive_early:
-                started = start_messages(self.grid, results)
-            else:                           # together: they may cross
-                started = start_messages(self.grid, results + self.inputs_of(next_turn))
-                arriving = started[len(turn):]
-            for op, work in zip(turn, started):
-                leaving[op[0]] = work
+                arriving, = start_messages(self.grid, [self.input_of(next_op)])
+            result = Message(True, op, self.run_op(op, x))
+            leaving[op[0]].wait()       # the result before this one, which has traveled meanwhile
+            if receive_early or next_op is None:
+                leaving[op[0]], = start_messages(self.grid, [result])
+            else:                       # together: they may cross
+                messages = [result, self.input_of(next_op)]
+                leaving[op[0]], arriving = start_messages(self.grid, messages)
         for work in leaving.values():
             work.wait()
 
-    def turns(self, schedule: list[tuple]) -> list[list[tuple]]:
-        return [[op] for op in schedule]
+    def may_receive_early(self, op: tuple, next_op: tuple | None) -> bool:
+        """Whether the next op's input may be received during this op, not only after it.
 
-    def inputs_of(self, turn: list[tuple]) -> list["Message"]:
-        return [Message(False, op, self.activation_like) for op in turn]
-
-    def may_receive_early(self, turn: list[tuple], next_turn: list[tuple]) -> bool:
-        """Whether the next turn's inputs may be received during this turn, not only after it.
-
-        F, then F: they come from the other neighbor than the one that the result goes to, so yes
+        F, then F: it comes from the other neighbor than the one that the result goes to, so yes
         (GPipe is 3 to 10% faster on CPUs). F, then B: both messages are with one neighbor and
         cross, so they have to start together."""
-        return len(next_turn) > 0 and next_turn[-1][0] == turn[-1][0]
+        return next_op is not None and next_op[0] == op[0]
 
-    def run_op(self, op: tuple, x: Work) -> torch.Tensor | None:
-        kind, m, chunk = op
-        x = gather_message(x.wait(), self.grid)
+    def input_of(self, op: tuple) -> "Message":
+        return Message(False, op, self.activation_like)
+
+    def run_op(self, op: tuple, arriving: Work) -> torch.Tensor | None:
+        kind, i, chunk = op
+        x = gather_message(arriving.wait(), self.grid)
+        run = self.forward if kind == "F" else self.backward
         try:
-            return getattr(self, kind)(m, chunk, x)
+            return run(i, chunk, x)
         except dist.DistError as error:
-            raise dist.DistError(f"{OP_NAMES[kind]} of microbatch {m}: {error}") from error
+            raise dist.DistError(f"{name_of(op)}: {error}") from error
 
 
-OP_NAMES = {"F": "forward", "B": "backward"}       # for errors
+def name_of(op: tuple) -> str:
+    kind, i, _ = op
+    return f"{dict(F='forward', B='backward')[kind]} of microbatch {i}"
 
 
 @dataclass
@@ -710,7 +752,7 @@ class Message:
 def route(grid: Grid, message: Message) -> tuple[int, int] | None:
     """(the stage at the other end of a message, its tag); None at the ends of the model, where
     there is no other stage."""
-    kind, m, chunk = message.op
+    kind, i, chunk = message.op
     places = grid.pp * grid.chunks          # chunk c of stage s is number c p + s in the model
     here = chunk * grid.pp + grid.stage
     forth = 1 if kind == "F" else -1        # activations go to the next place, gradients back
@@ -718,7 +760,7 @@ def route(grid: Grid, message: Message) -> tuple[int, int] | None:
     receiver = there if message.sending else here
     if not 0 <= there < places:
         return None
-    tag = 2 * (m * places + receiver) + "FB".index(kind)        # the op that needs the message
+    tag = 2 * (i * places + receiver) + "FB".index(kind)        # the op that needs the message
     return there % grid.pp, tag
 
 
@@ -744,21 +786,14 @@ def start_messages(grid: Grid, messages: list[Message]) -> list[Work]:
         else:
             start, verb = dist.irecv, "receive from"
             work.result = torch.empty_like(message.tensor)
-        kind, m, _ = message.op
-        work.operation = (f"{OP_NAMES[kind]} of microbatch {m}: {verb} rank {peer}"
-                          f"{on_hosts([peer], grid.hosts)} (stage {stage})")
+        work.operation = f"{name_of(message.op)}: {verb} rank {peer}"
+        work.operation += f"{on_hosts([peer], grid.hosts)} (stage {stage})"
         part = work.result
         if not grid.sequence_parallel:
             part = part.view(-1).chunk(grid.tp)[grid.tp_rank]               # a tp-th of x
         started.append(work)
         operations.append(dist.P2POp(start, part, peer, grid.groups["pp"], tag))
-    if started:
-        with comm_errors(", ".join(work.operation for work in started)):
-            handles = dist.batch_isend_irecv(operations)
-        if len(handles) == 1:               # NCCL's one handle is that of every message
-            handles = handles * len(started)
-        for work, handle in zip(started, handles, strict=True):
-            work.handle = handle
+    collectives.start_together(started, operations)
     return works
 
 
@@ -792,7 +827,7 @@ def plain_replica_step(model, optimizer, tokens, targets):
 
 # `DataParallel` below, which train.py runs, sends few messages, and sends them during backward.
 # Parameters are views into flat buckets, two for each block. So are their gradients. Autograd calls
-# a hook when it has computed a gradient. The last hook of a bucket starts the bucket's sum:
+# a hook when it has computed a gradient. The hook of the last one starts the sum of the bucket:
 #
 #     time          ------------------------------------------>
 #     backward      head    block 1    block 0    embedding
@@ -811,21 +846,31 @@ def plain_replica_step(model, optimizer, tokens, targets):
 #     1   a shard   all         all            6 + 12/r    8 + 8/r     4            2   after AdamW
 #     2   a shard   a shard     all            2 + 16/r    4 + 12/r    4m           2   after AdamW
 #     3   a shard   a shard     a shard        18/r        16/r        4m           4m  in use
+#
+# Gradients are sent in fp32, so a reduce-scatter sends 4 bytes, and an all-reduce, which is two
+# collectives, 8. ZeRO 1 sums the microbatches first. ZeRO 2 sums each of the m, and frees all but
+# the shard. ZeRO 3 gathers the parameters for each forward and each backward: 2 x 2 bytes, m times.
+#
+# A ParamSpec (parallelism/parameters.py) says what a rank has of a parameter: its global `name` and
+# full `shape`; the dimension that tensor parallelism cuts, `partition_dim`; `local_shape` and
+# `numel` of this rank's part; `owners`, the modules that use it; `ep`, the number of replicas that
+# divide its experts.
 
 
 class Bucket:
     """Parameters that are communicated together: one after another, with padding for equal shards.
 
-    specs           what is known of each (parallelism/parameters.py)
-    group, ranks    whose ranks have them, and how many: "replicas", or of experts "same_experts"
+    specs           what is known of each
+    group           whose ranks have them: "replicas", or of experts "same_experts"
+    num_ranks       how many these are
     num_shards, shard_rank      the number of ZeRO's shards, and which this rank has
     is_wide         `data` is of the masters' type: a router's, because rounding would choose other
                     experts (section 6)
-    shard_ranges    the parts of parameters in it: [(spec, shard_slice, param_slice)], where
-                    shard[name][shard_slice] belongs to parameter.flatten()[param_slice]
+    shard_ranges    the parts of parameters in the shard: [(spec, shard_slice, param_slice)], where
+                    shard[kind][shard_slice] belongs to parameter.flatten()[param_slice]
     data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
     grad            (numel,) their gradients; with ZeRO 2 and 3, None from a sum to the next one
-    shard           {name: (numel / num_shards,)} of what this rank updates: views "data" and "grad"
+    shard           {kind: (numel / num_shards,)} of what this rank updates: views "data" and "grad"
                     (with ZeRO 3, and from ZeRO 2 on, own memory), "exp_avg", "exp_avg_sq", and
                     "master", the same tensor as data if their types are equal
     pending_grads   number of gradients that backward has not computed yet
@@ -837,7 +882,7 @@ class Bucket:
         self.is_wide = name.endswith(".router")
         ep = specs[0].ep
         self.group = "replicas" if ep == 1 else "same_experts"
-        self.ranks = replicas // ep
+        self.num_ranks = replicas // ep
         self.num_shards, self.shard_rank = max(1, num_shards // ep), shard_rank // ep
         self.data = self.grad = self.unsharding = None
         self.shard, self.offsets, self.shard_ranges = {}, {}, []
@@ -846,7 +891,7 @@ class Bucket:
         for spec in specs:
             self.offsets[spec.name] = end
             end += ceil_div(spec.numel, 32) * 32        # aligned to 64 bytes, in 16 bits too
-        self.numel = ceil_div(end, 32 * self.ranks) * 32 * self.ranks
+        self.numel = ceil_div(end, 32 * self.num_ranks) * 32 * self.num_ranks
         length = self.numel // self.num_shards
         for spec in specs:
             start = self.offsets[spec.name] - self.shard_rank * length          # in the shard
@@ -855,14 +900,23 @@ class Bucket:
                 part = spec, slice(low, high), slice(low - start, high - start)
                 self.shard_ranges.append(part)
 
-    def own(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of `data` or `grad`."""
-        return flat.chunk(self.num_shards)[self.shard_rank]
+    def own(self, data_or_grad: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of it."""
+        return data_or_grad.chunk(self.num_shards)[self.shard_rank]
 
-    def view(self, flat: torch.Tensor, spec) -> torch.Tensor:
-        """The part of `data` or `grad` that belongs to a parameter, in the parameter's shape."""
+    def view(self, data_or_grad: torch.Tensor, spec) -> torch.Tensor:
+        """The part of it that belongs to a parameter, in the parameter's shape."""
         offset = self.offsets[spec.name]
-        return flat[offset:offset + spec.numel].view(spec.local_shape)
+        return data_or_grad[offset:offset + spec.numel].view(spec.local_shape)
+
+
+def is_owner(spec, grid: Grid, num_shards: int) -> bool:
+    """Whether the numbers that a rank has of this parameter count as its own: in the global norm,
+    in a checkpoint and in a full tensor. Each number of the model has one owner."""
+    # Without ZeRO all ranks of the bucket's group hold the same.
+    has_first_copy = grid.replica // spec.ep < max(1, num_shards // spec.ep)
+    is_replicated = spec.partition_dim is None and grid.tp_rank > 0
+    return has_first_copy and not is_replicated and not spec.is_tied_copy
 
 
 def make_buckets(specs: list, replicas: int, num_shards: int, shard_rank: int) -> list[Bucket]:
@@ -894,13 +948,12 @@ def make_buckets(specs: list, replicas: int, num_shards: int, shard_rank: int) -
 class DataParallel:
     """This rank's parameters, of type `dtype`, in buckets, with their gradients, masters and
     moments. A step calls zero_grad, then prepare_grad_sync before each backward, finish_grad_sync
-    after the last one, and adamw_step. train.py runs a subclass, parallelism/zero.py. All ranks
-    must start collectives in the same order.
+    after the last one, and adamw_step. train.py runs a subclass, zero.FlatParameters, and calls it
+    `flat`. All ranks must start collectives in the same order. Whoever adds a buffer here adds its
+    bytes to tools/plan/memory.py.
 
     grad_factor     by which the gradients are multiplied: loss scale (amp.py), then also clipping
     """
-    grad_dtype = None       # None: that of the masters
-    host = None             # where masters and moments are. None: with the parameters
 
     def __init__(self, specs: list, grid: Grid, dtype, master_dtype, device="cpu", zero: int = 0):
         self.grid, self.zero = grid, zero
@@ -923,18 +976,20 @@ class DataParallel:
         bucket.shard["data"] = bucket.shard["master"] = own.clone() if self.zero == 3 else own
 
     def allocate_state(self, bucket: Bucket, dtype, device) -> None:
-        """What AdamW needs, as the table says: all zero, masters and moments of type `dtype`."""
-        shard, grad_dtype = bucket.shard, self.grad_dtype or dtype
-        length = len(shard["data"])
+        """What AdamW needs, as the table says: all zero, of type `dtype`."""
+        self.allocate_gradients(bucket, dtype, device)
+        zeros = partial(torch.zeros, len(bucket.shard["data"]), dtype=dtype, device=device)
+        if bucket.data.dtype != dtype:
+            bucket.shard["master"] = zeros()
+        bucket.shard["exp_avg"], bucket.shard["exp_avg_sq"] = zeros(), zeros()
+
+    def allocate_gradients(self, bucket: Bucket, dtype, device) -> None:
         if self.zero < 2:
-            bucket.grad = torch.zeros(bucket.numel, dtype=grad_dtype, device=device)
-            shard["grad"] = bucket.own(bucket.grad)
+            bucket.grad = torch.zeros(bucket.numel, dtype=dtype, device=device)
+            bucket.shard["grad"] = bucket.own(bucket.grad)
         else:
-            shard["grad"] = torch.zeros(length, dtype=grad_dtype, device=device)
-        zeros = partial(torch.zeros, length, dtype=dtype, device=self.host or device)
-        if self.host is not None or shard["data"].dtype != dtype:
-            shard["master"] = zeros()
-        shard["exp_avg"], shard["exp_avg_sq"] = zeros(), zeros()
+            length = bucket.numel // bucket.num_shards
+            bucket.shard["grad"] = torch.zeros(length, dtype=dtype, device=device)
 
     def attach(self, module: nn.Module, attribute: str, bucket: Bucket, spec) -> None:
         """Replace the module's parameter by a view into the bucket, with a hook. A tied matrix
@@ -955,7 +1010,8 @@ class DataParallel:
 
     def prepare_grad_sync(self, chunk: nn.Module, last: bool) -> None:
         """Before each backward of a chunk of the model. Only the `last` of a step communicates,
-        from ZeRO 2 on each. Everything is a sum: the loss is already a share of the batch's."""
+        from ZeRO 2 on each. Everything is a sum: the loss is already a share of the batch's. Every
+        parameter must get a gradient in every backward, or its bucket would never be complete."""
         for parameter in chunk.parameters():
             parameter.bucket.pending_grads += 1
         self.buckets_to_sync = []
@@ -967,13 +1023,15 @@ class DataParallel:
     def grad_ready(self, parameter: nn.Parameter) -> None:
         """A hook of autograd: the gradient is complete. It runs on backward's thread and CUDA
         stream, so collectives start after the gradient's kernels."""
-        if parameter.grad is not None:      # else a Function of loss.py has added it already
-            self.add_grad(self.main_grad(parameter), parameter.grad)
-            parameter.grad = None
+        self.take_grad(parameter)
         parameter.bucket.pending_grads -= 1
         # All ranks must communicate in the same order. A bucket completed out of turn waits.
         while self.buckets_to_sync and self.buckets_to_sync[-1].pending_grads == 0:
             self.start_grad_sync(self.buckets_to_sync.pop())
+
+    def take_grad(self, parameter: nn.Parameter) -> None:
+        self.add_grad(self.main_grad(parameter), parameter.grad)
+        parameter.grad = None
 
     def main_grad(self, parameter: nn.Parameter) -> torch.Tensor:
         """Where its gradient adds up. From ZeRO 2 on this memory is created by the first gradient
@@ -987,17 +1045,17 @@ class DataParallel:
         total.add_(grad)
 
     def start_grad_sync(self, bucket: Bucket) -> None:
-        """Start the sum of a complete bucket over the replicas."""
-        if bucket.grad is not None:     # under GPipe the first backward sends the head's, of all
-            # Wait for the previous bucket first where a sum in flight holds memory: from ZeRO 2
-            # on the whole bucket's gradients, on a CPU what the other ranks have sent.
-            if self.zero >= 2 or (self.zero == 1 and bucket.grad.device.type == "cpu"):
-                self.wait_grad_sync()
-            start = all_reduce if self.zero == 0 else reduce_scatter
-            self.in_flight.append((bucket, start(bucket.grad, self.grid.groups[bucket.group])))
+        """Start the sum of a complete bucket over the replicas. This backward does not need its
+        parameters again."""
+        # Wait for the previous bucket first where a sum in flight holds memory: from ZeRO 2 on the
+        # whole bucket's gradients, on a CPU what the other ranks have sent.
+        if self.zero >= 2 or (self.zero == 1 and bucket.grad.device.type == "cpu"):
+            self.wait_grad_sync()
+        start = all_reduce if self.zero == 0 else reduce_scatter
+        self.in_flight.append((bucket, start(bucket.grad, self.grid.groups[bucket.group])))
         if self.zero >= 2:
             bucket.grad = None
-        self.reshard([bucket])              # this backward does not need it again
+        self.reshard([bucket])
 
     @torch.no_grad()
     def wait_grad_sync(self) -> None:
@@ -1023,9 +1081,37 @@ class DataParallel:
             torch._foreach_copy_(parts, sums.split([len(x) for x in parts]))
 
     def is_in_parts(self, spec) -> bool:
-        """Whether each tp rank has all of the parameter, but of its gradient only the term of this
-        rank's positions."""
-        return self.grid.sequence_parallel and spec.partition_dim is None
+        """Whether each tp rank has all of the parameter, but only a term of its gradient: that of
+        this rank's positions, or, of a norm of heads, of its heads."""
+        return self.grid.tp > 1 and spec.partition_dim is None and (
+            self.grid.sequence_parallel or spec.grad_covers_own_heads)
+
+    # ---- Their norm
+
+    def grad_norm_squares(self) -> dict[str, torch.Tensor]:
+        """Sums of squares of this rank's gradients, numbers of `sum_dtype`, for a sum over all
+        ranks: `squares` for the global norm, each parameter of the model once, and `all_squares`,
+        also every copy of a parameter, only to detect inf or NaN. A router's bias has no gradient,
+        but counts of tokens in its place."""
+        counted, others = [], []
+        for bucket in self.buckets:
+            for spec, shard_slice, _ in bucket.shard_ranges:
+                if spec.sign_step == 0:
+                    pieces = counted if is_owner(spec, self.grid, self.num_shards) else others
+                    pieces += bucket.shard["grad"][shard_slice].split(2 ** 20)
+        # One fp32 sum over 10M values can be off in its fourth digit. Pieces fit a CPU's cache.
+        return self.sum_squares(counted, others)
+
+    def sum_squares(self, counted: list[torch.Tensor], others: list[torch.Tensor]) -> dict:
+        dtype = sum_dtype(self.buckets[0].data.device)
+        squares = torch.stack(torch._foreach_norm(counted + others, 2, dtype=dtype)).square()
+        return dict(squares=squares[:len(counted)].sum(), all_squares=squares.sum())
+
+    def grad_norm(self, total: dict[str, float]) -> tuple[float, str]:
+        """From the sums of `grad_norm_squares` over all ranks: (the gradient norm of the whole
+        model, times the loss scale; why the step must be skipped, "" if it need not)."""
+        skipped = "" if math.isfinite(total["all_squares"]) else NOT_FINITE
+        return math.sqrt(total["squares"]), skipped
 
     # ---- The update, and the parameters' way to the other replicas
 
@@ -1068,6 +1154,11 @@ class DataParallel:
                 bucket.unsharding.wait()
                 bucket.unsharding = None
 
+    def wait_params(self) -> None:
+        """Wait for the all-gathers that `sync_params` started, where no forward does."""
+        if self.zero < 3:
+            self.unshard(self.buckets)
+
     def reshard(self, buckets: list[Bucket]) -> None:
         """ZeRO 3: free the gathered parameters. Their views refer to the storage: filling it again
         (`unshard`) makes them valid again."""
@@ -1103,39 +1194,77 @@ def adamw_update(buckets: list[Bucket], grads: list[torch.Tensor], updates: int,
                   weight_decay=weight_decay if decays else 0.0)
 
 
+# ZeRO 3 (FSDP, Zhao et al. 2023). The parameters of a block exist only while it runs. The whole
+# idea: gathering a shard is a function whose gradient is a reduce-scatter.
+
+
+def plain_zero3_forward(module: nn.Module, shards: list, group, *inputs):
+    """module(*inputs). The module is on the meta device: it gives names and shapes. `shards` has
+    this rank's part of each parameter, flat and padded: (n / ranks,). Backward adds to shard.grad.
+    """
+    def gather(shard):
+        whole = shard.new_empty(group.size(), len(shard))
+        whole[group.rank()] = shard
+        return all_gather(whole.flatten(), group).wait()                    # (n,)
+
+    def gather_and_run(*inputs):
+        parameters = {}
+        for shard, (name, empty) in zip(shards, module.named_parameters()):
+            whole = WithGradient.apply(shard, gather,
+                                       lambda dw: reduce_scatter(dw.clone(), group).wait())
+            parameters[name] = whole[:empty.numel()].view(empty.shape)
+        return torch.func.functional_call(module, parameters, inputs)
+
+    # Backward has only the inputs: it gathers and runs the module again.
+    return checkpoint(gather_and_run, *inputs, use_reentrant=False)
+
+
+# In train.py the parameters are views into a bucket, and only the bucket's memory comes and goes.
+# So backward gathers again, but does not run the block again. Gathers start one block ahead:
+#
+#     forward    unshard block i, prefetch i + 1, run, reshard
+#     backward   unshard block i, prefetch i - 1, run; start_grad_sync sums and reshards
+
+
 def gather_before_use(model: GPT, flat: DataParallel) -> None:
     """Wrap the forward of the embedding, each block and the head in unshard and reshard. ZeRO 1 and
-    2 await there, bucket by bucket, the all-gather after AdamW. With ZeRO 3 (FSDP, Zhao et al.
-    2023) the parameters of a block exist only while it runs:
-
-        forward    unshard block i, prefetch i + 1, run, reshard
-        backward   unshard block i, prefetch i - 1, run; start_grad_sync sums and reshards
-
-    The tied matrix stays gathered from the embedding to the head, which computes its gradient in
-    forward. The other parameters of the ends, and the last block, stay gathered until backward."""
+    2 await there, bucket by bucket, the all-gather after AdamW."""
     def of(name):           # its buckets: of tied, embed, ends, head, or the number of a block
         return [bucket for bucket in flat.buckets if bucket.name.split(".")[0] == name]
 
-    def run(forward, needed, freed, kept, previous, following, *args):
-        flat.unshard(needed, prefetch=following)
-        y = forward(*args)
-        if y.requires_grad and previous is not None:
-            # The hook runs when y's gradient is there, before the block's backward.
-            y.register_hook(lambda dy: flat.unshard(needed, prefetch=previous))
-        flat.reshard(freed if y.requires_grad else freed + kept)
-        return y
+    def wrap(module, needed, freed, kept=(), previous=None, following=()):
+        """needed        the buckets that the module reads, unless they are whole already
+        freed, kept      of these, what it frees, and what only if no backward follows
+        previous         what backward prefetches; None: backward needs no parameters but `kept`
+        following        what forward prefetches"""
+        run = module.forward
 
+        def forward(*args):
+            flat.unshard(needed, prefetch=following)
+            y = run(*args)
+            if y.requires_grad and previous is not None:
+                # The hook runs when y's gradient is there, before the module's backward.
+                y.register_hook(lambda dy: flat.unshard(needed, prefetch=previous))
+            flat.reshard(freed)
+            if not y.requires_grad:
+                flat.reshard(kept)
+            return y
+        module.forward = forward
+
+    # The tied matrix stays from the embedding to the head, whose forward computes its gradient, too
+    # (loss.py). The other parameters of the ends, and the last block's, stay until backward.
     tied, embed, ends, head = map(of, ("tied", "embed", "ends", "head"))
     blocks = [of(number) for number in model.blocks]            # [[attention, MLP ...]]
-    parts = [(model.embed, tied + embed + ends, embed, [], None, blocks[0]),
-             (model.head, tied + head + ends, tied + head, ends, None, [])]
-    for block, needed, previous, following in zip(model.blocks.values(), blocks, [[], *blocks],
-                                                  [*blocks[1:], []]):
-        freed, kept = (needed, []) if following else ([], needed)
-        parts.append((block, needed, freed, kept, previous, following))
-    for module, *arguments in parts:
-        if module is not None:
-            module.forward = partial(run, module.forward, *arguments)
+    if model.embed is not None:
+        wrap(model.embed, tied + embed + ends, freed=embed, following=blocks[0])
+    for i, block in enumerate(model.blocks.values()):
+        previous = blocks[i - 1] if i > 0 else []
+        if i + 1 < len(blocks):
+            wrap(block, blocks[i], freed=blocks[i], previous=previous, following=blocks[i + 1])
+        else:
+            wrap(block, blocks[i], freed=[], kept=blocks[i], previous=previous)
+    if model.head is not None:
+        wrap(model.head, tied + head + ends, freed=tied + head, kept=ends)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1188,9 +1317,9 @@ class GatherKeysAndValues(torch.autograd.Function):
 class ContextParallelAttention(CoreAttention):
     """model.CoreAttention of q, k and v (B, H, T / cp, D), those of this rank's positions."""
 
-    def __init__(self, plain: CoreAttention, grid: Grid):
-        super().__init__(plain.p, *plain.name)
-        self.grid, self.part = grid, plain.part
+    def __init__(self, whole: CoreAttention, grid: Grid):
+        super().__init__(whole.p, *whole.name)
+        self.grid, self.part = grid, whole.part
 
     def forward(self, q, k, v, dropout_seed=None, mask=None):
         """With dropout each rank has a seed of its own. A mask (B, 1, T, T) is of all positions."""

@@ -23,8 +23,8 @@ from base.processes import running
 from data import Batch, TokenDataset, open_shards, plain_batch, plain_windows
 from model import GPT, GPTConfig
 from parallel import Grid, gather_before_use, keep_stage, tensor_parallel
-from parallelism.build import (activation_like, begin_step, compile_model, data_parallel,
-                               recompute_blocks, use_faster_modules)
+from parallelism.build import (begin_step, compile_model, data_parallel, recompute_blocks,
+                               use_faster_modules)
 from parallelism.context import context_parallel, recompute_attention
 from parallelism.exact import make_exact
 from parallelism.experts import expert_parallel
@@ -185,7 +185,6 @@ class Run:
         expert_parallel(model, grid)        # ep: some of the experts, which exchange tokens
         if config.exact:
             make_exact(model, grid, config, device)     # the same bits in every layout
-        model.activation_like = activation_like(config, model_config, grid, device)
         # dp, ZeRO: the parameters become views of flat buffers, which are few and large. Hooks sum
         # the gradients over the replicas as soon as backward has filled a buffer.
         self.flat = data_parallel(model, grid, config, device)
@@ -255,9 +254,9 @@ class Run:
                 loss = model(inputs, targets, dropout_seed, positions=positions)
                 (loss * loss_factor).backward()
                 loss_sum += loss.detach()
-        else:       # a pipeline: the same work in the order of a schedule, with messages between
-                    # stages. The last one applies loss_factor, which begin_step gave to its head
-            loss_sum = run_pipeline(self.config.pp_schedule, model, self.grid, microbatches, flat)
+        else:       # a pipeline: the same in the order of a schedule, with messages between stages
+            loss_sum = run_pipeline(self.config.pp_schedule, model, self.grid, microbatches,
+                                    loss_factor, flat)
         self.loader.prefetch(self.step + 1)     # while the GPU still computes this step
         flat.finish_grad_sync()                 # waits for the sums over the replicas
         return loss_sum

@@ -94,13 +94,6 @@ def use_faster_modules(model: GPT, grid: Grid) -> None:
     cut_heads(model, grid)
 
 
-def activation_like(config, model_config: GPTConfig, grid: Grid, device) -> torch.Tensor:
-    """A tensor like what one stage sends to the next."""
-    positions = model_config.seq_len // (grid.cp * grid.tp if grid.sequence_parallel else grid.cp)
-    return torch.empty(config.micro_batch, positions, model_config.n_embd,
-                       dtype=PRECISIONS[config.dtype].parameters, device=device)
-
-
 def data_parallel(model: GPT, grid: Grid, config, device: torch.device) -> FlatParameters:
     """The flat buffers, which hold the parameters of the model from here on, with ZeRO this rank's
     shard."""

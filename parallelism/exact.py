@@ -201,7 +201,8 @@ class ExactHead(TiledHead):
 class ExactParameters(FlatParameters):
     """FlatParameters with exact sums of the gradients, in float64, and of their squares."""
 
-    grad_dtype = torch.float64
+    def allocate_gradients(self, bucket, dtype, device):
+        super().allocate_gradients(bucket, torch.float64, device)
 
     def zero_grad(self, loss_scale=1.0, tokens=1, targets=1):
         self.grid.exact.set_units(loss_scale, tokens, targets)

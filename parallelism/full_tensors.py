@@ -8,7 +8,7 @@
 `flat` is a run's zero.FlatParameters. A rank has no such tensor by itself: gradients add up in flat
 buffers, times the loss scale, and a rank holds parts of parameters and of sums.
 
-Each number of a full tensor has one owner among the ranks (buckets.is_owner). So every rank writes
+Each number of a full tensor has one owner among the ranks (parallel.is_owner). So every rank writes
 what it owns into zeros of the full shape, and an all-reduce adds them: x + 0 = x, without rounding.
 It is meant for inspection, not for every step: every rank needs memory for the full parameter,
 twice.
@@ -21,8 +21,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from parallel import Bucket, all_reduce
-from parallelism.buckets import is_owner
+from parallel import Bucket, all_reduce, is_owner
 from parallelism.collectives import comm_errors
 from parallelism.parameters import ParamSpec
 from parallelism.zero import FlatParameters

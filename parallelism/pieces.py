@@ -8,15 +8,14 @@ A parameter is cut twice:
     piece | piece | piece | piece  ZeRO: a part is flattened, then cut where the shards of its
                                    bucket end
 
-Each number of the model has one owner (buckets.is_owner). A file has the pieces joined again. For a
+Each number of the model has one owner (parallel.is_owner). A file has the pieces joined again. For a
 folder each rank cuts its own into chunks of the full tensor (base/checkpoint_folder.py).
 """
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from model import GPTConfig
-from parallel import Bucket, Grid, make_buckets
-from parallelism.buckets import is_owner
+from parallel import Bucket, Grid, is_owner, make_buckets
 from parallelism.build import build_stage
 from parallelism.parameters import ParamSpec, param_specs
 

@@ -1,27 +1,22 @@
-"""Data parallelism and ZeRO: what train.py adds to `DataParallel` of parallel.py, section 4.
+"""The flat parameters of train.py: `DataParallel` of parallel.py, section 4, and
 
     addition                                 gain                               where
-    the head and the embedding add their     no gradient of a whole matrix in   main_grad
-      gradients to main_grad themselves      between (loss.py)
+    the values of step 0, and of files       no rank has the whole model        initialize, load
+    the head and the embedding add their     no gradient of a whole matrix in   take_grad,
+      gradients to main_grad themselves      between (loss.py)                  main_grad
     --offload: masters and moments are in    6 of 18 bytes per parameter stay   update_offloaded
       host memory, and AdamW runs there
-    inf or NaN on any rank skips a step                                         grad_norm
     what is read too early or too late is                                       main_grad,
       refused                                                                   before_state_dict
-
-With --exact exact.ExactParameters replaces the sums and the update once more.
 """
-import math
 from functools import partial
 from typing import Callable
 
 import torch
 
-from amp import NOT_FINITE
 from model import GPTConfig, initial_value
-from parallel import DataParallel, adamw_update
-from parallelism.buckets import is_owner
-from parallelism.collectives import copy_to_host_async, sum_dtype
+from parallel import Bucket, DataParallel, adamw_update
+from parallelism.collectives import copy_to_host_async
 from parallelism.parameters import ParamSpec
 
 
@@ -36,6 +31,7 @@ class FlatParameters(DataParallel):
                  zero: int = 0, host=None, training: bool = True):
         device = torch.device(device)
         self.training = training
+        self.host = None
         if host is not None and device != torch.device(host):
             self.host = torch.device(host)
         self.grads_are_summed = False
@@ -50,6 +46,9 @@ class FlatParameters(DataParallel):
     def allocate_state(self, bucket, dtype, device):
         if self.training:
             super().allocate_state(bucket, dtype, device)
+            if self.host is not None:
+                for kind in ("master", "exp_avg", "exp_avg_sq"):
+                    bucket.shard[kind] = bucket.shard[kind].to(self.host, dtype)
 
     def attach(self, module, attribute, bucket, spec):
         super().attach(module, attribute, bucket, spec)
@@ -65,11 +64,6 @@ class FlatParameters(DataParallel):
                                "parameters, or call full_tensors.full_tensors(flat, 'master') on "
                                "every rank")
         self.wait_params()
-
-    def wait_params(self) -> None:
-        """Wait for the all-gathers that `sync_params` started, where no forward does."""
-        if self.zero < 3:
-            self.unshard(self.buckets)
 
     # ---- Values
 
@@ -116,9 +110,16 @@ class FlatParameters(DataParallel):
         self.grads_are_summed = False
         super().zero_grad(loss_scale)
 
+    # The head computes the gradient of its matrix in forward, and the embedding adds to the same.
+    # Both add to main_grad, and autograd gets None (loss.py).
+
+    def take_grad(self, parameter):
+        if parameter.grad is not None:
+            super().take_grad(parameter)
+
     def main_grad(self, parameter):
         bucket = parameter.bucket
-        grows_in_forward = bucket.name in ("tied", "head")      # the head computes it there
+        grows_in_forward = bucket.name in ("tied", "head")
         is_awaited = bucket.pending_grads > 0 or grows_in_forward
         if self.grads_are_summed or (bucket.grad is None and not is_awaited):
             raise RuntimeError(f"main_grad of {parameter.spec.name} is this rank's part of a sum, "
@@ -128,39 +129,15 @@ class FlatParameters(DataParallel):
             self.wait_grad_sync()                       # as large
         return super().main_grad(parameter)
 
+    def start_grad_sync(self, bucket):
+        if bucket.grad is not None:
+            super().start_grad_sync(bucket)
+        else:       # under GPipe the first backward sends the head's gradient of all microbatches
+            self.reshard([bucket])
+
     def finish_grad_sync(self):
         super().finish_grad_sync()
         self.grads_are_summed = True
-
-    def is_in_parts(self, spec):
-        """Also of norms of heads, of which a rank has the gradient of its own heads."""
-        return self.grid.tp > 1 and (super().is_in_parts(spec) or (
-            spec.partition_dim is None and spec.grad_covers_own_heads))
-
-    def grad_norm_squares(self) -> dict[str, torch.Tensor]:
-        """Sums of squares of this rank's gradients, numbers of `sum_dtype`, for a sum over all
-        ranks: `squares` for the global norm, each parameter of the model once, and `all_squares`,
-        also every copy of a parameter, only to detect inf or NaN. A router's bias has no gradient,
-        but counts of tokens in its place."""
-        counted, others = [], []
-        for bucket in self.buckets:
-            for spec, shard_slice, _ in bucket.shard_ranges:
-                if spec.sign_step == 0:
-                    pieces = counted if is_owner(spec, self.grid, self.num_shards) else others
-                    pieces += bucket.shard["grad"][shard_slice].split(2 ** 20)
-        # One fp32 sum over 10M values can be off in its fourth digit. Pieces fit a CPU's cache.
-        return self.sum_squares(counted, others)
-
-    def sum_squares(self, counted: list[torch.Tensor], others: list[torch.Tensor]) -> dict:
-        dtype = sum_dtype(self.buckets[0].data.device)
-        squares = torch.stack(torch._foreach_norm(counted + others, 2, dtype=dtype)).square()
-        return dict(squares=squares[:len(counted)].sum(), all_squares=squares.sum())
-
-    def grad_norm(self, total: dict[str, float]) -> tuple[float, str]:
-        """From the sums of `grad_norm_squares` over all ranks: (the gradient norm of the whole
-        model, times the loss scale; why the step must be skipped, "" if it need not)."""
-        skipped = "" if math.isfinite(total["all_squares"]) else NOT_FINITE
-        return math.sqrt(total["squares"]), skipped
 
     # ---- --offload
 
@@ -187,3 +164,29 @@ class FlatParameters(DataParallel):
                 self.start_gather(bucket)
             if i + 2 < len(grads):
                 copies.append(copy_to_host_async(grads[i + 2], rows[i + 2]))
+
+
+def state_bytes(buckets: list[tuple[Bucket, int]], dtypes: tuple, zero: int, offload: bool,
+                exact: bool = False) -> tuple[dict, dict]:
+    """Bytes of one rank's state, as the table in parallel.py says: {kind: bytes} on its device and,
+    if `offload` keeps a part there, on the host. `buckets` are this rank's, as [(bucket, how many
+    like it)]. `dtypes`: of parameters and masters. `exact` gradients are float64."""
+    dtype, master_dtype = dtypes
+    grad_dtype = torch.float64 if exact else master_dtype
+    sizes = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
+    longest = 0
+    for bucket, count in buckets:
+        numel, shard = count * bucket.numel, count * bucket.numel // bucket.num_ranks
+        data_dtype = master_dtype if bucket.is_wide else dtype
+        master = master_dtype.itemsize * (shard if zero >= 1 else numel)
+        sizes["parameters"] += data_dtype.itemsize * (shard if zero >= 3 else numel)
+        sizes["gradients"] += grad_dtype.itemsize * (shard if zero >= 2 else numel)
+        sizes["moments"] += 2 * master
+        if offload or data_dtype != master_dtype:        # else a parameter is its own master
+            sizes["masters"] += master
+        longest = max(longest, bucket.numel // bucket.num_ranks if zero >= 1 else bucket.numel)
+    if not offload:
+        return sizes, {}
+    on_host = dict(masters=sizes.pop("masters"), moments=sizes.pop("moments"),
+                   staging=2 * master_dtype.itemsize * longest)
+    return sizes, on_host

@@ -18,7 +18,7 @@ from base.flops import flops_per_token, parameter_count
 from base.options import OF_TRAINING, Config, flags_of_writer, restored_flags
 from base.processes import print_rank0
 from corpus.tokenizers import is_named
-from parallelism.buckets import state_bytes
+from parallelism.zero import state_bytes
 from parallelism.collectives import on_hosts
 from parallelism.kernels import multiplies_in_fp32
 from runtime.directory import Start

@@ -47,19 +47,15 @@ class Loader:
         inputs and targets have this rank's T / cp positions. `positions` stays whole, because
         attention reads the keys of all."""
         grid = self.grid
-        # The stages in the middle of a pipeline need no tokens, only conversations' positions.
-        reads_rows = grid.is_first or grid.is_last or dataset.has_conversations
         # The first microbatches of all ranks are the first dp x b windows, and so on.
         own_windows = window_ids.reshape(-1, grid.dp, self.config.micro_batch)[:, grid.dp_rank]
         microbatches = []
         for m, ids in enumerate(own_windows):
-            inputs, targets, positions = None, None, None
-            if reads_rows:
-                inputs, targets, positions = as_tensors(dataset.rows(ids))
-                inputs = cut_sequence(inputs, grid.cp_rank, grid.cp)
-                targets = cut_sequence(targets, grid.cp_rank, grid.cp)
-                inputs, targets, positions = (to_device(x, self.device)
-                                              for x in (inputs, targets, positions))
+            inputs, targets, positions = as_tensors(dataset.rows(ids))
+            inputs = cut_sequence(inputs, grid.cp_rank, grid.cp)
+            targets = cut_sequence(targets, grid.cp_rank, grid.cp)
+            inputs, targets, positions = (to_device(x, self.device)
+                                          for x in (inputs, targets, positions))
             microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))
         return microbatches
 

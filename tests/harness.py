@@ -552,7 +552,6 @@ def monitor_now(run):
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
     """This rank's stage at step 0 of seed 0 -> (model, its FlatParameters)."""
     local = build_stage(cfg, grid)
-    local.activation_like = torch.empty(0)          # for one stage
     flat = FlatParameters(param_specs(local, cfg, grid), grid, dtype,
                           torch.promote_types(dtype, torch.float32), "cpu", zero)
     if recompute:

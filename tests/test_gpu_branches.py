@@ -31,7 +31,7 @@ from base import processes
 from parallel import Grid
 from parallelism import build, collectives, kernels, pipeline
 from parallelism.pipeline import run_schedule
-from parallelism.schedules import SCHEDULES
+from parallelism.pipeline import SCHEDULES
 from runtime import evaluation, step_stats
 from tests.commands import TINY, read_metrics, torchrun
 from tests.harness import (CFG, GPUS, ROOT, Memory, Rows, assert_same_rows, gather_full_state,
@@ -78,7 +78,7 @@ def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FB"):
     """For each stage the messages of its run_schedule, in order: lists of (is it sent, from stage,
     to stage, tag) that start together. Nothing is sent."""
     started = [[] for _ in range(stages)]
-    one = torch.ones(())
+    one = torch.ones(1, 1)
     arrived = SimpleNamespace(wait=lambda: None)
 
     def start(messages):
@@ -98,12 +98,12 @@ def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FB"):
         for stage in range(stages):
             ops = SCHEDULES[schedule](stage, stages, num_microbatches, chunks)
             is_last = stage == stages - 1
-            model = Chunk(head=SimpleNamespace(loss_factor=1.0) if is_last else None,
-                          activation_like=one)
+            model = Chunk(head=SimpleNamespace() if is_last else None,
+                          cfg=SimpleNamespace(n_embd=1), parameters=lambda: iter([one]))
             with nullcontext() if "B" in kinds else torch.no_grad():
                 run_schedule([op for op in ops if op[0] in kinds], model,
                              Grid(dp=1, pp=stages, tp=1, rank=stage, chunks=chunks),
-                             [(one, None, 0, None)] * num_microbatches, mock.Mock())
+                             [(one, None, 0, None)] * num_microbatches, flat=mock.Mock())
     return started
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from parallel import Grid, Pipeline, stage_layers
 from parallelism.pipeline import run_schedule
-from parallelism.schedules import SCHEDULES, make_schedule
+from parallelism.pipeline import SCHEDULES, make_schedule
 from tests.harness import CFG, after_backward, run_steps, settings, staged, tokens_of, without_saves
 from tools.schedule import bubble, clock, live_activations
 
@@ -100,5 +100,5 @@ def test_backward_frees_what_its_microbatch_holds(schedule, expected):
         live.append(sum(loss() is not None for loss in losses))
     local.register_forward_hook(count)
     run_schedule(schedule, local, flat.grid,
-                 [(x, x, 0, None) for x in tokens_of(CFG, 8).split(1)], flat)
+                 [(x, x, 0, None) for x in tokens_of(CFG, 8).split(1)], flat=flat)
     assert max(live) == expected and len(live) == 8

@@ -27,7 +27,7 @@ from base.options import Config
 from corpus import mixtures
 from corpus.flags import DataFlags
 from model import GPTConfig
-from parallelism.schedules import SCHEDULES
+from parallelism.pipeline import SCHEDULES
 from tests.harness import ROOT, tokens_of
 
 OURS = ("amp", "checkpoint", "data", "model", "parallel", "sample", "train", "test_all",
@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "data": ("corpus.mixtures corpus.program corpus.shards base base.batch_ramp",
              ""),
     "corpus.*": ("corpus.* base.commandline base.errors", ""),
-    "parallel": ("model parallelism.collectives parallelism.kernels", ""),
+    "parallel": ("amp model parallelism.collectives parallelism.kernels", ""),
     "checkpoint": ("model models* base.disk base.checkpoint_files base.checkpoint_folder", ""),
     "train": ("*", "tools* tests* test_all"),
     "sample": ("amp models* checkpoint corpus.tokenizers base.devices base.errors "

@@ -11,12 +11,12 @@ import torch
 
 import amp
 from parallel import Grid
-from parallelism.buckets import state_bytes
+from parallelism.zero import state_bytes
 from parallelism.build import build_stage
 from parallelism.full_tensors import full_gradients, full_tensors
 from parallelism.parameters import param_specs
 from parallelism.pipeline import run_schedule
-from parallelism.schedules import SCHEDULES
+from parallelism.pipeline import SCHEDULES
 from parallelism.zero import FlatParameters
 from tests.harness import (CFG, FORMULA, assert_close, gridded, in_turn, plain_gradient,
                            run_steps, settings, staged, tokens_of, traffic, without_saves)
@@ -110,7 +110,7 @@ def events_of_a_step(rank, world, zero):
         batch = [(tokens, tokens, 0, None) for tokens in tokens_of(CFG, 4).split(2)]
         with traffic(note_message):
             flat.zero_grad()
-            run_schedule(SCHEDULES["1f1b"](0, 1, 2), local, grid, batch, flat)
+            run_schedule(SCHEDULES["1f1b"](0, 1, 2), local, grid, batch, flat=flat)
             flat.finish_grad_sync()
             events.append(("update", ""))
             flat.adamw_step(1.0, 1, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)

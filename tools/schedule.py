@@ -3,7 +3,7 @@
     python -m tools.schedule --pp 4 --microbatches 8
     python -m tools.schedule --pp 2 --microbatches 4 --pp-schedule interleaved --pp-chunks 2
 
-`clock` simulates the lists of ops that parallelism/schedules.py makes, without processes.
+`clock` simulates the lists of ops that parallelism/pipeline.py makes, without processes.
 """
 from itertools import accumulate
 
@@ -11,7 +11,7 @@ from base.commandline import Parser
 from base.errors import errors_in_one_line
 from model import GPTConfig
 from parallel import Grid
-from parallelism.schedules import SCHEDULES, make_schedule
+from parallelism.pipeline import SCHEDULES, make_schedule
 from runtime.checks import check_layout
 
 

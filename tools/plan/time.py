@@ -3,7 +3,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from base.flops import mlp_channels
-from parallelism.schedules import interleaved
+from parallelism.pipeline import interleaved
 from tools.plan.flags import PlanConfig
 from tools.plan.memory import Stage
 from tools.plan.traffic import CONTEXT_RINGS, gradient_rings, ring
@@ -217,7 +217,7 @@ def step_seconds(stages: list[Stage], kinds: list, sent: list) -> tuple[dict, fl
     # AdamW reads or writes about twelve numbers for each parameter.
     numel = stages[0].numel
     if config.zero > 0:
-        numel = sum(count * bucket.numel / bucket.ranks for bucket, count in stages[0].buckets)
+        numel = sum(count * bucket.numel / bucket.num_ranks for bucket, count in stages[0].buckets)
     memory_speed = config.spec.host if config.offload else config.spec.bandwidth
     update = 12 * config.master_size * numel / memory_speed
     seconds = {kind: m * x for kind, x in slowest.by_kind.items()}
