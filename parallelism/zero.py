@@ -48,7 +48,8 @@ class FlatParameters(DataParallel):
             super().allocate_state(bucket, dtype, device)
             if self.host is not None:
                 for kind in ("master", "exp_avg", "exp_avg_sq"):
-                    bucket.shard[kind] = bucket.shard[kind].to(self.host, dtype)
+                    like = bucket.shard[kind]
+                    bucket.shard[kind] = torch.zeros_like(like, dtype=dtype, device=self.host)
 
     def attach(self, module, attribute, bucket, spec):
         super().attach(module, attribute, bucket, spec)
