@@ -13,16 +13,12 @@ of additions.
     5. Context parallelism      the sequence is cut            --cp
     6. Expert parallelism       the experts are divided        --ep
 
-Each section begins with the idea. Where the code that runs hides it, a short example comes first:
-the functions `plain_...`, which only tests run. `Run.__init__` in train.py puts all of it together.
-
-parallelism/ replaces single classes and methods of this file by what is faster or rarer: a head
-that never has all logits (loss.py), interleaved stages (pipeline.py), --offload (zero.py), models
-other than GPTs (context.py, experts.py), --exact. The names of a model's modules connect the files:
-whoever renames "attn.qkv" looks for it everywhere.
-
-`linear`, `matmul` and `lookup` are F.linear, torch.matmul and F.embedding, except in 16 bits on a
-CPU, where PyTorch's own are slow or inaccurate (kernels.py).
+Each section begins with the idea. Where the code that runs hides it, a short example comes first,
+`plain_...`, which only tests run. `Run.__init__` in train.py puts the sections together. Files of
+parallelism/ replace single classes and methods by what is faster or rarer: a head that never has
+all logits (loss.py), interleaved stages (pipeline.py), --offload (zero.py), other models than GPTs
+(context.py, experts.py), --exact. `linear`, `matmul` and `lookup` are F.linear, torch.matmul and
+F.embedding, but for CPUs in 16 bits (kernels.py).
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V vocabulary.
 """
@@ -47,8 +43,7 @@ from parallelism import collectives
 from parallelism.collectives import comm_errors, on_hosts, sum_dtype
 from parallelism.kernels import attend_to_prefix, linear, lookup, matmul
 
-# ---------------------------------------------------------------------------------------------
-# 1. Ranks
+# ---- 1. Ranks -------------------------------------------------------------------------------
 #
 # A rank is one process. The ranks form an array (pp, dp, cp, tp) in row-major order: neighbors in
 # tp have consecutive numbers, and so have the ranks of a stage. For pp 2, dp 2, cp 1, tp 2:
@@ -63,7 +58,6 @@ from parallelism.kernels import attend_to_prefix, linear, lookup, matmul
 # Context parallelism gathers keys and values in each, data parallelism sums each gradient once.
 # Pipelines send the fewest bytes: one block's output and its gradient. So a boundary of stages is
 # the cheapest place to cut a job into machines (Narayanan et al. 2021, section 3).
-# ---------------------------------------------------------------------------------------------
 
 
 GROUPS = ("tp", "cp", "replicas", "ep", "same_experts", "pp", "world", "embedding")
@@ -224,8 +218,7 @@ class WithGradient(torch.autograd.Function):
         return ctx.gradient(dy), None, None
 
 
-# ---------------------------------------------------------------------------------------------
-# 2. Tensor parallelism (Megatron-LM, Shoeybi et al. 2019, section 3)
+# ---- 2. Tensor parallelism (Megatron-LM, Shoeybi et al. 2019, section 3) --------------------
 #
 #     MLP:  y = act(x A) B,   A = [A1 A2] by columns,  B = [B1] by rows
 #                                                           [B2]
@@ -246,7 +239,6 @@ class WithGradient(torch.autograd.Function):
 #
 # In code f and g call `gather_positions` and `sum_over_ranks`. Read the first as x itself and the
 # second as an all-reduce: they do more only with sequence parallelism, at the end of this section.
-# ---------------------------------------------------------------------------------------------
 
 
 def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -414,14 +406,11 @@ class PositionEmbedding(TensorParallel):
 
     def forward(self, positions):
         if positions.dim() == 2:
-            return lookup(self.cut_packed(positions), self.weight)
+            return lookup(own_positions(positions, self.grid), self.weight)
         parts = self.grid.tp if self.grid.sequence_parallel else 1
         T = len(positions) * parts * self.grid.cp
         whole = torch.arange(T, device=positions.device)
         return F.embedding(own_positions(whole, self.grid), self.weight)
-
-    def cut_packed(self, positions):
-        return own_positions(positions, self.grid)
 
 
 PLAN = {            # which module of a model becomes what
@@ -527,8 +516,7 @@ def by_sequences(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     return x.unflatten(0, (grid.tp, -1)).transpose(0, 1).flatten(1, 2)
 
 
-# ---------------------------------------------------------------------------------------------
-# 3. Pipeline parallelism (GPipe: Huang et al. 2019, 1F1B: Narayanan et al. 2021, section 2.2)
+# ---- 3. Pipeline parallelism (GPipe: Huang et al. 2019, 1F1B: Narayanan et al. 2021, section 2.2) 
 #
 # The layers are cut into p stages, one for each rank of a pipeline, and the batch into m
 # microbatches, which pass through the stages one after another: forward (F), then backward (B).
@@ -549,7 +537,6 @@ def by_sequences(x: torch.Tensor, grid: Grid) -> torch.Tensor:
 #
 # A schedule is the list of a stage's ops, in order: (kind, microbatch, chunk). The kind is "F" or
 # "B". The chunk is 0, unless a stage has several parts of the layers (pipeline.py: interleaved).
-# ---------------------------------------------------------------------------------------------
 
 
 def gpipe(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
@@ -614,13 +601,9 @@ def plain_pipeline(stage: GPT, batch: list, schedule: list[tuple], grid: Grid) -
     return loss_sum
 
 
-# `Pipeline` below, which train.py runs, computes the same. It adds that
-#
-#     messages travel while a stage computes: an input of GPipe's arrives during the op before it,
-#       a result leaves during the op after it
-#     messages that cross start together, as NCCL requires
-#     each tp rank sends a part of an activation
-#     the hooks of section 4 know which backward is the last, during which they sum the gradients
+# `Pipeline` below, which train.py runs, computes the same. What it adds: messages travel while a
+# stage computes, and those that cross start together, as NCCL requires; each tp rank sends a part
+# of an activation; the last backward sums the gradients over the replicas (section 4).
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
@@ -805,13 +788,11 @@ def gather_message(x: torch.Tensor | None, grid: Grid) -> torch.Tensor | None:
     return x
 
 
-# ---------------------------------------------------------------------------------------------
-# 4. Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020)
+# ---- 4. Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020) -----------
 #
 # Every replica trains on its share of the batch. The gradients are summed over the replicas. The
 # replicas start equal, because they have the same seed. They make the same update, so they stay
 # equal. The whole idea, if every process is a replica:
-# ---------------------------------------------------------------------------------------------
 
 
 def plain_replica_step(model, optimizer, tokens, targets):
@@ -848,19 +829,17 @@ def plain_replica_step(model, optimizer, tokens, targets):
 #     3   a shard   a shard     a shard        18/r        16/r        4m           4m  in use
 #
 # Gradients are sent in fp32, so a reduce-scatter sends 4 bytes, and an all-reduce, which is two
-# collectives, 8. ZeRO 1 sums the microbatches first. ZeRO 2 sums each of the m, and frees all but
-# the shard. ZeRO 3 gathers the parameters for each forward and each backward: 2 x 2 bytes, m times.
+# collectives, 8. ZeRO 2 sums the gradients of each microbatch, to keep only a shard of them. ZeRO 3
+# gathers the parameters for each forward and each backward: 2 x 2 bytes, m times.
 #
-# A ParamSpec (parallelism/parameters.py) says what a rank has of a parameter: its global `name` and
-# full `shape`; the dimension that tensor parallelism cuts, `partition_dim`; `local_shape` and
-# `numel` of this rank's part; `owners`, the modules that use it; `ep`, the number of replicas that
-# divide its experts.
+# A spec (parameters.ParamSpec) says what this rank has of a parameter: `name` and `shape` in the
+# whole model, `partition_dim`, `local_shape` and `numel` of this rank's part, `owners`, the modules
+# that use it, and `ep`, the number of replicas that divide its experts.
 
 
 class Bucket:
     """Parameters that are communicated together: one after another, with padding for equal shards.
 
-    specs           what is known of each
     group           whose ranks have them: "replicas", or of experts "same_experts"
     num_ranks       how many these are
     num_shards, shard_rank      the number of ZeRO's shards, and which this rank has
@@ -963,17 +942,15 @@ class DataParallel:
         self.in_flight = []             # [(bucket, the sum of its gradients under way)]
         self.grad_factor = 1.0
         for bucket in self.buckets:
-            self.allocate_parameters(bucket, master_dtype if bucket.is_wide else dtype, device)
+            data_dtype = master_dtype if bucket.is_wide else dtype
+            bucket.data = torch.zeros(bucket.numel, dtype=data_dtype, device=device)
+            own = bucket.own(bucket.data)
+            bucket.shard["data"] = bucket.shard["master"] = own.clone() if zero == 3 else own
             self.allocate_state(bucket, master_dtype, device)
             for spec in bucket.specs:
                 for module, attribute in spec.owners:
                     self.attach(module, attribute, bucket, spec)
             self.reshard([bucket])
-
-    def allocate_parameters(self, bucket: Bucket, dtype, device) -> None:
-        bucket.data = torch.zeros(bucket.numel, dtype=dtype, device=device)
-        own = bucket.own(bucket.data)
-        bucket.shard["data"] = bucket.shard["master"] = own.clone() if self.zero == 3 else own
 
     def allocate_state(self, bucket: Bucket, dtype, device) -> None:
         """What AdamW needs, as the table says: all zero, of type `dtype`."""
@@ -1023,14 +1000,14 @@ class DataParallel:
     def grad_ready(self, parameter: nn.Parameter) -> None:
         """A hook of autograd: the gradient is complete. It runs on backward's thread and CUDA
         stream, so collectives start after the gradient's kernels."""
-        self.take_grad(parameter)
+        self.add_grad(parameter)
         parameter.bucket.pending_grads -= 1
         # All ranks must communicate in the same order. A bucket completed out of turn waits.
         while self.buckets_to_sync and self.buckets_to_sync[-1].pending_grads == 0:
             self.start_grad_sync(self.buckets_to_sync.pop())
 
-    def take_grad(self, parameter: nn.Parameter) -> None:
-        self.add_grad(self.main_grad(parameter), parameter.grad)
+    def add_grad(self, parameter: nn.Parameter) -> None:
+        self.main_grad(parameter).add_(parameter.grad)
         parameter.grad = None
 
     def main_grad(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -1040,9 +1017,6 @@ class DataParallel:
         if bucket.grad is None:
             bucket.grad = torch.zeros_like(bucket.data, dtype=bucket.shard["grad"].dtype)
         return bucket.view(bucket.grad, parameter.spec)
-
-    def add_grad(self, total: torch.Tensor, grad: torch.Tensor) -> None:
-        total.add_(grad)
 
     def start_grad_sync(self, bucket: Bucket) -> None:
         """Start the sum of a complete bucket over the replicas. This backward does not need its
@@ -1089,10 +1063,9 @@ class DataParallel:
     # ---- Their norm
 
     def grad_norm_squares(self) -> dict[str, torch.Tensor]:
-        """Sums of squares of this rank's gradients, numbers of `sum_dtype`, for a sum over all
-        ranks: `squares` for the global norm, each parameter of the model once, and `all_squares`,
-        also every copy of a parameter, only to detect inf or NaN. A router's bias has no gradient,
-        but counts of tokens in its place."""
+        """Sums of squares of this rank's gradients, to be summed over all ranks: `squares` of each
+        parameter of the model once, for the global norm, and `all_squares` of copies, too, to
+        detect inf or NaN. A router's bias has counts of tokens in place of a gradient."""
         counted, others = [], []
         for bucket in self.buckets:
             for spec, shard_slice, _ in bucket.shard_ranges:
@@ -1194,8 +1167,8 @@ def adamw_update(buckets: list[Bucket], grads: list[torch.Tensor], updates: int,
                   weight_decay=weight_decay if decays else 0.0)
 
 
-# ZeRO 3 (FSDP, Zhao et al. 2023). The parameters of a block exist only while it runs. The whole
-# idea: gathering a shard is a function whose gradient is a reduce-scatter.
+# ZeRO 3 (FSDP, Zhao et al. 2023): the parameters of a block exist only while it runs. The whole
+# idea is a gather whose gradient is a reduce-scatter:
 
 
 def plain_zero3_forward(module: nn.Module, shards: list, group, *inputs):
@@ -1219,8 +1192,8 @@ def plain_zero3_forward(module: nn.Module, shards: list, group, *inputs):
     return checkpoint(gather_and_run, *inputs, use_reentrant=False)
 
 
-# In train.py the parameters are views into a bucket, and only the bucket's memory comes and goes.
-# So backward gathers again, but does not run the block again. Gathers start one block ahead:
+# In train.py parameters are views into a bucket, whose memory comes and goes. So backward gathers
+# again, but does not run the block again. Gathers start one block ahead:
 #
 #     forward    unshard block i, prefetch i + 1, run, reshard
 #     backward   unshard block i, prefetch i - 1, run; start_grad_sync sums and reshards
@@ -1267,8 +1240,7 @@ def gather_before_use(model: GPT, flat: DataParallel) -> None:
         wrap(model.head, tied + head + ends, freed=tied + head, kept=ends)
 
 
-# ---------------------------------------------------------------------------------------------
-# 5. Context parallelism (Llama 3, Grattafiori et al. 2024, section 3.3.2)
+# ---- 5. Context parallelism (Llama 3, Grattafiori et al. 2024, section 3.3.2) ---------------
 #
 # The activations of a long sequence do not fit on one rank. So the sequence is cut, too: a rank
 # runs the whole model on some of its positions, from the embedding to the loss, and the gradients
@@ -1282,7 +1254,6 @@ def gather_before_use(model: GPT, flat: DataParallel) -> None:
 #
 # Ring attention (Liu et al. 2023) instead passes K and V from rank to rank, and merges the outputs
 # for each part: more to read.
-# ---------------------------------------------------------------------------------------------
 
 
 def cut_sequence(x: torch.Tensor, rank: int, cp: int, dim: int = -1) -> torch.Tensor:
@@ -1292,26 +1263,20 @@ def cut_sequence(x: torch.Tensor, rank: int, cp: int, dim: int = -1) -> torch.Te
     return torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]], dim)
 
 
-class GatherKeysAndValues(torch.autograd.Function):
+def gather_keys_and_values(k: torch.Tensor, v: torch.Tensor, grid: Grid) -> torch.Tensor:
     """k and v of this rank's positions, (B, H, T / cp, D) each -> those of all positions, in order:
     (2, B, H, T, D). Backward: the gradients at this rank's positions, summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx, k, v, grid):
-        ctx.grid = grid
-        parts = k.new_empty(grid.cp, 2, *k.shape)                   # (cp, 2, B, H, T / cp, D)
-        parts[grid.cp_rank, 0] = k
-        parts[grid.cp_rank, 1] = v
+    def gather(kv):
+        parts = kv.new_empty(grid.cp, *kv.shape)                    # (cp, 2, B, H, T / cp, D)
+        parts[grid.cp_rank] = kv
         all_gather(parts, grid.groups["cp"]).wait()                 # fills in the other ranks'
         early, late = parts.chunk(2, dim=-2)            # each rank's first and second piece
         return torch.cat([*early, *late.flip(0)], dim=-2)   # the last rank's late piece comes first
 
-    @staticmethod
-    def backward(ctx, dkv):
-        grid = ctx.grid
+    def scatter(dkv):
         parts = torch.stack([cut_sequence(dkv, rank, grid.cp, dim=-2) for rank in range(grid.cp)])
-        sums = reduce_scatter(parts, grid.groups["cp"]).wait()      # (1, 2, B, H, T / cp, D)
-        return sums[0, 0], sums[0, 1], None
+        return reduce_scatter(parts, grid.groups["cp"]).wait()[0]
+    return WithGradient.apply(torch.stack([k, v]), gather, scatter)
 
 
 class ContextParallelAttention(CoreAttention):
@@ -1323,7 +1288,7 @@ class ContextParallelAttention(CoreAttention):
 
     def forward(self, q, k, v, dropout_seed=None, mask=None):
         """With dropout each rank has a seed of its own. A mask (B, 1, T, T) is of all positions."""
-        k, v = GatherKeysAndValues.apply(k, v, self.grid)           # 2 of (B, H, T, D)
+        k, v = gather_keys_and_values(k, v, self.grid)              # (B, H, T, D) each
         return super().forward(q, k, v, dropout_seed, mask)
 
     def attend(self, q, k, v, mask):
@@ -1341,8 +1306,7 @@ class ContextParallelAttention(CoreAttention):
         return torch.cat(outputs, dim=2)
 
 
-# ---------------------------------------------------------------------------------------------
-# 6. Expert parallelism (GShard, Lepikhin et al. 2020)
+# ---- 6. Expert parallelism (GShard, Lepikhin et al. 2020) -----------------------------------
 #
 # In a mixture of experts (models/moe.py) each token chooses K of the E experts. Experts are most of
 # the memory, and each computes few of a rank's tokens. So let each of `ep` replicas keep E / ep
@@ -1353,7 +1317,6 @@ class ContextParallelAttention(CoreAttention):
 #
 # An expert's gradient is then already a sum over ep replicas. The replicas that have the same
 # experts sum theirs (`Bucket.group`).
-# ---------------------------------------------------------------------------------------------
 
 
 def run_on_their_ranks(experts: nn.Module, grid: Grid, x: torch.Tensor, counts: torch.Tensor):

@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from model import GPT, IGNORE_INDEX, GPTConfig
 from models.moe import Mixture
 from parallel import (VocabParallelEmbedding, adamw_update, all_reduce, by_ranks, find_local,
-                      replace_modules, sum_over_ranks)
+                      own_positions, replace_modules, sum_over_ranks)
 from parallelism.all_heads_norm import ParallelAllHeadsNorm
 from parallelism.exact_experts import EXACT_EXPERT_PLAN
 from parallelism.exact_strips import Affine, AttentionInStrips, InStrips, all_positions
@@ -102,7 +102,7 @@ def add_positions(embed: nn.Module, grid, x: torch.Tensor, dropout_seed,
             start = grid.tp_rank * T if grid.sequence_parallel else 0
             positions = torch.arange(start, start + T, device=x.device).expand(B, T)
         else:
-            positions = embed.position.cut_packed(positions)
+            positions = own_positions(positions, grid)
         x = x + ExactLookup.apply(positions, embed.position.weight, grid.exact)
     return embed.dropout(x, dropout_seed)
 
@@ -208,9 +208,11 @@ class ExactParameters(FlatParameters):
         self.grid.exact.set_units(loss_scale, tokens, targets)
         super().zero_grad(loss_scale)
 
-    def add_grad(self, total, grad):
-        exact = self.grid.exact
-        exact.add(total, grad, exact.gradient, exact.terms(exact.positions))
+    def add_grad(self, parameter):
+        exact, grad = self.grid.exact, parameter.grad
+        if grad is not None:
+            exact.add(self.main_grad(parameter), grad, exact.gradient, exact.terms(exact.positions))
+        parameter.grad = None
 
     def is_in_parts(self, spec):
         # exact_experts.ExactRouter computes all positions on each tp rank.

@@ -2,7 +2,7 @@
 
     addition                                 gain                               where
     the values of step 0, and of files       no rank has the whole model        initialize, load
-    the head and the embedding add their     no gradient of a whole matrix in   take_grad,
+    the head and the embedding add their     no gradient of a whole matrix in   add_grad,
       gradients to main_grad themselves      between (loss.py)                  main_grad
     --offload: masters and moments are in    6 of 18 bytes per parameter stay   update_offloaded
       host memory, and AdamW runs there
@@ -114,9 +114,9 @@ class FlatParameters(DataParallel):
     # The head computes the gradient of its matrix in forward, and the embedding adds to the same.
     # Both add to main_grad, and autograd gets None (loss.py).
 
-    def take_grad(self, parameter):
+    def add_grad(self, parameter):
         if parameter.grad is not None:
-            super().take_grad(parameter)
+            super().add_grad(parameter)
 
     def main_grad(self, parameter):
         bucket = parameter.bucket
