@@ -516,7 +516,7 @@ def by_sequences(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     return x.unflatten(0, (grid.tp, -1)).transpose(0, 1).flatten(1, 2)
 
 
-# ---- 3. Pipeline parallelism (GPipe: Huang et al. 2019, 1F1B: Narayanan et al. 2021, section 2.2) 
+# ---- 3. Pipeline parallelism (GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2021) ----------
 #
 # The layers are cut into p stages, one for each rank of a pipeline, and the batch into m
 # microbatches, which pass through the stages one after another: forward (F), then backward (B).
@@ -645,10 +645,12 @@ class Pipeline:
     def __init__(self, model: GPT, grid: Grid, batch: list, loss_factor: float = 1.0, flat=None):
         self.model, self.grid, self.batch = model, grid, batch
         self.loss_factor, self.flat = loss_factor, flat
-        inputs, weight = batch[0][0], next(model.parameters())
+        inputs = batch[0][0]
+        weight = next(model.parameters())       # has the type of activations
         self.loss = torch.zeros((), dtype=sum_dtype(inputs.device), device=inputs.device)
+        # like what one stage sends to the next: (B, T, C), or with sequence parallelism T / tp
         shape = *cut_positions(inputs, grid).shape, model.cfg.n_embd
-        self.activation_like = weight.new_empty(shape)      # what one stage sends to the next
+        self.activation_like = weight.new_empty(shape)
         self.chunks = [model]       # pipeline.Interleaved has several
         self.kept = {}              # (microbatch, chunk): (x, y), input and output, from F to B
 
