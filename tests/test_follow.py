@@ -18,6 +18,7 @@ class FakeWandB:
     """Weights & Biases as far as we use it. `lines`: what a server keeps over several sessions."""
 
     def __init__(self):
+        self.__spec__ = "is installed"          # for importlib.util.find_spec
         self.lines, self.ids, self.configs = [], [], []
         self.log = self.lines.append
         self.config = mock.Mock(update=lambda values, **_: self.configs.append(values))
