@@ -26,6 +26,7 @@ from models import SIZES, make_config
 from runtime import checks
 from tests.commands import Command, dataset, run_main
 from tests.harness import ROOT
+from tools import svg_picture
 from tools.ladder import plan, shape_of_width
 from tools.scaling_law import Law
 
@@ -51,7 +52,7 @@ def imitated(shards, tmp_path, monkeypatch):
             FINGERPRINT=fingerprint, SECONDS_OF_A_STEP=0,
             SIZES=json.dumps({width: multiplying(width) for width in WIDTHS})).items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(tools.ladder, "find_spec", lambda name: None)      # no picture
+    monkeypatch.setattr(svg_picture, "find_spec", lambda name: None)      # no picture
     # Without site-packages: a tenth of the time.
     launch = shlex.join([sys.executable, "-S", "-E", str(ROOT / "tests/imitated_train.py")])
     return ["--data", shards, "--out", tmp_path / "o", "--launch", launch, "--jobs", 2]

@@ -11,6 +11,7 @@ import pytest
 import tools.sweep
 from tests.commands import read_metrics, run_main
 from tests.test_ladder import imitated      # a fixture
+from tools import svg_picture
 from tools.train_many import why_it_ended
 
 SMALL = ["--n-embd", 32, "--seq-len", 32, "--steps", 20, "--save-every", 5]
@@ -29,7 +30,7 @@ def sweep(capsys, tmp_path, *arguments):
 def test_a_sweep_goes_on_and_repeats_nothing(imitated, tmp_path, monkeypatch, capsys):
     """One run fails, one is killed, one diverges: the table has the others, the best first. Again:
     what failed is tried again, and what was killed resumes. More values add runs."""
-    monkeypatch.setattr(tools.sweep, "find_spec", lambda name: None)
+    monkeypatch.setattr(svg_picture, "find_spec", lambda name: None)
     flags = [*imitated, *SMALL, "--lr", "2e-3,1e-3,7", "--beta2=0.9,0.95"]
 
     def started(*more):
@@ -79,7 +80,7 @@ def test_a_killed_run_is_reported_by_its_signal_and_another_by_its_last_message(
 
 @pytest.mark.parametrize("flags, words", [
     ("--lr 1e-3", "nothing to sweep"), ("--lr 1e-3,x", "--lr: invalid float value: 'x'"),
-    ("--beta2 0.9,2", "--beta2: 2 must"), ("--lr 1,2 --stepz 10", "did you mean --steps?"),
+    ("--beta2 0.9,2", "--beta2: 2 must"), ("--zero 0,1,9", "--zero: invalid choice: 9"), ("--lr 1,2 --stepz 10", "did you mean --steps?"),
     ("--lr 1,2 --resume a.pt", "--resume is for one run"), ("--lr 1,2 --data nowhere", "nowhere")])
 def test_a_wrong_sweep_is_one_line(tmp_path, monkeypatch, capsys, flags, words):
     monkeypatch.chdir(tmp_path)

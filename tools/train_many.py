@@ -29,8 +29,9 @@ TRAIN = str(Path(__file__).resolve().parents[1] / "train.py")
 COMPARED = set(OF_TRAINING) - {"save_every", "keep", "check_every", "eval_every", "max_rollbacks"}
 
 
-def jobs_flag():
-    return flag(1, "runs that train at a time; with several each has one thread", low=1)
+def jobs_flag(group=None):
+    return flag(1, "runs that train at a time; with several each has one thread", low=1,
+                group=group)
 
 
 def launch_flag():

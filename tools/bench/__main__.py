@@ -53,8 +53,7 @@ RACES = {                       # flags of train.py; the mode of PyTorch's stack
     "DDP": ("", "ddp", False), "FSDP2": ("--zero 3", "fsdp", False)}
 MEMORIES = ("", "--compile", "--recompute", "--offload", "--dtype fp32")
 LAYOUTS = ("--zero 1", "--zero 2", "--zero 3", "--tp 2", "--tp 2 --sequence-parallel", "--pp 2",
-           "--pp 2 --pp-schedule 1f1b",
-           "--pp 2 --pp-schedule interleaved --pp-chunks 2", "--cp 2")
+           "--pp 2 --pp-schedule 1f1b", "--pp 2 --pp-schedule interleaved --pp-chunks 2", "--cp 2")
 TINY = dict(n_layer=4, n_head=4, n_embd=64, seq_len=32)
 
 

@@ -15,7 +15,6 @@ from parallelism.buckets import state_bytes
 from parallelism.build import build_stage
 from parallelism.loss import tile_size
 from parallelism.parameters import ParamSpec, param_specs
-from parallelism.loss import tile_size
 from parallelism.schedules import make_schedule
 from tools.plan.flags import PlanConfig
 from tools.schedule import live_activations
