@@ -65,6 +65,13 @@ def test_a_sweep_goes_on_and_repeats_nothing(imitated, tmp_path, monkeypatch, ca
     assert status == 2 and error.count("\n") == 1 and not more and "--seed 1337, not 1" in error
 
 
+def test_a_sweep_of_more_epochs_continues_its_runs(imitated, tmp_path, capsys):
+    flags = [*imitated, "--n-embd", 32, "--seq-len", 32, "--lr", "1e-3,2e-3"]
+    for epochs, started in [(1, 2), (1, 0), (2, 2), (2, 0)]:
+        status, *_, runs = sweep(capsys, tmp_path, *flags, "--epochs", epochs)
+        assert status == 0 and len(runs) == started, epochs
+
+
 @pytest.mark.parametrize("status, text, words", [
     (-9, "step 40/400 loss 3.6 left 0:00:21\n", "killed (SIGKILL): out of memory?"),
     (-11, "train.py: a line\n", "killed (SIGSEGV)"), (-99, "", "killed (signal 99)"),

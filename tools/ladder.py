@@ -120,7 +120,7 @@ class Rung:
         found = []
         for end in self.ends():
             run = read_metrics(self.out(end))
-            if has_ended(run, end):
+            if has_ended(run, dict(steps=end)):
                 rolled_back = sum(event["event"] == "rollback" for event in run.events)
                 last = run.rows[-1]
                 found.append(dict(width=self.width, N=self.N, D=last["tokens"], steps=end,
