@@ -274,8 +274,8 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
 
 
 def test_the_time_left_counts_the_sequences_of_a_ramp_the_evaluations_and_the_saves():
-    """A sequence takes 3 s; five evaluations of 128 sequences follow step 1, of a third of that, and
-    the saves of steps 3, 6, 9 and 10. How long a save takes is known after the first."""
+    """A sequence takes 3 s. Five evaluations of 128 sequences follow step 1, of a third of that,
+    and the saves of steps 3, 6, 9 and 10. How long a save takes is known after the first."""
     config = Config(steps=10, batch_size=8, batch_ramp="4:2:16", eval_every=2, save_every=3)
     log = log_without_run(config)
     log.recent_seconds.append(3.0)

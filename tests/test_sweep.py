@@ -87,7 +87,8 @@ def test_a_killed_run_is_reported_by_its_signal_and_another_by_its_last_message(
 
 @pytest.mark.parametrize("flags, words", [
     ("--lr 1e-3", "nothing to sweep"), ("--lr 1e-3,x", "--lr: invalid float value: 'x'"),
-    ("--beta2 0.9,2", "--beta2: 2 must"), ("--zero 0,1,9", "--zero: invalid choice: 9"), ("--lr 1,2 --stepz 10", "did you mean --steps?"),
+    ("--beta2 0.9,2", "--beta2: 2 must"), ("--zero 0,1,9", "--zero: invalid choice: 9"),
+    ("--lr 1,2 --stepz 10", "did you mean --steps?"),
     ("--lr 1,2 --resume a.pt", "--resume is for one run"), ("--lr 1,2 --data nowhere", "nowhere")])
 def test_a_wrong_sweep_is_one_line(tmp_path, monkeypatch, capsys, flags, words):
     monkeypatch.chdir(tmp_path)
