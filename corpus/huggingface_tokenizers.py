@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from corpus import EOT
+from corpus.shards import refuse_old
 from corpus.token_streams import TextStream
 
 OWN = "hf-"                 # how the name of such a tokenizer begins
@@ -181,6 +182,8 @@ def find_tokenizer(given) -> HuggingFaceTokenizer:
     kept = [path] if path.is_file() and path.name.startswith(OWN) else sorted(path.glob(f"{OWN}*"))
     if kept:
         return open_file(kept[0].read_text("utf-8"))
+    for old in (*path.glob("json-*.json"), *path.glob("bpe-*.tiktoken")):
+        refuse_old(old.stem, f"{path}: ")
     if not path.exists() and not HUB_NAME.fullmatch(str(given)):
         raise ValueError(f"there is no tokenizer {given}: give gpt2, bytes, cl100k_base, "
                          f"o200k_base, a folder with a tokenizer.json, or a name on the hub")

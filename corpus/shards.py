@@ -120,11 +120,21 @@ def read_meta(directory: Path) -> dict:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
                          f"again") from None
+    refuse_old(meta["tokenizer"], f"{path}: ")
     for key in ("tokenizer_file", "template_file"):
         if meta.get(key) is not None:
             with errors_with_path(directory / meta[key]):
                 needed[key] = (directory / meta[key]).read_text(encoding="utf-8")
     return needed
+
+
+def refuse_old(tokenizer: str, where="") -> None:
+    """Raise ValueError if a tokenizer has the name that older versions gave one of a file."""
+    if str(tokenizer).startswith(("json-", "bpe-")):
+        flag = "--train-tokenizer N" if tokenizer.startswith("bpe-") else "--tokenizer FOLDER"
+        raise ValueError(f"{where}the tokenizer {tokenizer} is of an older version and not read: "
+                         f"make its data again, python data.py --input FILE {flag} --out NEW, or "
+                         f"its model, python -m tools.huggingface import FOLDER NEW.pt")
 
 
 def sha256_of_samples(paths) -> str:

@@ -27,6 +27,7 @@ import numpy as np
 from corpus import EOT
 from corpus.downloads import last_cause, read_url
 from corpus.huggingface_tokenizers import AT_SPACE, open_file
+from corpus.shards import refuse_old
 from corpus.token_streams import BytesStream
 
 MOST_TOKENS = 1 << 16       # of a vocabulary whose tokens are uint16
@@ -96,6 +97,7 @@ def downloaded_tokenizer(name: str) -> TiktokenTokenizer:
 def get_tokenizer(name: str, file: str | None = None):
     """The tokenizer of this name. `file` is the content of its file, if it has one. Raises
     ValueError for another name, ConnectionError without a vocabulary."""
+    refuse_old(name)
     if file is not None:
         return open_file(file)
     if name == "bytes":

@@ -34,6 +34,7 @@ class RunLog:
         self.recent_seconds = deque(maxlen=20)      # of a sequence, in the last steps
         self.step_ended_at = None       # in seconds, as the others
         self.evaluation_seconds = None  # of the last evaluation
+        self.save_seconds = 0.0         # how long training waited for the last save
         self.printed_at = None          # when a step's line was last printed, in seconds
         self.shown_at = -math.inf       # when that or the line of a terminal was
         self.on_terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -83,21 +84,21 @@ class RunLog:
 
     def time_left(self, row: dict) -> timedelta:
         """The time of the sequences that are left to train, by the median of the last steps, and of
-        the evaluations that are left, each as long as the last one. Before there was one it is
-        guessed: forward is about a third of a step. At first in a ramp it is too long, for a small
-        model 1.6 times: what a step costs beside its sequences is not known yet."""
+        the evaluations and saves that are left, each as long as the last one. Before there was one,
+        a save counts nothing, and an evaluation is guessed: forward is about a third of a step. At
+        first in a ramp it is too long, for a small model 1.6 times: what a step costs beside its
+        sequences is not known yet."""
         config, step = self.config, row["step"]
         trained = row["tokens"] // self.model_config.seq_len
         sequences = sequences_after(config, trained, config.steps - step) - trained
-        evaluations = 1                 # after the last step. That of this step is still to come
-        if config.eval_every > 0:
-            evaluations += ((config.steps - 1) // config.eval_every
-                            - (step - 1) // config.eval_every)
+        evaluations = times_due(step, config.steps, config.eval_every)
+        saves = times_due(step, config.steps, config.save_every)
         of_sequence = statistics.median_low(self.recent_seconds)
         of_evaluation = self.evaluation_seconds
         if of_evaluation is None:
             of_evaluation = evaluated_sequences(config, self.val_data) * of_sequence / 3
-        return timedelta(seconds=round(sequences * of_sequence + evaluations * of_evaluation))
+        return timedelta(seconds=round(sequences * of_sequence + evaluations * of_evaluation
+                                       + saves * self.save_seconds))
 
     def write_row(self, row: dict) -> None:
         """Write a step's row to metrics.jsonl, and its evaluation also to the console."""
@@ -129,6 +130,12 @@ class RunLog:
             if config.exact:
                 line += ", or out of range"
         return line
+
+
+def times_due(step: int, steps: int, n: int) -> int:
+    """How many of the steps from `step` to the last are a multiple of n (0: none is), or the last
+    one."""
+    return 1 if n == 0 else 1 + (steps - 1) // n - (step - 1) // n
 
 
 def evaluated_sequences(config: Config, data: TokenDataset) -> int:

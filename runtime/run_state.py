@@ -1,6 +1,7 @@
 """The state of a run: what its checkpoints hold beside tensors, and how it is saved and restored.
 `run` is a train.Run."""
 import dataclasses
+import time
 from pathlib import Path
 from typing import Callable
 
@@ -72,6 +73,7 @@ def save(run, is_start: bool = False) -> None:
     """Write a checkpoint after the last finished step, and record in the monitor whether it is
     healthy: a rollback may return to it. `is_start`: it is the starting state of the run. Of a file
     the state is copied, and threads write it while training goes on."""
+    began = time.monotonic()
     config, done = run.config, run.finished_step
     file = step_file(Path(config.out), done, config.checkpoint_format).name
     scheduled = config.is_nth_or_last(done, config.save_every)
@@ -79,6 +81,7 @@ def save(run, is_start: bool = False) -> None:
     run.divergence.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)
     all_ranks(run.writer.wait)          # a rank holds at most one copy of its shards
     submit(run)
+    run.log.save_seconds = time.monotonic() - began
 
 
 def wait_for_last_save(writer: Writer) -> None:

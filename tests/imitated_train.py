@@ -12,7 +12,8 @@ from pathlib import Path
 
 words = sys.argv[2:]
 flags = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2])}
-out, steps = Path(flags["out"]), int(flags["steps"])
+out = Path(flags["out"])
+steps = 20 * int(flags["epochs"]) if "epochs" in flags else int(flags["steps"])
 with open(os.environ["STARTS"], "a") as starts:
     starts.write(f"{out}\n")
 if str(out).endswith(os.environ.get("FAILS", "nothing")):
@@ -38,7 +39,8 @@ for name, value in flags.items():
     config[name] = value
     if name == "lr" or isinstance(known, float):
         config[name] = float(value)
-    elif isinstance(known, int) or name in ("n_embd", "n_head", "seq_len", "eval_tokens"):
+    elif isinstance(known, int) or name in ("n_embd", "n_head", "seq_len", "eval_tokens",
+                                              "epochs"):
         config[name] = int(value)
 tokens_per_step = config["batch_size"] * config["seq_len"]
 N = json.loads(os.environ["SIZES"])[str(config["n_embd"])]

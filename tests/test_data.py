@@ -785,6 +785,22 @@ def test_a_vocabulary_above_65536_has_tokens_of_32_bits(tmp_path, monkeypatch):
     assert dataset_32.tokens_of([1])[0].tolist() == made[0][16:33]
 
 
+@pytest.mark.parametrize("name, suffix, command", [
+    ("json-0123456789ab", "json", "--tokenizer FOLDER"),
+    ("bpe-0123456789ab", "tiktoken", "--train-tokenizer N")])
+def test_what_older_versions_made_is_refused_with_the_command_that_makes_it_again(
+        tmp_path, refuse_data, name, suffix, command):
+    """Data, a checkpoint's tokenizer, and the folder of such data as --tokenizer."""
+    words = f"{name} is of an older version .* data.py --input FILE {command} --out NEW"
+    with pytest.raises(ValueError, match=words):
+        dataset(tmp_path / "old", {"train_0": range(9)}, tokenizer=name)
+    with pytest.raises(ValueError, match=words):
+        get_tokenizer(name, "the content of its file")
+    Path(f"old/{name}.{suffix}").touch()
+    Path("a.txt").write_text(WORDS)
+    refuse_data(command, "a.txt", "--tokenizer", "old")
+
+
 def test_gpt2s_tokens_are_the_default(run_data, tmp_path, monkeypatch):
     """Characters of up to three tokens are streamed whole. Skipped where there is neither a network
     nor the vocabulary, in ../shared or tiktoken's cache."""

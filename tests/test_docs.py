@@ -10,8 +10,8 @@ from dataclasses import fields
 
 import pytest
 
-from base.commandline import flag_name
-from base.options import LOCAL, Config
+from base.commandline import Parser, add_flags, flag_name
+from base.options import LOCAL, SHAPE, Config
 from base.sample_flags import SampleFlags
 from corpus.flags import DataFlags
 from models import SIZES
@@ -98,23 +98,42 @@ def test_the_readme_links_every_page():
     assert len(all_pages) > 2 and not missing, f"README.md links to none of {sorted(missing)}"
 
 
+def row_of_train(f, meaning, page) -> str:
+    """The cells after the flag: its default, its meaning, what a resume does."""
+    meaning, _, default = meaning.removesuffix(")").partition(" (default")
+    if f.type is bool:
+        default = "off"
+    elif f.default is not None:
+        default = f"`{f.default}`"
+    elif f.name in SHAPE:
+        default = "of `--model`"
+    default = default.removeprefix(": ") or "none"
+    if f.name == "model":
+        meaning = "named size"                  # the page lists them
+    if f"\n- `{flag_name(f.name)}`: " in page:
+        meaning += " ([note](#notes))"
+    if f.name == "micro_batch":
+        default = "see the note"
+    return f"{default} | {meaning} | {'repeat' if f.name in LOCAL else 'kept'}"
+
+
 @pytest.mark.parametrize("kind, heading", [
     (Config, "# Flags of train.py"), (DataFlags, "## Flags of data.py"),
     (SampleFlags, "## Flags of sample.py")])
 def test_the_page_of_flags_has_every_flag_in_the_words_of_help(kind, heading):
-    """In its order and with its default and, of train.py, what a resume does."""
+    """A row for each flag and no other, in the order of --help, with its placeholder and default.
+    Of train.py the page also has the named sizes."""
     page = pages()["docs/flags.md"]
-    _, _, part = page.partition(heading)
-    part = re.split("(?m)^## ", part)[0]
-    rows = re.findall(r"(?m)^\| `(--[\w-]+)[^|`]*(?:\\\|[^|`]*)*` \| (.*) \|$", part)
-    assert [flag for flag, _ in rows] == [flag_name(f.name) for f in fields(kind)]
-    for f, (_, row) in zip(fields(kind), rows):
-        words = f.metadata["help"].split(" (default: ")[0]
-        assert ("named size" if f.name == "model" else words) in row, f.name
-        if f.default not in (None, "") and f.type is not bool:
-            assert str(f.default) in row, f.name
-        if kind is Config:
-            assert row.endswith("repeat" if f.name in LOCAL else "kept"), f.name
+    parser = Parser("", "", "")
+    add_flags(parser, kind)
+    wanted = []
+    for f, action in zip(fields(kind), parser._actions[1:], strict=True):       # without --help
+        words = [flag_name(f.name), action.metavar, "..." if action.nargs == "+" else None]
+        flag = " ".join(filter(None, words)).replace("|", r"\|")                # which ends a cell
+        meaning = row_of_train(f, action.help, page) if kind is Config else action.help
+        wanted.append(f"| `{flag}` | {meaning} |")
+    part = re.split("(?m)^## ", page.partition(heading)[2])[0]
+    assert re.findall(r"(?m)^\| `--.*", part) == wanted
     assert kind is not Config or f"The sizes are `{'`, `'.join(SIZES)}`." in page
 
 

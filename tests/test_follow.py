@@ -18,6 +18,7 @@ class FakeWandB:
     """Weights & Biases as far as we use it. `lines`: what a server keeps over several sessions."""
 
     def __init__(self):
+        self.__spec__ = "is installed"          # for importlib.util.find_spec
         self.lines, self.ids, self.configs = [], [], []
         self.log = self.lines.append
         self.config = mock.Mock(update=lambda values, **_: self.configs.append(values))
@@ -142,9 +143,13 @@ def test_a_dashboard_that_raises_costs_one_warning_and_never_the_run(run_train, 
 
 def test_follow_refuses_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/metrics.jsonl").write_text('{"step": 9, "lo')
     for arguments, words in [("o --to wandb", "o has no metrics.jsonl"),
-                             ("o --to comet", "comet: give tensorboard or wandb"), ("o", "--to"),
-                             ("o --to tensorboard,wandb", "one at a time"), ("--to wandb", "OUT")]:
+                             ("damaged --to wandb", "damaged has no metrics.jsonl with a whole"),
+                             ("o --to comet", "--to: invalid choice: 'comet'"),
+                             ("o --to tensorboard,wandb", "choice: 'tensorboard,wandb'"),
+                             ("o", "--to"), ("--to wandb", "OUT")]:
         status, text, error = run_main(capsys, follow, *arguments.split())
         assert (status, text) == (2, "") and error.count("\n") == 1 and words in error, error
         assert error.startswith("tools.follow: ")

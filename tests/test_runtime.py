@@ -235,8 +235,8 @@ def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
 
 def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path, capsys,
                                                                         monkeypatch):
-    """Of steps of 40 seconds; an evaluation of 1000 counts, a save does not. A line is that of the
-    README. Of a GPU whose peak is known the fraction used is told."""
+    """Of steps of 40 seconds; evaluations and saves of 1000 count. A line is that of the README. Of
+    a GPU whose peak is known the fraction used is told."""
     now = [0]
 
     def takes(seconds, result=None):
@@ -255,7 +255,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
     evaluated = ("validation: 1.3863 nats a token, perplexity 4.00, 0.5000 bits a byte (on 208 of "
                  "209 tokens)")
     assert [line.split("left ")[-1] for line in capsys.readouterr().out.splitlines()[:5]] == [
-        "0:02:03", "0:01:23", evaluated, "0:16:40", evaluated]
+        "0:02:03", "0:34:43", evaluated, "0:33:20", evaluated]
     assert column(rows, "tokens_per_second") == [8 * 16 / 40] * 3
     log = log_without_run(Config(), world=2)
     assert "perplexity inf" in run_log.format_eval(dict(val_loss=1e3), Config(), CFG, Memory(CFG))
@@ -273,17 +273,20 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
         assert log.format_step(row, timedelta(seconds=left)).endswith(told)
 
 
-def test_the_time_left_counts_the_sequences_of_a_ramp_and_the_evaluations():
-    """A sequence takes 3 s; five evaluations of 128 sequences follow step 1, of a third of that."""
-    config = Config(steps=10, batch_size=8, batch_ramp="4:2:16", eval_every=2)
+def test_the_time_left_counts_the_sequences_of_a_ramp_the_evaluations_and_the_saves():
+    """A sequence takes 3 s. Five evaluations of 128 sequences follow step 1, of a third of that,
+    and the saves of steps 3, 6, 9 and 10. How long a save takes is known after the first."""
+    config = Config(steps=10, batch_size=8, batch_ramp="4:2:16", eval_every=2, save_every=3)
     log = log_without_run(config)
     log.recent_seconds.append(3.0)
     row = dict(step=1, tokens=4 * CFG.seq_len)
     left = sequences_after(config, 4, 9) - 4
     assert 9 * 4 < left < 9 * 8
     assert log.time_left(row).total_seconds() == 3 * left + 5 * 128
-    log.evaluation_seconds = 100.0
-    assert log.time_left(row).total_seconds() == 3 * left + 500
+    log.evaluation_seconds, log.save_seconds = 100.0, 20.0
+    assert log.time_left(row).total_seconds() == 3 * left + 500 + 80
+    log.config = replace(config, eval_every=0, save_every=0)            # both after the last step
+    assert log.time_left(row).total_seconds() == 3 * left + 100 + 20
 
 
 def contents(folder):

@@ -11,6 +11,7 @@ import pytest
 import tools.sweep
 from tests.commands import read_metrics, run_main
 from tests.test_ladder import imitated      # a fixture
+from tools import svg_picture
 from tools.train_many import why_it_ended
 
 SMALL = ["--n-embd", 32, "--seq-len", 32, "--steps", 20, "--save-every", 5]
@@ -29,7 +30,7 @@ def sweep(capsys, tmp_path, *arguments):
 def test_a_sweep_goes_on_and_repeats_nothing(imitated, tmp_path, monkeypatch, capsys):
     """One run fails, one is killed, one diverges: the table has the others, the best first. Again:
     what failed is tried again, and what was killed resumes. More values add runs."""
-    monkeypatch.setattr(tools.sweep, "find_spec", lambda name: None)
+    monkeypatch.setattr(svg_picture, "find_spec", lambda name: None)
     flags = [*imitated, *SMALL, "--lr", "2e-3,1e-3,7", "--beta2=0.9,0.95"]
 
     def started(*more):
@@ -64,6 +65,13 @@ def test_a_sweep_goes_on_and_repeats_nothing(imitated, tmp_path, monkeypatch, ca
     assert status == 2 and error.count("\n") == 1 and not more and "--seed 1337, not 1" in error
 
 
+def test_a_sweep_of_more_epochs_continues_its_runs(imitated, tmp_path, capsys):
+    flags = [*imitated, "--n-embd", 32, "--seq-len", 32, "--lr", "1e-3,2e-3"]
+    for epochs, started in [(1, 2), (1, 0), (2, 2), (2, 0)]:
+        status, *_, runs = sweep(capsys, tmp_path, *flags, "--epochs", epochs)
+        assert status == 0 and len(runs) == started, epochs
+
+
 @pytest.mark.parametrize("status, text, words", [
     (-9, "step 40/400 loss 3.6 left 0:00:21\n", "killed (SIGKILL): out of memory?"),
     (-11, "train.py: a line\n", "killed (SIGSEGV)"), (-99, "", "killed (signal 99)"),
@@ -79,7 +87,8 @@ def test_a_killed_run_is_reported_by_its_signal_and_another_by_its_last_message(
 
 @pytest.mark.parametrize("flags, words", [
     ("--lr 1e-3", "nothing to sweep"), ("--lr 1e-3,x", "--lr: invalid float value: 'x'"),
-    ("--beta2 0.9,2", "--beta2: 2 must"), ("--lr 1,2 --stepz 10", "did you mean --steps?"),
+    ("--beta2 0.9,2", "--beta2: 2 must"), ("--zero 0,1,9", "--zero: invalid choice: 9"),
+    ("--lr 1,2 --stepz 10", "did you mean --steps?"),
     ("--lr 1,2 --resume a.pt", "--resume is for one run"), ("--lr 1,2 --data nowhere", "nowhere")])
 def test_a_wrong_sweep_is_one_line(tmp_path, monkeypatch, capsys, flags, words):
     monkeypatch.chdir(tmp_path)

@@ -34,7 +34,6 @@ import os
 import shlex
 import sys
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +50,7 @@ from runtime.checks import default_lr
 from tools.metrics import read_metrics
 from tools.scaling_law import (FEWEST_SIZES, FEWEST_TOKENS, Law, Points, back_test, check_scipy,
                                on_law, predict)
-from tools.svg_picture import COLORS, few_numbers, picture, short
+from tools.svg_picture import COLORS, draw_if_possible, few_numbers, picture, short
 from tools.train_many import Job, check_jobs, has_ended, jobs_flag, launch_flag, train_all
 
 HELP = """Predict the loss of a model before it is trained: train smaller ones and fit a law.
@@ -121,7 +120,7 @@ class Rung:
         found = []
         for end in self.ends():
             run = read_metrics(self.out(end))
-            if has_ended(run, end):
+            if has_ended(run, dict(steps=end)):
                 rolled_back = sum(event["event"] == "rollback" for event in run.events)
                 last = run.rows[-1]
                 found.append(dict(width=self.width, N=self.N, D=last["tokens"], steps=end,
@@ -360,10 +359,7 @@ def write(found: dict, config: LadderConfig) -> list[str]:
         aside = file.with_suffix(".tmp")
         aside.write_text(json.dumps(found, indent=1) + "\n")
         os.replace(aside, file)
-    if find_spec("matplotlib") is None:
-        return [f"wrote    {file}", "note     no picture: pip install matplotlib"]
-    draw(found, file.with_suffix(".svg"))
-    return [f"wrote    {file}", f"wrote    {file.with_suffix('.svg')}"]
+    return [f"wrote    {file}", draw_if_possible(draw, found, file.with_suffix(".svg"))]
 
 
 @errors_in_one_line("tools.ladder")

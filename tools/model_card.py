@@ -105,15 +105,15 @@ def facts_of_run(file: Path, state: dict, cfg: GPTConfig) -> dict:
 
 def losses(file: Path, state: dict) -> dict:
     """What metrics.jsonl says of this step, if the file is beside the checkpoint and of its run."""
-    rows = [row for row in read_metrics(file.parent).rows if row["step"] <= state["step"]]
-    now = {"step": state["step"], "tokens": state["tokens"]}
-    if not rows or not now.items() <= rows[-1].items():
+    run = read_metrics(file.parent)
+    now = [row for row in run.rows if row["step"] == state["step"]]
+    if not now or now[0]["tokens"] != state["tokens"]:
         return {}                               # another run's
-    facts = {"training loss": finite(rows[-1], "loss")}
-    for row in reversed(rows):
-        loss = finite(row, "val_loss")
-        if loss is not None:
-            return facts | {
-                "validation loss": loss, "of step": row["step"], "perplexity": perplexity(loss),
-                "bits a byte": finite(row, "bits_per_byte")}
+    facts = {"training loss": finite(now[0], "loss")}
+    evaluated = [row for _, row in run.evaluations() if row["step"] <= state["step"]]
+    if evaluated:
+        row = evaluated[-1]
+        facts |= {"validation loss": row["val_loss"], "of step": row["step"],
+                  "perplexity": perplexity(row["val_loss"]),
+                  "bits a byte": finite(row, "bits_per_byte")}
     return facts

@@ -108,20 +108,16 @@ def fit(points: Points, tied: bool = False) -> Law:
     def relative_errors(x):     # x: E, A and B of N / n0 and D / d0, then a and b
         return features(x[3], x[-1]) @ x[:3] - 1
 
-    def gradients(x):
-        f = features(x[3], x[-1])
-        of_a = -x[1] * f[:, 1] * np.log(N / n0)
-        of_b = -x[2] * f[:, 2] * np.log(D / d0)
-        return np.column_stack([f, of_a + of_b] if tied else [f, of_a, of_b])
     found = []
     for a, b in product(STARTS, [None] if tied else STARTS):
         start = nnls(features(a, b or a), np.ones_like(loss))[0]
         x = [*start, a] if tied else [*start, a, b]
         low, high = (np.repeat(ends, (3, len(x) - 3)) for ends in ((0, EXPONENTS[0]),
                                                                    (np.inf, EXPONENTS[1])))
-        # Squares first: from far away Huber's loss is nearly flat.
+        # Squares first: from far away Huber's loss is nearly flat. "cs": derivatives by complex
+        # steps, which are exact but for rounding (Squire and Trapp 1998).
         for options in (dict(), dict(loss="huber", f_scale=DELTA)):
-            fitted = least_squares(relative_errors, x, gradients, (low, high), x_scale="jac",
+            fitted = least_squares(relative_errors, x, "cs", (low, high), x_scale="jac",
                                    xtol=1e-14, ftol=1e-14, gtol=1e-14, max_nfev=1000, **options)
             x = fitted.x
         found.append((fitted.cost, x))

@@ -1,5 +1,5 @@
 """Pictures as SVG, drawn by matplotlib, an optional package."""
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +36,14 @@ def picture(file: Path, title: str, height: float) -> Iterator:
             svg = file.read_text()
             head = f"<title>{title}</title><style>{SCHEME}</style><metadata>"
             file.write_text(svg.replace("<metadata>", head, 1))
+
+
+def draw_if_possible(draw: Callable, *arguments) -> str:
+    """draw(*arguments), whose last one is the file; a line on it. Without matplotlib a note."""
+    if find_spec("matplotlib") is None:
+        return "note     no picture: pip install matplotlib"
+    draw(*arguments)
+    return f"wrote    {arguments[-1]}"
 
 
 def few_numbers(axis, form=lambda x, _: f"{x:g}") -> None:

@@ -14,73 +14,61 @@ the best validation loss over each number, with a line for each value of the oth
 import dataclasses
 import itertools
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-from base.commandline import Parser, add_flags, flag, flag_name
+from base.commandline import Parser, add_flags, flag, flag_name, words_of
 from base.errors import errors_in_one_line
 from base.options import Config, parse_flags
 from data import TokenDataset
 from tools import compare
 from tools.comparable_losses import evaluated
 from tools.metrics import Run
-from tools.svg_picture import COLORS, picture
+from tools.svg_picture import COLORS, draw_if_possible, picture
 from tools.train_many import Job, check_jobs, jobs_flag, launch_flag, train_all
 
-NUMBERS = {flag_name(f.name): f for f in dataclasses.fields(Config) if f.type in (int, float)}
+NUMBERS = [f for f in dataclasses.fields(Config) if f.type in (int, float)]
 
 
-@dataclasses.dataclass(frozen=True)
-class SweepFlags:
-    """The flags of the sweep; all others are train.py's."""
-    out: str = flag("out/sweep", "directory of the runs", form="DIR", group="sweep")
-    jobs: int = jobs_flag()
-    launch: str = launch_flag()
+def texts(text: str) -> list[str]:
+    """Those between commas, each once."""
+    return list(dict.fromkeys(filter(None, text.split(",")))) or [text]
 
 
-def split_arguments(arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """{field: its values} of the numbers that have several, in the order of --help, whatever that
-    of the command; and the other arguments."""
-    swept, others = {}, []
-    words = iter(arguments)
-    for word in words:
-        name, equals, value = word.partition("=")
-        name = name.replace("_", "-")
-        if name not in NUMBERS:
-            others.append(word)
-            continue
-        if not equals:
-            value = next(words, None)
-        swept.pop(NUMBERS[name].name, None)         # the last repetition of a flag wins
-        if value is None or "," not in value:
-            others += [name] if value is None else [name, value]
-            continue
-        swept[NUMBERS[name].name] = list(dict.fromkeys(filter(None, value.split(","))))
-    return {f.name: swept[f.name] for f in NUMBERS.values() if f.name in swept}, others
+def several(f: dataclasses.Field) -> tuple:
+    """The flag of a number, for make_dataclass, with `texts` as its value."""
+    form = f.metadata["form"] or {int: "N", float: "X"}[f.type]
+    metadata = {**f.metadata, "low": None, "choices": None, "form": form}
+    return f.name, texts, dataclasses.field(default=f.default, metadata=metadata)
+
+
+SweepFlags = dataclasses.make_dataclass("SweepFlags", [
+    *map(several, NUMBERS), ("jobs", int, jobs_flag("sweep")), ("launch", str, launch_flag()),
+    ("out", str, flag("out/sweep", "directory of the runs", form="DIR"))],
+    bases=(Config,), frozen=True)
 
 
 def read_command(arguments: list[str]) -> tuple[SweepFlags, dict, list[Job]]:
-    """The sweep's flags, {field: values} of what is swept, and the jobs. Raises ValueError."""
+    """The flags, {field: texts} of what is swept, and the jobs. Raises ValueError."""
     parser = Parser("tools.sweep", "python -m tools.sweep --FLAG A,B,C ... [train.py's flags]",
                     __doc__)
     add_flags(parser, SweepFlags)
-    add_flags(parser, Config, [f.name for f in dataclasses.fields(Config) if f.name != "out"])
-    swept, others = split_arguments(arguments)
-    given = parser.parse(others)
-    flags = SweepFlags(**{f.name: given.pop(f.name) for f in dataclasses.fields(SweepFlags)
-                          if f.name in given})
-    if not swept:
-        raise ValueError("nothing to sweep: give a number of train.py several values, such as "
-                         "--lr 1e-3,2e-3")
+    given = parser.parse(arguments)
+    flags = SweepFlags(**given)
     wrong = [flag_name(name) for name in ("resume", "eval_only") if name in given]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} is for one run: drop it")
+    numbers = {f.name: given.pop(f.name) for f in NUMBERS if f.name in given}   # in --help's order
+    swept = {name: values for name, values in numbers.items() if len(values) > 1}
+    if not swept:
+        raise ValueError("nothing to sweep: give a number of train.py several values, such as "
+                         "--lr 1e-3,2e-3")
+    of_all = {name: value for name, value in given.items() if name not in ("out", "jobs", "launch")}
     jobs = []
-    for values in itertools.product(*swept.values()):
-        # train.py's parser checks them.
-        point = parse_flags([f"{flag_name(name)}={value}" for name, value in zip(swept, values)])
-        name = "_".join(f"{name.replace('_', '-')}{value}" for name, value in zip(swept, values))
-        jobs.append(Job(Path(flags.out, name), given | point))
+    for values in itertools.product(*numbers.values()):
+        point = dict(zip(numbers, values))
+        name = "_".join(f"{name.replace('_', '-')}{point[name]}" for name in swept)
+        # train.py's parser checks the numbers.
+        jobs.append(Job(Path(flags.out, name), of_all | parse_flags(words_of(point))))
     return flags, swept, jobs
 
 
@@ -121,11 +109,7 @@ def main() -> None:
     print(compare.compare(runs))
     for failure in failures:
         print(f"failed   {failure}")
-    if find_spec("matplotlib") is None:
-        print("note     no picture: pip install matplotlib")
-    else:
-        draw(runs, swept, Path(flags.out, "sweep.svg"))
-        print(f"wrote {Path(flags.out, 'sweep.svg')}")
+    print(draw_if_possible(draw, runs, swept, Path(flags.out, "sweep.svg")))
     sys.exit(1 if len(failures) == len(jobs) else 0)
 
 

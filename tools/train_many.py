@@ -22,15 +22,18 @@ from typing import NamedTuple
 from base.commandline import flag, flag_name, words_of
 from base.options import OF_TRAINING, Config
 from data import TokenDataset
+from runtime.signals import NAMES
 from tools.metrics import Run, read_metrics
 
 TRAIN = str(Path(__file__).resolve().parents[1] / "train.py")
+SIGNALS = {getattr(signal, name) for name in NAMES if hasattr(signal, name)}    # Windows lacks two
 # Flags that change what a run computes.
 COMPARED = set(OF_TRAINING) - {"save_every", "keep", "check_every", "eval_every", "max_rollbacks"}
 
 
-def jobs_flag():
-    return flag(1, "runs that train at a time; with several each has one thread", low=1)
+def jobs_flag(group=None):
+    return flag(1, "runs that train at a time; with several each has one thread", low=1,
+                group=group)
 
 
 def launch_flag():
@@ -48,10 +51,12 @@ class Job(NamedTuple):
         return words_of(self.flags | dict(out=self.out))
 
 
-def has_ended(run: Run, steps: int | None = None) -> bool:
-    """Whether a run has made its steps and saved the last, or all of these `steps`."""
+def has_ended(run: Run, flags: dict) -> bool:
+    """Whether a run has made all the steps for which these flags ask, and saved the last."""
     last = run.events[-1] if run.events else dict(event=None)
-    return last["event"] == "end" and (steps is None or last["step"] >= steps)
+    if last["event"] != "end" or last["step"] < flags.get("steps", 0):
+        return False
+    return "epochs" not in flags or run.config.get("epochs") == flags["epochs"]
 
 
 def check_jobs(jobs: list[Job], data: TokenDataset) -> None:
@@ -84,7 +89,8 @@ def train_all(program: str, chains: list[list[Job]], launch: str | None, at_once
     the command `launch`. A chain ends with a failure; these are returned, in words. A signal ends
     the runs, which save, and the program."""
     trainer = Trainer(shlex.split(launch or shlex.quote(sys.executable)), at_once)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS
+              if signal.getsignal(number) != signal.SIG_IGN}        # as nohup makes one
     try:
         with ThreadPoolExecutor(at_once) as pool:
             try:
@@ -94,7 +100,8 @@ def train_all(program: str, chains: list[list[Job]], launch: str | None, at_once
                 for process in list(trainer.processes):
                     process.terminate()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if trainer.stopping.is_set():
         print(f"{program}: stopped: give the same command to continue", file=sys.stderr)
         sys.exit(130)
@@ -115,7 +122,7 @@ class Trainer:
                 run = read_metrics(job.out)
                 if self.stopping.is_set():
                     return None
-                if has_ended(run, job.flags.get("steps")):
+                if has_ended(run, job.flags):
                     continue
                 reason = None
                 if run.events and run.events[-1]["event"] == "stop":
@@ -149,7 +156,7 @@ class Trainer:
             self.processes.add(process)
             status = process.wait()
             self.processes.discard(process)
-            if -status in (signal.SIGINT, signal.SIGTERM):
+            if -status in SIGNALS:
                 self.stopping.set()
             if status == 0 or self.stopping.is_set():
                 return None

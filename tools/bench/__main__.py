@@ -13,7 +13,7 @@ from base.commandline import Parser, flag_name
 from base.flops import flops_per_token, peak_flops
 from base.options import parse_flags
 from model import SIZES, GPTConfig
-from parallelism.build import Grid
+from parallel import Grid
 from tools.bench import launch
 from tools.plan.flags import PlanConfig
 from tools.plan.memory import Stage, gpu_bytes, memory_bytes

@@ -19,6 +19,7 @@ import torch
 
 import train
 from corpus.shards import append_tokens
+from tools.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,8 +74,7 @@ def train_py(processes: int, folder: Path, vocab: int, *flags, **options) -> tup
         finished(processes, "tools.bench.launch", "--data", random_data(folder, vocab),
                  "--out", out, "--save-every", 0, "--eval-every", 0, *flags, SEEN=str(seen),
                  **options)
-        lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
-        return [line for line in lines if "loss" in line], json.loads(seen.read_text())
+        return read_metrics(Path(out)).rows, json.loads(seen.read_text())
 
 
 def peer(processes: int, seconds: float = 900, **work) -> dict:

@@ -7,30 +7,20 @@ from base.commandline import flag
 from tools.plan.gpus import GPUS, GPUSpec, gpu_name, spec_of
 
 GPT2_VOCABULARY = 50257         # of the sizes that are not below
-# Tokens of the published models. PaLM's is a round number in the paper, 256k.
+# Tokens of the published models, by the beginning of their names: the longest that fits counts.
+# PaLM's is a round number in the paper, 256k.
 VOCABULARIES = {
-    "llama-7b": 32000, "llama-13b": 32000, "llama-33b": 32000, "llama-65b": 32000,
-    "llama2-7b": 32000, "llama2-13b": 32000, "llama2-70b": 32000,
-    "llama3-8b": 128256, "llama3-70b": 128256, "mistral-7b": 32768,
-    "mistral-7b-v0.1": 32000, "tinyllama-1.1b": 32000,
-    "smollm2-135m": 49152, "smollm2-360m": 49152, "smollm2-1.7b": 49152,
-    "qwen2.5-0.5b": 151936, "qwen2.5-1.5b": 151936, "qwen2.5-3b": 151936, "qwen2.5-7b": 152064,
-    "qwen3-0.6b": 151936, "qwen3-1.7b": 151936, "qwen3-4b": 151936, "qwen3-8b": 151936,
-    "olmo-1b": 50304, "olmo2-1b": 100352, "olmo2-7b": 100352, "olmo2-13b": 100352,
-    "olmo2-32b": 100352, "phi-1": 51200, "phi-1.5": 51200, "phi-2": 51200, "gptj-6b": 50400,
-    "galactica-125m": 50000, "galactica-1.3b": 50000, "galactica-6.7b": 50000,
-    "galactica-30b": 50000, "galactica-120b": 50000, "neox-20b": 50432,
-    "pythia-70m": 50304, "pythia-160m": 50304, "pythia-410m": 50304, "pythia-1b": 50304,
-    "pythia-1.4b": 50304, "pythia-2.8b": 50304, "pythia-6.9b": 50432, "pythia-12b": 50688,
-    "palm-8b": 256000, "mixtral-8x7b": 32000, "mixtral-8x22b": 32768, "olmoe-1b-7b": 50304,
-    "qwen3-30b-a3b": 151936, "qwen3-235b-a22b": 151936}
+    "llama-nano": GPT2_VOCABULARY, "llama-": 32000, "llama2-": 32000, "llama3-": 128256,
+    "mistral-": 32768, "mistral-7b-v0.1": 32000, "tinyllama-": 32000, "smollm2-": 49152,
+    "qwen2.5-": 151936, "qwen2.5-7b": 152064, "qwen3-": 151936, "olmo-": 50304, "olmo2-": 100352,
+    "phi-": 51200, "gptj-": 50400, "galactica-": 50000, "neox-": 50432, "pythia-": 50304,
+    "pythia-6.9b": 50432, "pythia-12b": 50688, "palm-": 256000, "mixtral-8x7b": 32000,
+    "mixtral-8x22b": 32768, "olmoe-": 50304}
 
 
 @dataclass(frozen=True)
 class PlanConfig(options.Config):
     """train.py's flags, of which RUN_FLAGS count here, and the plan's own."""
-    batch_size: int = flag(16, "sequences per step; for a model of 60M parameters or more as many "
-                           "tokens as GPT-3's of its size had", low=1, group="optimization")
     world: int = flag(None, "GPUs (required)", low=1, group="plan")
     gpu: gpu_name = flag(None, "kind of GPU (required): " + ", ".join(GPUS) + ", or TFLOP/s:GB:"
                         "GB/s of another", form="NAME")
@@ -62,7 +52,8 @@ class PlanConfig(options.Config):
         """Tokens: --vocab-size, or those of the model."""
         if self.vocab_size is not None:
             return self.vocab_size
-        return VOCABULARIES.get(self.model, GPT2_VOCABULARY)
+        begins = max(filter(self.model.startswith, VOCABULARIES), key=len, default=None)
+        return VOCABULARIES.get(begins, GPT2_VOCABULARY)
 
     @property
     def size(self) -> int:

@@ -10,11 +10,11 @@ from amp import PRECISIONS
 from base.flops import mlp_channels
 from model import GPTConfig
 from parallel import Bucket, Grid, chunk_layers, make_buckets
-from parallelism.zero import state_bytes
 from parallelism.build import build_stage
-from parallelism.parameters import ParamSpec, param_specs
 from parallelism.loss import tile_size
+from parallelism.parameters import ParamSpec, param_specs
 from parallelism.pipeline import make_schedule
+from parallelism.zero import state_bytes
 from tools.plan.flags import PlanConfig
 from tools.schedule import live_activations
 
