@@ -646,11 +646,11 @@ class Pipeline:
         self.model, self.grid, self.batch = model, grid, batch
         self.loss_factor, self.flat = loss_factor, flat
         inputs = batch[0][0]
-        weight = next(model.parameters())       # has the type of activations
+        dtype = next(model.parameters()).dtype          # also of activations
         self.loss = torch.zeros((), dtype=sum_dtype(inputs.device), device=inputs.device)
         # like what one stage sends to the next: (B, T, C), or with sequence parallelism T / tp
         shape = *cut_positions(inputs, grid).shape, model.cfg.n_embd
-        self.activation_like = weight.new_empty(shape)
+        self.activation_like = torch.empty(shape, dtype=dtype, device=inputs.device)
         self.chunks = [model]       # pipeline.Interleaved has several
         self.kept = {}              # (microbatch, chunk): (x, y), input and output, from F to B
 
