@@ -77,7 +77,6 @@ class Grid:
 
     chunks      parts of the model that this rank runs in turn (schedules.py: interleaved)
     hosts       the machine of each rank, for errors
-    exact       the sums of --exact (exact_sums.ExactSums)
     """
 
     def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, *, cp: int = 1, ep: int = 1,
@@ -97,7 +96,6 @@ class Grid:
         self.groups = dict.fromkeys(GROUPS)
         self.chunks = chunks
         self.hosts = [socket.gethostname()] * self.world
-        self.exact = None
 
     def at_rank(self, rank: int) -> "Grid":
         """The place of another rank in the same layout, without groups."""
@@ -450,14 +448,11 @@ class PositionEmbedding(TensorParallel):
 
     def forward(self, positions):
         if positions.dim() == 2:
-            return lookup(self.cut_packed(positions), self.weight)
+            return lookup(own_positions(positions, self.grid), self.weight)
         parts = self.grid.tp if self.grid.sequence_parallel else 1
         T = len(positions) * parts * self.grid.cp
         whole = torch.arange(T, device=positions.device)
         return F.embedding(own_positions(whole, self.grid), self.weight)
-
-    def cut_packed(self, positions):
-        return own_positions(positions, self.grid)
 
 
 def own_positions(x: torch.Tensor, grid: Grid) -> torch.Tensor:

@@ -15,12 +15,12 @@ def is_owner(spec: ParamSpec, grid, num_shards: int) -> bool:
 
 
 def state_bytes(buckets: list[tuple[Bucket, int]], dtypes: tuple, zero: int, offload: bool,
-                exact: bool = False) -> tuple[dict, dict]:
+                grad_dtype: torch.dtype | None = None) -> tuple[dict, dict]:
     """Bytes of one rank's state, as the table in parallel.py says: {kind: bytes} on its device and,
     if `offload` keeps a part there, on the host. `buckets` are this rank's, as [(bucket, how many
-    like it)]. `dtypes`: of parameters and masters. `exact` gradients are float64."""
+    like it)]. `dtypes`: of parameters and masters; `grad_dtype` (None: as the masters)."""
     dtype, master_dtype = dtypes
-    grad_dtype = torch.float64 if exact else master_dtype
+    grad_dtype = grad_dtype or master_dtype
     sizes = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
     longest = 0
     for bucket, count in buckets:

@@ -8,8 +8,6 @@
     inf or NaN on any rank skips a step                                         grad_norm
     what is read too early or too late is                                       main_grad,
       refused                                                                   before_state_dict
-
-With --exact exact.ExactParameters replaces the sums and the update once more.
 """
 import math
 from functools import partial
@@ -131,6 +129,12 @@ class FlatParameters(DataParallel):
     def finish_grad_sync(self):
         super().finish_grad_sync()
         self.grads_are_summed = True
+
+    @property
+    def tp_copies_are_equal(self) -> bool:
+        """Whether what all tp ranks hold has the same bits. On GPUs only if sequence parallelism sums
+        its gradients: else each rank computes them, by kernels that may add in any order."""
+        return self.buckets[0].data.device.type == "cpu" or self.grid.sequence_parallel
 
     def is_in_parts(self, spec):
         """Also of norms of heads, of which a rank has the gradient of its own heads."""
