@@ -73,7 +73,6 @@ class Grid:
 
     chunks      parts of the model that this rank runs in turn (pipeline.py: interleaved)
     hosts       the machine of each rank, for errors
-    exact       the sums of --exact (exact_sums.ExactSums)
     """
 
     def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, *, cp: int = 1, ep: int = 1,
@@ -93,7 +92,6 @@ class Grid:
         self.groups = dict.fromkeys(GROUPS)
         self.chunks = chunks
         self.hosts = [socket.gethostname()] * self.world
-        self.exact = None
 
     def at_rank(self, rank: int) -> "Grid":
         """The place of another rank in the same layout, without groups."""

@@ -183,11 +183,11 @@ class Run:
         if config.cp > 1:
             context_parallel(model, grid)   # cp: attention that gathers keys and values
         expert_parallel(model, grid)        # ep: some of the experts, which exchange tokens
+        # dp, ZeRO: parameters become views of large buffers, whose gradients hooks in backward sum.
         if config.exact:
-            make_exact(model, grid, config, device)     # the same bits in every layout
-        # dp, ZeRO: the parameters become views of flat buffers, which are few and large. Hooks sum
-        # the gradients over the replicas as soon as backward has filled a buffer.
-        self.flat = data_parallel(model, grid, config, device)
+            self.flat = make_exact(model, grid, config, device)     # the same bits in every layout
+        else:
+            self.flat = data_parallel(model, grid, config, device)
         # How a block runs. Each call wraps what those above it have made; the compiler sees none of
         # those below.
         if config.cp > 1 and not config.recompute:
@@ -273,7 +273,7 @@ class Run:
     def update(self, stats: step_stats.StepStats, lr: float) -> None:
         """3. Clip, and AdamW. One factor both clips the gradients and undoes the loss scale. With
         ZeRO each rank updates its shard, and the others receive it during the next forward. If a
-        number of any rank is inf or NaN, or too large for --exact, all ranks skip the update."""
+        number of any rank is inf or NaN, all ranks skip the update."""
         config = self.config
         if not stats.skipped:
             self.optimizer_steps += 1

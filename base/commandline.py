@@ -52,12 +52,22 @@ def words_of(flags: dict) -> list[str]:
     return words
 
 
+def groups_of(kind) -> dict[str, str]:
+    """The group of --help of each field of a dataclass: that of the last one that names it."""
+    groups = {}
+    group = None
+    for f in dataclasses.fields(kind):
+        group = f.metadata["group"] or group
+        groups[f.name] = group
+    return groups
+
+
 def add_flags(parser: "Parser", kind, names=None) -> None:
     """Add the fields of a dataclass, or of these `names`, to a parser, in their groups of --help.
     A flag that is not given is absent from what the parser returns."""
-    groups, heading = {}, None
+    groups, headings = {}, groups_of(kind)
     for f in dataclasses.fields(kind):
-        heading = f.metadata["group"] or heading    # that of the fields after it, too
+        heading = headings[f.name]
         if names is not None and f.name not in names:
             continue
         if heading not in groups:

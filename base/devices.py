@@ -13,8 +13,7 @@ def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.de
     if name == "auto":
         name = next(kind for kind in available if available[kind])
     if name == "mps" and not on_mps:
-        raise ValueError("--device mps is for one process, and not for fp64 or --exact: give "
-                         "--device cpu")
+        raise ValueError("--device mps is for one process that needs no float64: give --device cpu")
     if not available[name]:
         raise ValueError(f"torch finds no {name.upper()} device here: leave out --device {name}, "
                          f"or give --device cpu")
@@ -33,12 +32,6 @@ def choose_device(config, job) -> torch.device:
     device = pick_device(config.device, job.local_rank, on_mps)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")      # TF32, several times as fast as fp32
-    if config.exact and device.type == "cuda":
-        if config.offload:
-            raise ValueError("--exact cannot be combined with --offload on a GPU: AdamW rounds "
-                             "differently on the CPU: drop one")
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # for the next line
-        torch.use_deterministic_algorithms(True)        # kernels that add in a fixed order
     compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
     if config.compile and device.type == "cpu" and shutil.which(compiler) is None:
         raise ValueError("--compile on a CPU needs a C++ compiler: install g++, name another in "

@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 from amp import PRECISIONS
-from base.commandline import Parser, add_flags, flag, flag_name
+from base.commandline import Parser, add_flags, flag, flag_name, groups_of
 from models import SIZES, make_config
 
 
@@ -69,8 +69,8 @@ class Config:
     compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
     timeout: int = flag(600, "seconds a step waits for another rank (on GPUs for all of it)", low=1)
     micro_batch: int = flag(None, "sequences per microbatch (default: the largest, up to 4, or 16 "
-                            "on CUDA without --pp, that gives a multiple of pp microbatches; with "
-                            "--exact as for 8 replicas on CPUs)", low=1, group="memory")
+                            "on CUDA without --pp, that gives a multiple of pp microbatches)",
+                            low=1, group="memory")
     zero: int = flag(0, "ZeRO stage: shard optimizer state (1), also gradients (2), also "
                      "parameters (3)", choices=[0, 1, 2, 3])
     recompute: bool = flag(False, "recompute the activations of a block in backward")
@@ -79,8 +79,8 @@ class Config:
     offload: bool = flag(False, "keep the optimizer state in host memory and run AdamW on the CPU")
     dtype: str = flag("fp32", "type of parameters and activations",
                       choices=list(PRECISIONS), group="precision")
-    exact: bool = flag(False, "the same bits in every layout, with the same --micro-batch; "
-                       "slower, and on a CPU with one thread")
+    exact: bool = flag(False, "the same bits in every layout, with the same --micro-batch "
+                       "(default: as for 8 replicas on CPUs); slower, and on a CPU with one thread")
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
                            group="checkpoints, evaluation, logging")
     keep: int = flag(3, "checkpoints kept; the newest healthy one stays, too", low=1)
@@ -115,11 +115,11 @@ ROUTER_LOSSES = ("balance_loss", "z_loss")      # they change the training, not 
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation", *OF_LLAMA, *OF_MIXTURE)
 # These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
 # is stored as the resulting --steps.)
-LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "log_every", "plain", "tp", "pp",
-         "cp", "ep", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch",
-         "zero", "recompute", "sequence_parallel", "offload", "dtype", "exact", "epochs"}
+PRECISION = [name for name, group in groups_of(Config).items() if group == "precision"]
+LOCAL = {"resume", "init_from", "eval_only", "log_every", "epochs", *PRECISION, *(
+    name for name, group in groups_of(Config).items() if group in ("paths", "layout", "memory"))}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
-OF_TRAINING = [*RESTORED, "dtype", "exact"]     # a note of a resume names their changes
+OF_TRAINING = [*RESTORED, *PRECISION]           # a note of a resume names their changes
 # Losses under different values of these flags are not compared (`losses_stay_comparable`).
 FLAGS_THAT_CHANGE_THE_LOSS = (
     "dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio", "warmup_steps",
@@ -225,12 +225,6 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
     shape = stored | shape
     if not weights_only:
         config = Config(**(restored_flags(state) | given))
-        if config.exact:                        # other microbatches give other bits
-            micro_batch = state["config"]["micro_batch"]
-            if state["config"].get("exact") and config.micro_batch not in (None, micro_batch):
-                raise ValueError(f"--exact: the microbatches of {file} have {micro_batch} "
-                                 f"sequences: drop --micro-batch {config.micro_batch}")
-            config = dataclasses.replace(config, micro_batch=config.micro_batch or micro_batch)
     return config, shape
 
 

@@ -1,9 +1,8 @@
 """The norm of q and k over the channels of all heads (OLMo 2, OLMoE), under tensor parallelism.
 
 Each tp rank has some heads, and so some of the channels. For each position the tp ranks sum the
-squares of their channels, a number (B, T) forward and its gradient backward. With --exact the sum
-is over the strips of exact.py, in the same order in every layout. Of a head that ranks share
-(shared_heads.py) each counts its part of the squares.
+squares of their channels, a number (B, T) forward and its gradient backward. Of a head that ranks
+share (shared_heads.py) each counts its part of the squares.
 """
 from functools import partial
 
@@ -12,32 +11,8 @@ import torch.nn as nn
 
 from model import GPT
 from models.llama import AllHeadsNorm
-from parallel import TensorParallel, WithGradient, all_gather, all_reduce, replace_modules
+from parallel import TensorParallel, WithGradient, all_reduce, replace_modules
 from parallelism.shared_heads import JoinHeads, SharedHeadsQKV
-
-
-class SumInOrder(torch.autograd.Function):
-    """--exact: the sum of the x of all strips, as many times as this rank has strips. Each rank
-    gathers the x of all strips and adds them in the order of the strips. Backward does the same
-    with the gradients."""
-
-    @staticmethod
-    def forward(ctx, grid, *xs):
-        ctx.grid = grid
-        total = sum_in_order(xs, grid)
-        return tuple(total.view_as(total) for _ in xs)
-
-    @staticmethod
-    def backward(ctx, *dtotals):
-        dx = sum_in_order(dtotals, ctx.grid)
-        return (None, *(dx for _ in dtotals))
-
-
-def sum_in_order(xs: tuple, grid) -> torch.Tensor:
-    """The sum of this rank's xs and those of the other tp ranks."""
-    strips = xs[0].new_empty(grid.tp, len(xs), *xs[0].shape)
-    strips[grid.tp_rank] = torch.stack(xs)
-    return all_gather(strips, grid.groups["tp"]).wait().flatten(0, 1).sum(0)
 
 
 def widened(q: torch.Tensor) -> torch.Tensor:
@@ -51,8 +26,8 @@ def sum_of_squares(q: torch.Tensor) -> torch.Tensor:
 
 
 def sharing_of(q: torch.Tensor, weight: torch.Tensor) -> int:
-    """How many ranks or strips share each head of q, or of k, (B, heads, T, D). `weight` is the
-    piece of one of them. Heads of q are not shared: 1."""
+    """How many pieces share each head of q, or of k, (B, heads, T, D). `weight` is one
+    of the pieces. Heads of q are not shared: 1."""
     return q.shape[1] * q.shape[3] // len(weight)
 
 
@@ -76,16 +51,6 @@ class ParallelAllHeadsNorm(TensorParallel):
     def sum_over_heads(self, x):
         """The sum over the tp ranks. Each uses it for its own heads, so it is its own gradient."""
         return all_reduce(x.clone(), self.grid.groups["tp"]).wait()
-
-    def of_strips(self, qs: tuple) -> list:
-        """--exact: the q of this rank's strips (exact.AttentionInStrips)."""
-        qs = [widened(q) for q in qs]
-        pieces = self.weight.chunk(len(qs))
-        sharing = sharing_of(qs[0], pieces[0])
-        weights = self.whole_weights(sharing, pieces)
-        totals = SumInOrder.apply(self.grid, *(sum_of_squares(q) / sharing for q in qs))
-        return [self.normalize(q, total, weight)
-                for q, total, weight in zip(qs, totals, weights)]
 
     def whole_weights(self, sharing: int, pieces: list | tuple) -> list | tuple:
         """The weights of pieces of heads -> the weight of the whole heads, for each piece."""

@@ -21,7 +21,6 @@ from parallel import (ContextParallelAttention, Grid, Message, TensorParallel, a
 from parallelism.all_heads_norm import cut_heads
 from parallelism.collectives import comm_errors
 from parallelism.context import context_parallel
-from parallelism.exact import ExactParameters
 from parallelism.experts import ParallelExperts, ParallelRouter, expert_parallel
 from parallelism.kernels import use_kernels
 from parallelism.loss import TiledHead, add_in_place
@@ -94,11 +93,11 @@ def use_faster_modules(model: GPT, grid: Grid) -> None:
     cut_heads(model, grid)
 
 
-def data_parallel(model: GPT, grid: Grid, config, device: torch.device) -> FlatParameters:
+def data_parallel(model: GPT, grid: Grid, config, device: torch.device,
+                  flat_type=FlatParameters) -> FlatParameters:
     """The flat buffers, which hold the parameters of the model from here on, with ZeRO this rank's
     shard."""
     host = "cpu" if config.offload else device
-    flat_type = ExactParameters if config.exact else FlatParameters
     return flat_type(param_specs(model, model.cfg, grid), grid, *PRECISIONS[config.dtype],
                      device, config.zero, host, training=not config.eval_only)
 

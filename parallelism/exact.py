@@ -1,4 +1,4 @@
-"""--exact: the same bits in every layout, by `make_exact` and `ExactParameters`.
+"""--exact: the same bits in every layout, by `make_exact`, and what is refused.
 
 The claim: with one seed, batch size and --micro-batch, on one kind of machine, layouts compute the
 same bits. The argument, for each operation whose inputs have the same bits:
@@ -21,7 +21,7 @@ the same, and a row of LayerNorm however many rows there are. Random layouts tes
     operation                     its sums are over                              exact in
     embeddings                    backward: positions, sequences                 ExactLookup
     LayerNorm, bias after g       backward: positions                            Affine
-    norms over all heads          both ways: strips, in their order              SumInOrder
+    norms over all heads          both ways: strips, in their order              sum_in_order
     k and v that strips share     backward: strips, in their order               JoinHeads
     qkv and proj, up and down     forward (g) and backward (f): strips           sum_strips
         their biases              backward: positions                            StripProduct
@@ -34,6 +34,8 @@ Dropout draws a mask for each strip; AdamW's slices end at multiples of 32
 on a CPU all threads but one.
 """
 import math
+import os
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -43,16 +45,16 @@ import torch.nn.functional as F
 
 from model import GPT, IGNORE_INDEX, GPTConfig
 from models.moe import Mixture
-from parallel import (VocabParallelEmbedding, adamw_update, all_reduce, by_ranks, find_local,
-                      own_positions, replace_modules, sum_over_ranks)
+from parallel import (VocabParallelEmbedding, all_reduce, by_ranks, find_local, own_positions,
+                      replace_modules, sum_over_ranks)
 from parallelism.all_heads_norm import ParallelAllHeadsNorm
+from parallelism.build import data_parallel
 from parallelism.exact_experts import EXACT_EXPERT_PLAN
 from parallelism.exact_strips import Affine, AttentionInStrips, InStrips, all_positions
-from parallelism.exact_sums import ExactSums
+from parallelism.exact_sums import ExactParameters, ExactSums
 from parallelism.kernels import matmul, use_kernels
-from parallelism.loss import TiledCrossEntropy, TiledHead, tile_size
+from parallelism.loss import TiledCrossEntropy, TiledHead, tile_logits, tile_size
 from parallelism.shared_heads import can_cut_heads
-from parallelism.zero import FlatParameters
 
 MOST_STRIPS = 8         # tp must divide it
 
@@ -123,11 +125,12 @@ class ExactCrossEntropy(TiledCrossEntropy):
             db = torch.zeros_like(bias, dtype=torch.float64)
             biases, dbs = bias.chunk(len(weights)), db.chunk(len(weights))  # each (w,)
         first = grid.tp_rank * len(weight)
+        wide = torch.promote_types(x.dtype, torch.float32)
         dx = torch.zeros_like(x, dtype=torch.float64)
         loss = torch.zeros(1, dtype=torch.float64, device=x.device)
         size = tile_size(len(x), len(weight) * grid.tp, x.device.type)     # the same for every tp
         for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
-            logits = [wide_logits(x_i, strip, b, vocab_size - first - i * len(strip))
+            logits = [tile_logits(x_i, strip, b, vocab_size - first - i * len(strip)).to(wide)
                       for i, (strip, b) in enumerate(zip(weights, biases))] # each (n, w)
             targets_of_strips = [(targets_i - first - i * len(strip)).unsqueeze(1)
                                  for i, strip in enumerate(weights)]        # each (n, 1)
@@ -153,17 +156,6 @@ class ExactCrossEntropy(TiledCrossEntropy):
             ctx.save_for_backward(dx, None, None if bias is None else db.to(bias.dtype),
                                   loss.new_full((), loss_factor))
         return loss[0]
-
-
-def wide_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                tokens: int) -> torch.Tensor:
-    """(n, C), (w, C), (w,) -> (n, w) in fp32 or wider. From column `tokens` on they are padding."""
-    logits = matmul(x, weight.t())
-    if bias is not None:
-        logits += bias
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits[:, max(tokens, 0):] = torch.finfo(logits.dtype).min
-    return logits
 
 
 def exact_losses(logits: list, targets: list, grid) -> tuple:
@@ -196,61 +188,46 @@ class ExactHead(TiledHead):
                                        self.vocab_size)
 
 
-# ---- The parameters of a rank ---------------------------------------------------------------
+# ---- What is refused ------------------------------------------------------------------------
 
-class ExactParameters(FlatParameters):
-    """FlatParameters with exact sums of the gradients, in float64, and of their squares."""
+def refusals(config, cfg: GPTConfig | None) -> list[tuple]:
+    """What --exact cannot be combined with, and of a model what it cannot cut, as rules of
+    checks.refuse."""
+    if not getattr(config, "exact", False):         # tools.schedule has none
+        return []
+    tp, cp = config.tp, config.cp
+    channels = 0 if cfg is None else cfg.n_kv_head * cfg.head_dim
+    return [
+        (MOST_STRIPS % tp,
+         f"--exact computes in {MOST_STRIPS} strips at most, which tp {tp} does not divide"),
+        (channels % tp,
+         f"--exact requires that tp {tp} divides the {channels} channels of all heads of keys: "
+         f"change one"),
+        (cp > 1,
+         f"--exact cannot be combined with --cp {cp}, which sums the gradients of keys in the "
+         f"order of the ranks: drop one"),
+        (config.compile,
+         "--exact cannot be combined with --compile, which orders sums in its own way: drop one"),
+        (config.sequence_parallel and config.dropout > 0,
+         "--exact cannot be combined with --dropout and --sequence-parallel, where each rank draws "
+         "masks for its positions: drop one")]
 
-    def allocate_gradients(self, bucket, dtype, device):
-        super().allocate_gradients(bucket, torch.float64, device)
 
-    def zero_grad(self, loss_scale=1.0, tokens=1, targets=1):
-        self.grid.exact.set_units(loss_scale, tokens, targets)
-        super().zero_grad(loss_scale)
-
-    def add_grad(self, parameter):
-        exact, grad = self.grid.exact, parameter.grad
-        if grad is not None:
-            exact.add(self.main_grad(parameter), grad, exact.gradient, exact.terms(exact.positions))
-        parameter.grad = None
-
-    def is_in_parts(self, spec):
-        # exact_experts.ExactRouter computes all positions on each tp rank.
-        return super().is_in_parts(spec) and ".mlp.router." not in spec.name
-
-    def sum_squares(self, counted, others):
-        """`squares` has the high digits, `low_squares` what is left; `out_of_range` is 0, or inf if
-        a term of a sum was too large."""
-        exact = self.grid.exact
-        squares = torch.stack([exact.squares(piece) for piece in counted + others])
-        high, low = squares[:len(counted)].sum(0)
-        return dict(squares=high, low_squares=low, all_squares=squares.sum(),
-                    out_of_range=exact.checked(torch.zeros_like(high)))
-
-    def grad_norm(self, total):
-        _, skipped = super().grad_norm(total)
-        in_range = self.grid.exact.in_range(total["squares"]) and total["out_of_range"] == 0
-        if not skipped and not in_range:
-            skipped = "too large for an exact sum (--exact)"
-        return math.sqrt(total["squares"] + total["low_squares"]), skipped
-
-    def update_shards(self, *arguments):
-        for bucket in self.buckets:                             # one at a time: a copy less
-            grad = bucket.shard["grad"].to(bucket.shard["master"].dtype)
-            adamw_update([bucket], [grad], *arguments)
-        self.sync_params()
+def complete_config(config, device_type: str, state: dict | None, file, default: int):
+    """The config with the microbatch of the checkpoint that it goes on from, `state` in `file`, or
+    the default: others give other bits. Raises ValueError if a run with these flags has others."""
+    if config.offload and device_type == "cuda":
+        raise ValueError("--exact cannot be combined with --offload on a GPU: AdamW rounds "
+                         "differently on the CPU: drop one")
+    if state is not None:
+        default = state["config"]["micro_batch"]
+        if state["config"].get("exact") and config.micro_batch not in (None, default):
+            raise ValueError(f"--exact: the microbatches of {file} have {default} sequences: drop "
+                             f"--micro-batch {config.micro_batch}")
+    return replace(config, micro_batch=config.micro_batch or default)
 
 
 # ---- A rank ---------------------------------------------------------------------------------
-
-def new_sums(model_config: GPTConfig, config, device: torch.device) -> ExactSums:
-    """The ExactSums of a run. On a CPU one thread computes: the number of threads chooses kernels
-    of matrix products, and cuts elementwise ones at other places."""
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    positions = config.micro_batch * model_config.seq_len
-    return ExactSums(count_strips(model_config), positions, device)
-
 
 def count_strips(model_config: GPTConfig) -> int:
     """The largest number that cuts the heads and the channels of the MLPs into equal strips. tp
@@ -261,10 +238,17 @@ def count_strips(model_config: GPTConfig) -> int:
                and model_config.n_kv_head * model_config.head_dim % n == 0)
 
 
-def make_exact(model: GPT, grid, config, device: torch.device) -> None:
-    """Let a rank's part of a model compute as this file says."""
+def make_exact(model: GPT, grid, config, device: torch.device) -> ExactParameters:
+    """Let a rank's part of a model compute as this file says -> its flat buffers."""
+    if device.type == "cpu":
+        # The number of threads chooses kernels of products, and cuts elementwise ones elsewhere.
+        torch.set_num_threads(1)
+    elif device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # for the next line
+        torch.use_deterministic_algorithms(True)        # kernels that add in a fixed order
     model_config = model.cfg
-    grid.exact = new_sums(model_config, config, device)
+    positions = config.micro_batch * model_config.seq_len
+    grid.exact = ExactSums(count_strips(model_config), positions, device)
     replace_modules(model, EXACT_EXPERT_PLAN | {"embed.token": ExactEmbedding, "head": ExactHead},
                     grid)
     for name, block in model.blocks.items():
@@ -290,3 +274,4 @@ def make_exact(model: GPT, grid, config, device: torch.device) -> None:
             module.forward = partial(exact_norm, module, grid.exact)
     if model.embed is not None:
         model.embed.add_positions = partial(add_positions, model.embed, grid)
+    return data_parallel(model, grid, config, device, ExactParameters)

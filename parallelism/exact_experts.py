@@ -20,7 +20,7 @@ import torch.nn as nn
 
 from models.moe import Experts, Router
 from parallel import WithGradient, cut_positions, exchange_rows
-from parallelism.exact_strips import CopyToStrips, SumOfStrips, all_positions, copy_matrix
+from parallelism.exact_strips import all_positions, copy_matrix, copy_to_strips, sum_of_strips
 from parallelism.experts import ExpertColumns, ExpertRows, ParallelExperts, ParallelRouter
 from parallelism.kernels import linear, matmul
 
@@ -40,6 +40,10 @@ class ExactRouter(ParallelRouter):
         cut = partial(cut_positions, grid=self.grid)    # all ranks have the same gradient of all
         weights, chosen = super().forward(WithGradient.apply(x, gather, cut))
         return WithGradient.apply(weights, cut, gather), cut(chosen)
+
+    def add_losses(self, losses):
+        exact = self.grid.exact
+        exact.add(self.loss_sum, losses, exact.LOSS, exact.terms(exact.positions))
 
 
 class ExpertProduct(torch.autograd.Function):
@@ -94,11 +98,11 @@ class ExactExperts(ParallelExperts):
         grid = self.grid
         count = grid.exact.strips // grid.tp
         chosen = all_positions(chosen, grid)
-        xs = CopyToStrips.apply(x, count, grid)
-        weights_of_strips = CopyToStrips.apply(weights, count, grid)
+        xs = copy_to_strips(x, count, grid)
+        weights_of_strips = copy_to_strips(weights, count, grid)
         ys = [StripOfExperts(self, strip)(xs[strip], weights_of_strips[strip], chosen)
               for strip in range(count)]
-        return SumOfStrips.apply(grid, *ys)
+        return sum_of_strips(ys, grid)
 
 
 class StripOfExperts(ParallelExperts):

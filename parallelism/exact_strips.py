@@ -5,12 +5,15 @@ shape, whatever tp is. Where there are more strips than heads of k and v, some s
 each computes a piece of it, as ranks do (shared_heads.py).
 """
 import copy
+from functools import partial
 
 import torch
 import torch.nn as nn
 
-from parallel import by_ranks, by_sequences, gather_positions, sum_over_ranks
-from parallelism.all_heads_norm import ParallelAllHeadsNorm
+from parallel import (WithGradient, all_gather, by_ranks, by_sequences, gather_positions,
+                      sum_over_ranks)
+from parallelism.all_heads_norm import (ParallelAllHeadsNorm, sharing_of, sum_of_squares,
+                                        widened)
 from parallelism.exact_sums import ExactSums
 from parallelism.kernels import linear, matmul
 from parallelism.shared_heads import JoinHeads
@@ -21,33 +24,24 @@ def all_positions(x: torch.Tensor, grid) -> torch.Tensor:
     return by_sequences(gather_positions(x, grid).wait(), grid)
 
 
-class CopyToStrips(torch.autograd.Function):
-    """f: x for each of this rank's strips. Backward sums the gradients of all strips."""
+def copy_to_strips(x: torch.Tensor, count: int, grid) -> torch.Tensor:
+    """f: x for each of this rank's `count` strips. Backward sums the gradients of all strips."""
+    def copy(x):
+        return all_positions(x, grid).expand(count, -1, -1, -1)
 
-    @staticmethod
-    def forward(ctx, x, count, grid):
-        ctx.grid = grid
-        x = all_positions(x, grid)
-        return tuple(x.view_as(x) for _ in range(count))
-
-    @staticmethod
-    def backward(ctx, *dxs):
-        return sum_strips(dxs, ctx.grid.exact.activation_gradient, ctx.grid), None, None
+    def add(dxs):
+        return sum_strips(dxs, grid.exact.activation_gradient, grid)
+    return WithGradient.apply(x, copy, add)
 
 
-class SumOfStrips(torch.autograd.Function):
+def sum_of_strips(ys: list, grid) -> torch.Tensor:
     """g: the sum of the y of all strips."""
-
-    @staticmethod
-    def forward(ctx, grid, *ys):
-        ctx.grid = grid
-        ctx.count = len(ys)
+    def add(ys):
         return sum_strips(ys, ExactSums.ACTIVATION, grid)
 
-    @staticmethod
-    def backward(ctx, dy):
-        dy = all_positions(dy, ctx.grid)
-        return (None, *(dy for _ in range(ctx.count)))
+    def copy(dy):
+        return all_positions(dy, grid).expand(len(ys), -1, -1, -1)
+    return WithGradient.apply(torch.stack(ys), add, copy)
 
 
 def sum_strips(terms, unit: float, grid) -> torch.Tensor:
@@ -137,8 +131,8 @@ class InStrips:
 
     def __call__(self, x, *args):
         count = self.grid.exact.strips // self.grid.tp
-        xs = CopyToStrips.apply(x, count, self.grid)
-        y = SumOfStrips.apply(self.grid, *self.of_strips(xs, args))
+        xs = copy_to_strips(x, count, self.grid)
+        y = sum_of_strips(self.of_strips(xs, args), self.grid)
         bias = getattr(self.part, self.names[-1]).bias
         return y if bias is None else Affine.apply(y, None, bias, self.grid.exact)
 
@@ -173,6 +167,26 @@ class InStrips:
                 attention.part = self.grid.tp_rank * count + number
                 self.narrow.core_attention = attention
             yield self.narrow
+
+
+def sum_in_order(xs: torch.Tensor, grid) -> torch.Tensor:
+    """xs (n, ...), an x for each of this rank's n strips -> n times the sum of the x of all strips.
+    Each rank gathers all x and adds them in the order of the strips."""
+    strips = xs.new_empty(grid.tp, *xs.shape)
+    strips[grid.tp_rank] = xs
+    return all_gather(strips, grid.groups["tp"]).wait().flatten(0, 1).sum(0).expand_as(xs)
+
+
+def norm_of_strips(norm: ParallelAllHeadsNorm, qs: tuple) -> list:
+    """The norm over all heads of the q, or k, of this rank's strips."""
+    qs = [widened(q) for q in qs]
+    pieces = norm.weight.chunk(len(qs))
+    sharing = sharing_of(qs[0], pieces[0])
+    weights = norm.whole_weights(sharing, pieces)
+    squares = torch.stack([sum_of_squares(q) / sharing for q in qs])
+    in_order = partial(sum_in_order, grid=norm.grid)        # all use the sum: its own gradient
+    totals = WithGradient.apply(squares, in_order, in_order)
+    return [norm.normalize(q, total, weight) for q, total, weight in zip(qs, totals, weights)]
 
 
 class AttentionInStrips(InStrips):
@@ -216,7 +230,7 @@ class AttentionInStrips(InStrips):
         qs, ks, vs = zip(*map(self.narrow.split_heads, qkvs))
         q_norm, k_norm = (getattr(self.part, name, None) for name in ("q_norm", "k_norm"))
         if isinstance(q_norm, ParallelAllHeadsNorm):
-            qs, ks = q_norm.of_strips(qs), k_norm.of_strips(ks)
+            qs, ks = norm_of_strips(q_norm, qs), norm_of_strips(k_norm, ks)
         elif q_norm is not None:
             qs, ks = map(q_norm, qs), map(k_norm, ks)
         return [narrow.attend(q, k, v, *args)

@@ -38,6 +38,9 @@ import math
 
 import torch
 
+from parallel import adamw_update
+from parallelism.zero import FlatParameters
+
 
 def plain_exact_sum(terms: list[float], unit: float) -> float:
     """The sum of the terms, each rounded to a multiple of `unit`: the same in every order."""
@@ -121,6 +124,49 @@ class ExactSums:
         """Whether a sum of squares' high digits is exact. Its terms are positive: one that was too
         large on the way is too large in the end."""
         return squares < 2 ** 53 * self.SQUARES[0] * self.loss_scale ** 2
+
+
+class ExactParameters(FlatParameters):
+    """FlatParameters with exact sums of the gradients, in float64, and of their squares."""
+
+    grad_dtype = torch.float64
+    tp_copies_are_equal = True
+
+    def zero_grad(self, loss_scale=1.0, tokens=1, targets=1):
+        self.grid.exact.set_units(loss_scale, tokens, targets)
+        super().zero_grad(loss_scale)
+
+    def add_grad(self, parameter):
+        exact, grad = self.grid.exact, parameter.grad
+        if grad is not None:
+            exact.add(self.main_grad(parameter), grad, exact.gradient, exact.terms(exact.positions))
+        parameter.grad = None
+
+    def is_in_parts(self, spec):
+        # exact_experts.ExactRouter computes all positions on each tp rank.
+        return super().is_in_parts(spec) and ".mlp.router." not in spec.name
+
+    def sum_squares(self, counted, others):
+        """`squares` has the high digits, `low_squares` what is left; `out_of_range` is 0, or inf if
+        a term of a sum was too large."""
+        exact = self.grid.exact
+        squares = torch.stack([exact.squares(piece) for piece in counted + others])
+        high, low = squares[:len(counted)].sum(0)
+        return dict(squares=high, low_squares=low, all_squares=squares.sum(),
+                    out_of_range=exact.checked(torch.zeros_like(high)))
+
+    def grad_norm(self, total):
+        _, skipped = super().grad_norm(total)
+        in_range = self.grid.exact.in_range(total["squares"]) and total["out_of_range"] == 0
+        if not skipped and not in_range:
+            skipped = "too large for an exact sum (--exact)"
+        return math.sqrt(total["squares"] + total["low_squares"]), skipped
+
+    def update_shards(self, *arguments):
+        for bucket in self.buckets:                             # one at a time: a copy less
+            grad = bucket.shard["grad"].to(bucket.shard["master"].dtype)
+            adamw_update([bucket], [grad], *arguments)
+        self.sync_params()
 
 
 def power_of_2(x: float) -> float:

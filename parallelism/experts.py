@@ -136,16 +136,15 @@ class ParallelRouter(Router):
     def count_in(self, counts, losses) -> None:
         """Of one microbatch, the counts (E,) of this rank's tokens, and their losses."""
         self.load += counts
-        exact = self.grid.exact
-        if exact is None:
-            self.loss_sum += losses
-        else:
-            exact.add(self.loss_sum, losses, exact.LOSS, exact.terms(exact.positions))
+        self.add_losses(losses)
         if self.bias is not None:
-            # The gradient is above 0 where more tokens than the mean chose the expert. (fp32 sums
-            # of counts are exact to 2^24. Above, rounding may change the sign of a small excess.)
+            # The gradient is above 0 where more tokens than the mean chose the expert. (fp32 has
+            # whole numbers to 2^24. Above, rounding may change the sign of a small excess.)
             grad = self.bias.main_grad()
             grad += (self.cfg.n_expert * counts - counts.sum()).to(grad.dtype)
+
+    def add_losses(self, losses) -> None:
+        self.loss_sum += losses
 
 
 # ---- Experts --------------------------------------------------------------------------------

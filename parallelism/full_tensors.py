@@ -29,7 +29,7 @@ from parallelism.zero import FlatParameters
 
 def full_gradients(flat: FlatParameters) -> Iterator[tuple[str, torch.Tensor]]:
     """(global name, gradient of the batch's mean loss) of every parameter, the tied matrix once,
-    before clipping and without the loss scale, in fp32 (float64 with --dtype fp64 or --exact).
+    before clipping and without the loss scale, in the type of the buffers.
 
     They are there from `finish_grad_sync` to the next `zero_grad`. `adamw_step` multiplies them in
     place by the clip factor, which is divided out again: one more rounding."""

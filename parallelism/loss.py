@@ -154,7 +154,7 @@ def tile_size(positions: int, vocab: int, device_type: str, without_p: bool = Fa
 
 
 def tile_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: int,
-                out: torch.Tensor) -> torch.Tensor:
+                out: torch.Tensor | None = None) -> torch.Tensor:
     """The logits (n, V / tp) of x (n, C), written to `out`. Columns after the first `tokens` are
     padding: they get the smallest number. -inf would give NaN where a rank has nothing else."""
     logits = matmul(x, weight.t(), out=out)

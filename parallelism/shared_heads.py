@@ -46,7 +46,7 @@ def exchange(slices: torch.Tensor, grid) -> torch.Tensor:
 
 class JoinHeads(torch.autograd.Function):
     """Pieces (..., n / sharing) -> whole heads (..., n), of which `sharing` consecutive pieces are
-    one. A rank has one piece, with --exact one for each of its strips. It returns, for each piece,
+    one. A rank has one piece, or one for each of its strips. It returns, for each piece,
     the whole head that the piece belongs to. Backward sums the gradients of all ranks and strips,
     in their order."""
 
@@ -75,7 +75,7 @@ class JoinHeads(torch.autograd.Function):
             for term in others:
                 total = total + term
             of_pieces = total.to(first.dtype).chunk(ctx.on_rank, -1)    # (..., n / sharing) each
-            # The products that take them may depend on strides, too (exact_strips.StripProduct).
+            # The products that take them may depend on strides, too.
             dpieces += [dpiece.contiguous() for dpiece in of_pieces]
         return None, None, *dpieces
 

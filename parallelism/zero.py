@@ -26,6 +26,7 @@ class FlatParameters(DataParallel):
     and AdamW runs there.
 
     grads_are_summed    from finish_grad_sync to the next zero_grad"""
+    grad_dtype = None       # that of the masters
 
     def __init__(self, specs: list[ParamSpec], grid, dtype, master_dtype, device,
                  zero: int = 0, host=None, training: bool = True):
@@ -50,6 +51,9 @@ class FlatParameters(DataParallel):
                 for kind in ("master", "exp_avg", "exp_avg_sq"):
                     like = bucket.shard[kind]
                     bucket.shard[kind] = torch.zeros_like(like, dtype=dtype, device=self.host)
+
+    def allocate_gradients(self, bucket, dtype, device):
+        super().allocate_gradients(bucket, self.grad_dtype or dtype, device)
 
     def attach(self, module, attribute, bucket, spec):
         super().attach(module, attribute, bucket, spec)
@@ -140,6 +144,12 @@ class FlatParameters(DataParallel):
         super().finish_grad_sync()
         self.grads_are_summed = True
 
+    @property
+    def tp_copies_are_equal(self) -> bool:
+        """Whether what all tp ranks hold has the same bits. On GPUs only if sequence parallelism
+        sums its gradients: else each rank computes them, by kernels that may add in any order."""
+        return self.buckets[0].data.device.type == "cpu" or self.grid.sequence_parallel
+
     # ---- --offload
 
     def update_shards(self, *arguments):
@@ -168,12 +178,12 @@ class FlatParameters(DataParallel):
 
 
 def state_bytes(buckets: list[tuple[Bucket, int]], dtypes: tuple, zero: int, offload: bool,
-                exact: bool = False) -> tuple[dict, dict]:
+                grad_dtype: torch.dtype | None = None) -> tuple[dict, dict]:
     """Bytes of one rank's state, as the table in parallel.py says: {kind: bytes} on its device and,
     if `offload` keeps a part there, on the host. `buckets` are this rank's, as [(bucket, how many
-    like it)]. `dtypes`: of parameters and masters. `exact` gradients are float64."""
+    like it)]. `dtypes`: of parameters and masters; `grad_dtype` (None: as the masters)."""
     dtype, master_dtype = dtypes
-    grad_dtype = torch.float64 if exact else master_dtype
+    grad_dtype = grad_dtype or master_dtype
     sizes = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
     longest = 0
     for bucket, count in buckets:

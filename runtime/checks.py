@@ -11,7 +11,7 @@ from corpus.templates import is_own
 from data import TokenDataset
 from model import GPTConfig
 from models import PEAK_LR, SIZES, make_config
-from parallelism.exact import MOST_STRIPS
+from parallelism import exact
 from parallelism.shared_heads import can_cut_heads
 
 
@@ -20,6 +20,10 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     """Flags and the checkpoint in `file` -> config and model. Raises ValueError or OSError if they
     cannot run."""
     config, shape = merge_config(given, state, weights_only, file)
+    resumed = None if weights_only else state
+    if config.exact:
+        of_8_replicas = default_micro_batch(batch_sizes(config)[0], 8, 1, "cpu")
+        config = exact.complete_config(config, device_type, resumed, file, of_8_replicas)
     data = TokenDataset(config.data, "train", shape["seq_len"])
     TokenDataset(config.data, "val", shape["seq_len"])       # refuses data without it
     if "decay_ratio" in given and config.lr_schedule != "wsd":
@@ -29,7 +33,6 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     config, model_config = check_config(config, shape, vocab_size, world, device_type)
     if state is not None:
         check_data(given, state, file, data, config, weights_only)
-    resumed = None if weights_only else state
     if config.epochs is not None and not config.eval_only:
         config = dataclasses.replace(config, steps=steps_of_epochs(config, data, resumed))
     if resumed is not None and not config.eval_only and config.steps > resumed["step"]:
@@ -53,9 +56,8 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
                          f"{config.batch_size}: START and INCREMENTs must add up to it (none: no "
                          f"ramp)")
     micro_batch, lr = config.micro_batch, config.lr
-    if micro_batch is None:         # with --exact the same in every layout of 8 replicas
-        layout = (8, 1, "cpu") if config.exact else (dp, config.pp, device_type)
-        micro_batch = default_micro_batch(sizes, *layout)
+    if micro_batch is None:
+        micro_batch = default_micro_batch(sizes, dp, config.pp, device_type)
     if config.eval_only:            # an evaluation ignores --batch-size
         sizes = [max(1, int(dp)) * micro_batch * config.pp]
     config = dataclasses.replace(
@@ -136,8 +138,8 @@ def refuse(rules: list[tuple]) -> None:
         raise ValueError(text)
 
 
-def check_grid(world: int, config) -> None:
-    """Raise a ValueError if no model can run in this layout."""
+def check_grid(world: int, config, model_config: GPTConfig | None = None) -> None:
+    """Raise a ValueError if no model can run in this layout, or if not this one."""
     tp, pp, cp, schedule = config.tp, config.pp, config.cp, config.pp_schedule
     fewest = tp * pp * cp
     count = f"{world} processes are not divisible by"
@@ -158,21 +160,12 @@ def check_grid(world: int, config) -> None:
          f"--pp-schedule {schedule} with pp {pp} and pp-chunks {config.pp_chunks}: chunks require "
          f"the schedule interleaved, and it requires --pp and --pp-chunks of 2 or more: give all, "
          f"or drop both flags"),
-        (config.exact and MOST_STRIPS % tp,
-         f"--exact computes in {MOST_STRIPS} strips at most, which tp {tp} does not divide"),
-        (config.exact and cp > 1,
-         f"--exact cannot be combined with --cp {cp}, which sums the gradients of keys in the "
-         f"order of the ranks: drop one"),
-        (config.exact and config.compile,
-         "--exact cannot be combined with --compile, which orders sums in its own way: drop one"),
-        (config.exact and config.sequence_parallel and config.dropout > 0,
-         "--exact cannot be combined with --dropout and --sequence-parallel, where each rank draws "
-         "masks for its positions: drop one")])
+        *exact.refusals(config, model_config)])
 
 
 def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> None:
     """Raise a ValueError if this job cannot run; no communication."""
-    check_grid(world, config)
+    check_grid(world, config, model_config)
     dp = world // (config.tp * config.pp * config.cp)
     refuse([*rules_of_tp(model_config, config), *rules_of_experts(model_config, config, dp),
             *rules_of_sizes(model_config, dp, batch, config)])
@@ -182,15 +175,13 @@ def rules_of_tp(cfg: GPTConfig, config) -> list[tuple]:
     """What tensor parallelism cannot cut: heads, their channels, or those of the MLP. The first
     problem alone is told."""
     tp, channels = config.tp, cfg.n_kv_head * cfg.head_dim
-    reason = "--exact" if config.exact else "a norm over all heads"
-    norms_all = config.exact or getattr(cfg, "norm_all_heads", False)
     rules = [
         (cfg.n_head % tp, f"n_head {cfg.n_head} is not divisible by tp {tp}: change one"),
         (not can_cut_heads(cfg, tp),
          f"tp {tp} neither divides n_kv_head {cfg.n_kv_head} nor is a multiple of it: change one"),
-        (channels % tp and norms_all,
-         f"{reason} requires that tp {tp} divides the {channels} channels of all heads of keys: "
-         f"change one"),
+        (channels % tp and getattr(cfg, "norm_all_heads", False),
+         f"a norm over all heads requires that tp {tp} divides the {channels} channels of all "
+         f"heads of keys: change one"),
         (cfg.hidden % tp,
          f"the MLP's {cfg.hidden} hidden channels are not divisible by tp {tp}: change one")]
     return [rule for rule in rules if rule[0]][:1]

@@ -43,8 +43,8 @@ def print_summary(run) -> None:
         layout += f", {config.pp_schedule}"
     if grid.chunks > 1:
         layout += f" in {grid.chunks} chunks"
-    for name in ("recompute", "sequence_parallel", "offload", "compile", "exact"):
-        if getattr(config, name):
+    for name, value in vars(config).items():
+        if value is True:                       # a switch
             layout += ", " + name.replace("_", " ")
     num_microbatches = config.batch_size // (grid.dp * config.micro_batch)
     batch = (f"{config.batch_size} sequences = dp {grid.dp} x {num_microbatches} microbatches x "
@@ -53,7 +53,8 @@ def print_summary(run) -> None:
         batch += f", after a ramp {config.batch_ramp}"
     offload = config.offload and run.device.type != "cpu"
     on_device, on_host = state_bytes([(bucket, 1) for bucket in run.flat.buckets],
-                                     PRECISIONS[config.dtype], config.zero, offload, config.exact)
+                                     PRECISIONS[config.dtype], config.zero, offload,
+                                     run.flat.grad_dtype)
     memory = [f"{kind} {size / 1e6:,.1f} MB" for kind, size in on_device.items()]
     memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]
     trained = run.batches.sequences_trained

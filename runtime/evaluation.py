@@ -55,7 +55,7 @@ def evaluate_source(model: GPT, data: TokenDataset, source: Source, loader: Load
     padding = np.full(-count % at_once, NO_WINDOW)
     window_ids = np.append(source.first + evenly_spaced, padding)
     targets = data.count_targets(window_ids)
-    if grid.exact is not None:
+    if config.exact:
         grid.exact.set_units(1.0, count * data.seq_len, targets)
     total = 0.0
     part = MICROBATCHES * at_once           # in parts, so that --timeout applies to each part
@@ -64,7 +64,7 @@ def evaluate_source(model: GPT, data: TokenDataset, source: Source, loader: Load
         loss_sum = run_pipeline(config.pp_schedule, model, grid, microbatches)
         if grid.tp_rank > 0:                # all tp ranks have the same loss: count it once
             loss_sum.zero_()
-        if grid.exact is not None:
+        if config.exact:
             loss_sum = grid.exact.checked(loss_sum)
         sums = sum_across_ranks(dict(loss=loss_sum, signals=scalar(stop.requested, loader.device)),
                                 grid, config.timeout)

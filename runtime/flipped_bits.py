@@ -7,8 +7,7 @@ must be equal, by the group of ranks that hold them:
     replicas     ZeRO 0: parameters, masters, moments; ZeRO 1 and 2: the gathered parameters
     same_experts the same of experts that --ep divides
     tp           the same of LayerNorms, biases after g and positions; with ZeRO, of their shards
-                 (on GPUs only with --sequence-parallel, which sums their gradients, or --exact:
-                 else each rank computes these, by kernels that may add in any order)
+                 (on GPUs often not: FlatParameters.tp_copies_are_equal)
     embedding    the same of the token matrix, tied on both ends of a pipeline
 
 Other ZeRO shards and, where there is one replica, the parts that tensor parallelism cuts have no
@@ -54,7 +53,6 @@ def shared_hashes(flat: FlatParameters) -> dict[str, dict]:
     shared = {kind: {} for kind in KINDS}
     grid = flat.grid
     device = flat.buckets[0].data.device
-    tp_is_equal = device.type == "cpu" or grid.sequence_parallel or grid.exact is not None
 
     def add(kinds: list, spec, name: str, tensor: torch.Tensor, first: int, end: int) -> None:
         kinds = [kind for kind in kinds if grid.groups[kind] is not None]
@@ -67,7 +65,7 @@ def shared_hashes(flat: FlatParameters) -> dict[str, dict]:
     for bucket in flat.buckets:
         for spec, part, _ in bucket.shard_ranges:
             kinds = [bucket.group] * (flat.zero == 0) + ["embedding"] * (bucket.name == "tied")
-            kinds += ["tp"] * (tp_is_equal and spec.partition_dim is None)
+            kinds += ["tp"] * (flat.tp_copies_are_equal and spec.partition_dim is None)
             for name in ("exp_avg", "exp_avg_sq", "master", "data"):    # cause before effect
                 if name != "master" or bucket.shard["master"] is not bucket.shard["data"]:
                     add(kinds, spec, name, bucket.shard[name], part.start, part.stop)

@@ -126,9 +126,7 @@ class RunLog:
                 line += f"  MFU {flops / peak:.1%}"
         line += f"  left {left}"
         if row["skipped"] > 0:
-            line += "  skipped: loss or gradient not finite"
-            if config.exact:
-                line += ", or out of range"
+            line += "  skipped: loss or gradient not finite, or out of range"
         return line
 
 

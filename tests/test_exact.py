@@ -15,6 +15,7 @@ from model import GPTConfig
 from parallelism import kernels
 from parallelism.exact import ExactLookup
 from parallelism.exact_sums import ExactSums, plain_exact_sum
+from runtime import checks
 from tests.harness import (after_backward, column, differences, different_bits, plain_gradient,
                            relative, run_steps, same_bits, settings, trained, watched,
                            whole_gradient)
@@ -218,6 +219,13 @@ def test_exact_sums_are_precise(pool, tmp_path, reference):
 def on_a_cpu_without_products(rank, world, *args):
     with mock.patch.object(kernels, "NO_PRODUCTS", [torch.bfloat16]):
         return run_steps(rank, world, *args)
+
+
+def test_exact_runs_refuse_offload_on_a_gpu(tmp_path, shards):
+    given = dict(data=str(shards), out=str(tmp_path), seq_len=16, exact=True, offload=True)
+    assert checks.validate(given, None, 1, "cpu")[0].micro_batch == 2       # of 8 replicas
+    with pytest.raises(ValueError, match="--offload on a GPU"):
+        checks.validate(given, None, 1, "cuda")
 
 
 def test_each_strip_repeats_attention_with_its_own_mask(pool, tmp_path):

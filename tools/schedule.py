@@ -104,7 +104,7 @@ def main() -> None:
     add("--pp-chunks", type=int, default=1, metavar="N",
         help="interleaved: parts of the model on each stage (default %(default)s)")
     parser.set_defaults(tp=1, cp=1, ep=1, zero=0, micro_batch=1, sequence_parallel=False,
-                        recompute=False, compile=False, exact=False)
+                        recompute=False, compile=False)
     args = parser.parse_args()
     p, m, v = args.pp, args.microbatches, args.pp_chunks
     if min(p, m, v) < 1:

@@ -1,7 +1,7 @@
 """What a rank of a planned run holds: its place in the run, and its memory, by kind.
 
-All blocks are alike, so one block and a count stand for them, and no tensor is made. What ZeRO's
-formula counts is exact (parallel.py, section 4); buffers, logits and activations are estimates.
+All blocks are alike, so one block and a count stand for them, and no tensor is made. Buffers,
+logits and activations are estimates, but not what ZeRO's formula counts (parallel.py, section 4).
 """
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache

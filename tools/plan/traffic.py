@@ -60,7 +60,7 @@ def traffic_bytes(stage: Stage) -> dict:
         tp += tensor_parallel_bytes_of_experts(stage)
     if grid.ep > 1:
         # tp ranks also need what other ranks tell each other.
-        readers = grid.ep if grid.tp > 1 or config.exact else 1
+        readers = grid.ep if grid.tp > 1 else 1
         ep = ring(grid.ep, expert_row_bytes(stage)
                   + forwards(stage) * readers * stage.cfg.n_expert * INTEGER)
     embedding = 0
