@@ -46,8 +46,10 @@ import os
 import random
 import shutil
 import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -69,11 +71,14 @@ from corpus.shards import SPLITS
 from corpus.tokenizers import get_tokenizer
 from model import GPT, IGNORE_INDEX, CoreAttention, GPTConfig
 from models.llama import LlamaConfig
+from models.moe import MoEConfig
+from parallelism import build
+from parallelism.experts import ParallelExperts
 from parallelism.parameters import TIED
 from tests.commands import NASTY, Command, dataset, launch, read_metrics
 from tests.harness import (BOUNDS, CFG, INTERLEAVED, LAYOUTS, TWO_STEPS, UPSTREAM, Memory, Pool,
                            assert_close, assert_same_state, batches_from, by_step, column, cut,
-                           cut_layers, deep_enough, differences, different_bits, different_rows,
+                           deep_enough, differences, different_bits, different_rows,
                            gradient_pairs, gridded, monitor_now, names_in, on_ranks, outputs_and_dx,
                            overflow_in, plain_generate, plain_gradient, random_gpt, random_tensor,
                            relative, run_steps, save_at_the_start, saved, settings, small_state,
@@ -180,48 +185,59 @@ def test_an_exact_run_goes_on_in_another_layout_bit_for_bit(pool, tmp_path):
     assert different_bits(end, straight._replace(rows=straight.rows[4:])) == ""
 
 
-# ---- Parallel layers beside the whole ones
+# ---- Parallel layers beside the whole ones: tensor parallelism
 
-@pytest.mark.claim("Tensor-parallel layers in their plain form compute what the whole layers do.")
-@pytest.mark.parametrize("world", [2, 4])
 @on_ranks
-def test_plain_tensor_parallel_layers_equal_the_whole_layers(rank, world):
-    """On two and four ranks the plain modules of parallel.py give the output of embedding, block
-    and head with its loss, and all gradients under random upstream gradients, to 1e-12 in fp64."""
-    whole, local = (random_gpt(replace(CFG, n_layer=1)) for _ in range(2))
-    tokens, targets = tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)
-    x, dy = random_tensor(2, 16, 32, seed=1), random_tensor(2, 16, 32, seed=2)
+def test_an_mlp_cut_by_columns_and_rows_needs_one_sum(rank, world=2):
+    """Each rank has half of the hidden channels. Alone it computes a term of the output, and of the
+    gradient of x: they differ from the MLP's. Their sums over the ranks are the MLP's, and so is
+    what the layers of parallel.py compute, to 1e-12 in fp64."""
+    mlp = random_gpt(replace(CFG, n_layer=1)).blocks["0"].mlp
+    x, dy = random_tensor(2, 16, 32, seed=1).requires_grad_(), random_tensor(2, 16, 32, seed=2)
+    y = mlp(x)
+    dx, = torch.autograd.grad(y, x, dy)
+
+    up, bias = (p.detach().chunk(world, 0)[rank] for p in mlp.up.parameters())      # some columns
+    down = mlp.down.weight.detach().chunk(world, 1)[rank]                           # some rows
+    term = F.gelu(x @ up.T + bias, approximate="tanh") @ down.T
+    dx_term, = torch.autograd.grad(term, x, dy)
+    assert relative(term + mlp.down.bias, y) > 0.1 and relative(dx_term, dx) > 0.1
+    dist.all_reduce(term.detach())                  # what g does in forward
+    dist.all_reduce(dx_term)                        # what f does in backward
+    assert_close(dict(y=(term + mlp.down.bias, y), dx=(dx_term, dx)), 1e-12)
+
     with gridded(rank, world, tp=world, pp=1) as grid:
-        cut_layers(local, grid)
-        ours = outputs_and_dx(local, tokens, targets, x, dy)
-    theirs = outputs_and_dx(whole, tokens, targets, x, dy)
-    pairs = {name: (ours[name], theirs[name]) for name in theirs}
-    torchs = F.cross_entropy(whole.head(x).flatten(0, 1), targets.flatten(), reduction="sum")
-    pairs["torch's loss"] = ours["loss"], torchs
-    for name, parameter in whole.named_parameters():
-        pairs[name] = local.get_parameter(name).grad, cut(name, parameter.grad, rank, world)
-    assert_close(pairs, 1e-12)
+        mlp.up = parallel.ColumnParallelLinear(mlp.up, grid)
+        mlp.down = parallel.RowParallelLinear(mlp.down, grid)
+        mlp.up.weight, mlp.up.bias, mlp.down.weight = map(nn.Parameter, (up, bias, down))
+        ours = mlp(x)
+        assert_close(dict(y=(ours, y), dx=(torch.autograd.grad(ours, x, dy)[0], dx)), 1e-12)
 
 
 @pytest.mark.claim("Tensor- and sequence-parallel layers compute what the whole layers do.")
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("world, sequence_parallel, faster", [
+    (2, False, False), (4, True, False), (2, True, True), (8, False, True), (8, True, True)])
 @on_ranks
-def test_tensor_parallel_layers_equal_the_whole_layers(rank, world, sequence_parallel):
-    """With tp 2 and 8 embedding, block and head with its loss give the plain layers' output and
-    all gradients under random upstream gradients, to 1e-12 in fp64."""
+def test_tensor_parallel_layers_equal_the_whole_layers(rank, world, sequence_parallel, faster):
+    """Embedding, block and head with its loss, by parallel.py alone and with the faster modules of
+    parallelism/, have the whole layers' output and all gradients under random upstream gradients,
+    to 1e-12 in fp64. With sequence parallelism a rank has its slice of the positions."""
     plain = random_gpt(replace(CFG, n_layer=1))
     tokens, targets = tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)
     targets[:, ::7] = IGNORE_INDEX
     x, dy = random_tensor(2, 16, 32, seed=1), random_tensor(2, 16, 32, seed=2)
     theirs = outputs_and_dx(plain, tokens, targets, x, dy)
 
-    def part(x):                        # sequence parallelism: a slice of the positions
+    def part(x):
         return x.chunk(world, 1)[rank] if sequence_parallel and x.dim() else x
     with gridded(rank, world, tp=world, pp=1, sequence_parallel=sequence_parallel) as grid, \
-            tiles_of(7, world):
+            tiles_of(7, world), ExitStack() as without:
+        if not faster:
+            without.enter_context(mock.patch.object(build, "use_faster_modules"))
         local, flat = stage_of(plain, grid)
-        local.head.set_loss_factor(UPSTREAM.item())
+        assert (type(local.head) is parallel.VocabParallelHead) != faster
+        if faster:                      # this head computes its gradient in forward
+            local.head.set_loss_factor(UPSTREAM.item())
         flat.prepare_grad_sync(local, True)
         ours = outputs_and_dx(local, tokens, targets, part(x), part(dy))
         flat.finish_grad_sync()
@@ -230,6 +246,8 @@ def test_tensor_parallel_layers_equal_the_whole_layers(rank, world, sequence_par
     assert set(gradients) == {name for name, _ in plain.named_parameters()}
     assert_close(outputs | gradients, 1e-12)
 
+
+# ---- Pipelines, replicas, context and experts beside the whole model
 
 @pytest.mark.claim("A pipeline gives the gradients of the whole model, under GPipe and 1F1B.")
 @pytest.mark.parametrize("schedule", [parallel.gpipe, parallel.one_f_one_b])
@@ -252,10 +270,11 @@ def test_pipelines_give_the_gradients_of_the_whole_model(rank, world=3, *, sched
         like = torch.empty(len(batch[0][0]), cfg.seq_len, cfg.n_embd, dtype=torch.float64)
         order = schedule(rank, world, num_microbatches)
         parallel.Pipeline(stage, grid, batch, like).run(order)
+        theirs = dict(whole.named_parameters())
         for name, parameter in stage.named_parameters():
-            if name in TIED or name in TIED.values():       # the sum of its two ends
+            if name in TIED or name in TIED.values():       # each end has a term of its gradient
+                assert relative(parameter.grad, theirs[TIED.get(name, name)].grad) > 0.1
                 parallel.all_reduce(parameter.grad, grid.groups["embedding"]).wait()
-    theirs = dict(whole.named_parameters())
     assert_close({name: (p.grad, theirs[TIED.get(name, name)].grad)
                   for name, p in stage.named_parameters()}, 1e-12)
 
@@ -273,54 +292,50 @@ def comparable(whole):
     return found
 
 
-@pytest.mark.claim("Replicas by `plain_replica_step` and by `DataParallel` with ZeRO 0 to 3 train "
-                   "as one process.")
+@pytest.mark.claim("Replicas with ZeRO 0 to 3 train as one process, and stay equal.")
+@pytest.mark.parametrize("zero", range(4))
 @on_ranks
-def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
-    """Five AdamW steps on two ranks with half of a batch each, by the plain step, by buckets and by
-    ZeRO 1 to 3, end at the parameters of one process, to 1e-12 in fp64, and at the same bits on
-    both ranks."""
+def test_replicas_train_as_one_process_and_stay_equal(rank, world=3, *, zero):
+    """Five AdamW steps on three ranks with a third of a batch each end at the parameters of one
+    process, to 1e-12 in fp64, and at the same bits on all ranks. The loss of a rank's rows alone
+    has another gradient; the sum over the ranks has that of the whole batch."""
     cfg = replace(CFG, n_layer=2)
-    tokens, targets = tokens_of(cfg, 4), tokens_of(cfg, 4, seed=1)
+    tokens, targets = tokens_of(cfg, 6), tokens_of(cfg, 6, seed=1)
     rows, targets_of_rows = tokens.chunk(world)[rank], targets.chunk(world)[rank]
-    adamw = functools.partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
+    one, alone = (GPT(cfg).initialize(0).double() for _ in range(2))
+    adamw = torch.optim.AdamW(one.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
     with gridded(rank, world, tp=1, pp=1) as grid:
-        one, plain = (GPT(cfg).initialize(0).double() for _ in range(2))
-        of_one, of_plain = (adamw(x.parameters()) for x in (one, plain))
-        of_zero = [staged(cfg, grid, torch.float64, zero=zero) for zero in range(4)]
+        gpt, flat = staged(cfg, grid, torch.float64, zero=zero)
         for step in range(1, 6):
-            of_one.zero_grad()
+            adamw.zero_grad()
             (one(tokens, targets) / targets.numel()).backward()
-            of_one.step()
-
-            parallel.plain_replica_step(plain, of_plain, tokens, targets)
-
-            for gpt, flat in of_zero:
-                flat.zero_grad()
-                gpt.head.set_loss_factor(1 / targets.numel())
-                flat.prepare_grad_sync(gpt, last=True)
-                (gpt(rows, targets_of_rows) / targets.numel()).backward()
-                flat.finish_grad_sync()
-                flat.adamw_step(1.0, step, 1e-2, 0.9, 0.95, 0.0)
-        for _, flat in of_zero:
-            flat.unshard(flat.buckets)
-    expected = comparable(dict(one.named_parameters()))
-    forms = {"plain_replica_step": dict(plain.named_parameters())}
-    for zero, (gpt, _) in enumerate(of_zero):
-        forms[f"ZeRO {zero}"] = {name: x for name, x in gpt.named_parameters()
-                                 if name != "head.weight"}      # the tied matrix's memory
-    assert_close({form: (comparable(ours), expected) for form, ours in forms.items()}, 1e-12)
-    for form, ours in forms.items():
-        ranks = processes.all_gather_object({name: x.tolist() for name, x in ours.items()})
-        assert ranks[0] == ranks[1], form
+            flat.zero_grad()
+            gpt.head.set_loss_factor(1 / targets.numel())
+            flat.prepare_grad_sync(gpt, last=True)
+            (gpt(rows, targets_of_rows) / targets.numel()).backward()
+            flat.finish_grad_sync()
+            if step == 1:
+                (alone(rows, targets_of_rows) / targets_of_rows.numel()).backward()
+                name = "blocks.0.mlp.up.weight"
+                assert relative(alone.get_parameter(name).grad, one.get_parameter(name).grad) > 0.1
+                assert_close(gradient_pairs(flat, one), 1e-12)
+            adamw.step()
+            flat.adamw_step(1.0, step, 1e-2, 0.9, 0.95, 0.0)
+        flat.unshard(flat.buckets)
+    ours = {name: x for name, x in gpt.named_parameters()
+            if name != "head.weight"}                           # the tied matrix's memory
+    assert relative(comparable(ours), comparable(dict(one.named_parameters()))) <= 1e-12
+    ranks = processes.all_gather_object({name: x.tolist() for name, x in ours.items()})
+    assert ranks == [ranks[0]] * world
 
 
 @pytest.mark.claim("Attention of context-parallel ranks equals plain attention.")
 @pytest.mark.parametrize("world", [2, 4])
 @on_ranks
-def test_plain_context_attention_equals_plain_attention(rank, world):
+def test_context_attention_equals_attention_of_the_whole_sequence(rank, world):
     """The output at this rank's positions, and dq, dk and dv there under random upstream gradients
-    of all ranks, are those of causal attention on the whole sequence, to 1e-12 in fp64."""
+    of all ranks, are those of F.scaled_dot_product_attention on the whole sequence, to 1e-12 in
+    fp64. torch's context_parallel cuts the sequence in the same way (its attention needs a GPU)."""
     whole = [random_tensor(2, 3, 16, 5, seed=n).requires_grad_() for n in range(3)]
     dy = random_tensor(2, 3, 16, 5, seed=3)
 
@@ -329,12 +344,65 @@ def test_plain_context_attention_equals_plain_attention(rank, world):
     mine = [own(x).detach().requires_grad_() for x in whole]
     theirs = F.scaled_dot_product_attention(*whole, is_causal=True)
     theirs.backward(dy)
+    alone = F.scaled_dot_product_attention(*mine, is_causal=True)       # without others' keys
+    assert relative(alone, own(theirs)) > 0.1
     with gridded(rank, world, tp=1, pp=1, cp=world) as grid:
         attention = parallel.ContextParallelAttention(CoreAttention(0.0), grid)
         ours = attention(*mine)
         ours.backward(own(dy))
     pairs = {name: (x.grad, own(y.grad)) for name, x, y in zip(("dq", "dk", "dv"), mine, whole)}
     assert_close(pairs | dict(y=(ours, own(theirs))), 1e-12)
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    positions = torch.arange(16)
+    expected = parallel.cut_sequence(positions, rank, world)
+    with context_parallel(init_device_mesh("cpu", (world,)), buffers=[positions],
+                          buffer_seq_dims=[0]):
+        assert positions.equal(expected)
+
+
+def dense_mixture(x, router, up, down, n_active):
+    """Every expert computes every token, and a token adds up those that it chose."""
+    weights, chosen = (x @ router.T).softmax(-1).topk(n_active)
+    weights = weights / weights.sum(-1, keepdim=True)
+    y = torch.zeros_like(x)
+    for expert in range(len(router)):
+        gate, value = (x @ up[expert].T).chunk(2, -1)
+        out = (F.silu(gate) * value) @ down[expert].T
+        y = y + out * (weights * (chosen == expert)).sum(-1, keepdim=True)
+    return y, chosen
+
+
+@pytest.mark.claim("Experts on other ranks compute what a dense mixture computes.")
+@pytest.mark.parametrize("world, ep", [(2, 2), (4, 2), (4, 4)])
+@on_ranks
+def test_experts_on_other_ranks_equal_a_dense_mixture(rank, world, ep):
+    """A rank's output, dx and its experts' gradients, summed over the ranks that have them, are
+    those of a mixture in which every expert computes the tokens of all ranks, to 1e-12 in fp64."""
+    cfg = MoEConfig(257, 16, 1, 4, 32, hidden=24, n_expert=8, n_active=2, balance_loss=0)
+    whole, local = (random_gpt(cfg).blocks["0"].mlp for _ in range(2))
+    x, dy = (random_tensor(world, 16, 32, seed=n) for n in (1, 2))              # a row a rank
+    x.requires_grad_()
+    theirs, chosen = dense_mixture(x, *whole.parameters(), cfg.n_active)
+    theirs.backward(dy)
+    first, count = rank % ep * (8 // ep), 8 // ep           # the experts that this rank has
+    is_elsewhere = (chosen[rank] < first) | (chosen[rank] >= first + count)
+    assert is_elsewhere.double().mean() > 0.2
+    with gridded(rank, world, tp=1, pp=1, ep=ep) as grid:
+        for matrix in (local.experts.up, local.experts.down):
+            matrix.weight = nn.Parameter(matrix.weight.detach()[first:first + count])
+        local.experts = ParallelExperts(local.experts, grid)
+        mine = x.detach()[rank:rank + 1].requires_grad_()
+        ours = local(mine)
+        ours.backward(dy[rank:rank + 1])
+        pairs = dict(y=(ours, theirs[rank:rank + 1]), dx=(mine.grad, x.grad[rank:rank + 1]))
+        for name in ("up", "down"):
+            gradient = local.experts.get_submodule(name).weight.grad
+            parallel.all_reduce(gradient, grid.groups["same_experts"]).wait()
+            expected = whole.experts.get_submodule(name).weight.grad
+            pairs[name] = gradient, expected[first:first + count]
+    assert_close(pairs, 1e-12)
 
 
 # ---- torch's own stack
