@@ -1,31 +1,28 @@
 """The claims of the book, each with its test.
 
-The book is model.py, data.py, amp.py, parallel.py, checkpoint.py, sample.py and train.py. It shows
-how a large model is trained. parallelism/ adds what is rarer or faster. The claims of parallelism/
-are here, too.
+The book is model.py, data.py, amp.py, parallel.py, checkpoint.py, sample.py and train.py. The
+claims of parallelism/, which adds what is rarer or faster, are here, too.
 
     python -m pytest test_all.py                what a change must pass: minutes, on two CPU cores
     python -m pytest test_all.py -m slow        the same claims at a size that takes longer
     python test_all.py                          docs/measurements.md: the measured differences
 
-Section             Claims                                                Compared with
-All layouts         losses, gradients and norms are those of one          one process
-                    process; with --exact bit for bit
-Parallel layers     tensor, pipeline, data and context parallelism        the whole layers
-                    and ZeRO, in plain form, compute what whole
-                    layers do; together, what train.py does
-torch's own stack   logits; AdamW and clipping; five steps of every       nn, AdamW, FSDP2, ZeRO,
-                    technique end where torch's end                       pipelining, DTensor
-The loss scaler     its moves; an fp16 run finds its scale; an            GradScaler, fp64
+Section             Claims                                            Compared with
+All layouts         losses, gradients and norms are those of one      one process, and autograd
+                    process; with --exact bit for bit                 of model.GPT
+Parallel layers     cut by tensor, sequence, context or expert        the whole layers, torch's
+                    parallelism they compute what they do whole       attention, a dense mixture
+torch's own stack   a GPT's logits; by every technique gradients,     TransformerEncoderLayer, DDP,
+                    and where five steps of train.py end              FSDP2, pipelining, DTensor
+The loss scaler     its moves; an fp16 run finds its scale; an        GradScaler, fp64
                     overflow on any rank skips the step on all
-Checkpoints and     a resumed run is the straight one, bit for bit; in    a run without a stop
-resumes             another layout to rounding; a file runs no code
-The plain forms     data, checkpoint and sample do what a run does;       the forms that a run uses
-                    train.py --plain trains, and resumes, as a run
+Checkpoints         a resumed run is the straight one, bit for bit    a run without a stop
+The plain program   data.py's shards, sample.py's tokens; the plain   20 lines, a loop without a
+                    program trains and resumes as a run               cache, a run
 
-Begin with          test_plain_tensor_parallel_layers_equal_the_whole_layers
+Begin with          test_an_mlp_cut_by_columns_and_rows_needs_one_sum
                     test_pipelines_give_the_gradients_of_the_whole_model
-                    test_replicas_train_as_one_process_and_stay_equal   (ZeRO 1 to 3)
+                    test_five_steps_end_where_torchs_own_stack_ends
                     test_a_resumed_run_is_the_straight_one_bit_for_bit
                     test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64
 
@@ -34,8 +31,7 @@ A layout is (dp, tp, pp). `@on_ranks` runs the body of a test on each of `world`
 and `reference(cfg, ...)` in one process. These and the fixtures are in tests/harness.py.
 
 Upstream gradients are random: a gradient of ones looks the same transposed. A claim that fails
-prints one line, with -vv also the traceback. tests/ has every model in every layout, and tests the
-machinery."""
+prints one line, with -vv also the traceback. tests/ has every model in every layout."""
 import copy
 import functools
 import hashlib
@@ -44,9 +40,9 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import tempfile
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -82,13 +78,12 @@ from parallelism.experts import ParallelExperts
 from parallelism.parameters import TIED
 from tests.commands import NASTY, Command, dataset, launch, read_metrics
 from tests.harness import (BOUNDS, CFG, INTERLEAVED, LAYOUTS, TWO_STEPS, UPSTREAM, Memory, Pool,
-                           assert_close, assert_same_state, batches_from, by_step, column, cut,
-                           deep_enough, differences, different_bits, different_rows,
-                           gradient_pairs, gridded, monitor_now, names_in, nothing, on_ranks, outputs_and_dx,
+                           assert_close, assert_same_state, batches_from, by_step, column,
+                           deep_enough, differences, different_bits, different_rows, gradient_pairs,
+                           gridded, monitor_now, names_in, nothing, on_ranks, outputs_and_dx,
                            overflow_in, plain_generate, plain_gradient, random_gpt, random_tensor,
                            relative, run_steps, save_at_the_start, saved, settings, small_state,
-                           stage_of, tiles_of, tokens_of, trained, whole_gradient,
-                           without_saves)
+                           stage_of, tiles_of, tokens_of, trained, whole_gradient, without_saves)
 
 # ---- All layouts train as one process
 
@@ -118,7 +113,7 @@ FP32 = dict(dtype="fp32", lr=1e-3, warmup_steps=5)
 @pytest.mark.parametrize("layout, shape, flags", [
     *(pytest.param(layout, dict(n_layer=layout[2] + 1), FP32 | dict(steps=8),
                    marks=() if layout == (2, 2, 2) else pytest.mark.slow) for layout in MAIN),
-    ((1, 2, 2), dict(vocab_size=50257, seq_len=8, n_layer=3, n_head=4, n_embd=16), FP32),   # GPT-2's
+    ((1, 2, 2), dict(vocab_size=50257, seq_len=8, n_layer=3), FP32),        # GPT-2's vocabulary
     *((layout, {}, dict(dtype="fp64", steps=8, lr=1e-2, warmup_steps=5)) for layout in TWO_RANKS),
     # What the pairs of tests/test_layouts.py do not have: three chunks, four slices of the
     # positions, and three replicas, which cut a bucket into no power of two.
@@ -183,7 +178,7 @@ def test_an_exact_run_goes_on_in_another_layout_bit_for_bit(pool, tmp_path):
     assert different_bits(end, straight._replace(rows=straight.rows[4:])) == ""
 
 
-# ---- Parallel layers beside the whole ones: tensor parallelism
+# ---- Parallel layers beside the whole ones
 
 @on_ranks
 def test_an_mlp_cut_by_columns_and_rows_needs_one_sum(rank, world=2):
@@ -194,7 +189,6 @@ def test_an_mlp_cut_by_columns_and_rows_needs_one_sum(rank, world=2):
     x, dy = random_tensor(2, 16, 32, seed=1).requires_grad_(), random_tensor(2, 16, 32, seed=2)
     y = mlp(x)
     dx, = torch.autograd.grad(y, x, dy)
-
     up, bias = (p.detach().chunk(world, 0)[rank] for p in mlp.up.parameters())      # some columns
     down = mlp.down.weight.detach().chunk(world, 1)[rank]                           # some rows
     term = F.gelu(x @ up.T + bias, approximate="tanh") @ down.T
@@ -228,10 +222,9 @@ def test_tensor_parallel_layers_equal_the_whole_layers(rank, world, sequence_par
 
     def part(x):
         return x.chunk(world, 1)[rank] if sequence_parallel and x.dim() else x
+    modules = build.use_faster_modules if faster else mock.Mock()
     with gridded(rank, world, tp=world, pp=1, sequence_parallel=sequence_parallel) as grid, \
-            tiles_of(7, world), ExitStack() as without:
-        if not faster:
-            without.enter_context(mock.patch.object(build, "use_faster_modules"))
+            tiles_of(7, world), mock.patch.object(build, "use_faster_modules", modules):
         local, flat = stage_of(plain, grid)
         assert (type(local.head) is parallel.VocabParallelHead) != faster
         if faster:                      # this head computes its gradient in forward
@@ -244,8 +237,6 @@ def test_tensor_parallel_layers_equal_the_whole_layers(rank, world, sequence_par
     assert set(gradients) == {name for name, _ in plain.named_parameters()}
     assert_close(outputs | gradients, 1e-12)
 
-
-# ---- Pipelines, context and experts beside the whole model
 
 @pytest.mark.claim("A pipeline gives the gradients of the whole model, under GPipe and 1F1B.")
 @pytest.mark.parametrize("schedule", [parallel.gpipe, parallel.one_f_one_b])
@@ -315,8 +306,8 @@ def dense_mixture(x, router, up, down, n_active):
     y = torch.zeros_like(x)
     for expert in range(len(router)):
         gate, value = (x @ up[expert].T).chunk(2, -1)
-        out = (F.silu(gate) * value) @ down[expert].T
-        y = y + out * (weights * (chosen == expert)).sum(-1, keepdim=True)
+        weight = weights.where(chosen == expert, 0).sum(-1, keepdim=True)
+        y = y + weight * ((F.silu(gate) * value) @ down[expert].T)
     return y, chosen
 
 
@@ -332,12 +323,12 @@ def test_experts_on_other_ranks_equal_a_dense_mixture(rank, world, ep):
     x.requires_grad_()
     theirs, chosen = dense_mixture(x, *whole.parameters(), cfg.n_active)
     theirs.backward(dy)
-    first, count = rank % ep * (8 // ep), 8 // ep           # the experts that this rank has
-    is_elsewhere = (chosen[rank] < first) | (chosen[rank] >= first + count)
-    assert is_elsewhere.double().mean() > 0.2
+    count = cfg.n_expert // ep
+    own = slice(rank % ep * count, (rank % ep + 1) * count)         # the experts of this rank
+    assert (chosen[rank] // count != rank % ep).any()               # others are on another
     with gridded(rank, world, tp=1, pp=1, ep=ep) as grid:
         for matrix in (local.experts.up, local.experts.down):
-            matrix.weight = nn.Parameter(matrix.weight.detach()[first:first + count])
+            matrix.weight = nn.Parameter(matrix.weight.detach()[own])
         local.experts = ParallelExperts(local.experts, grid)
         mine = x.detach()[rank:rank + 1].requires_grad_()
         ours = local(mine)
@@ -346,8 +337,7 @@ def test_experts_on_other_ranks_equal_a_dense_mixture(rank, world, ep):
         for name in ("up", "down"):
             gradient = local.experts.get_submodule(name).weight.grad
             parallel.all_reduce(gradient, grid.groups["same_experts"]).wait()
-            expected = whole.experts.get_submodule(name).weight.grad
-            pairs[name] = gradient, expected[first:first + count]
+            pairs[name] = gradient, whole.experts.get_submodule(name).weight.grad[own]
     assert_close(pairs, 1e-12)
 
 
@@ -426,10 +416,10 @@ def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout, c
     so are the parameters after five steps of growing batches, to 1e-10 in fp64."""
     flags = dict(dtype="fp64", steps=5, clip=0.35, lr=1e-2, warmup_steps=2, batch_size=16,
                  batch_ramp="4:4:20")
-    config, sizes = settings(tmp_path, **flags), [4, 4, 8, 12, 16]
+    config = settings(tmp_path, **flags)
     steps, _, whole = trained(pool, layout, tmp_path, cp=cp, **flags)
-    assert column(steps, "batch_size") == sizes
-    assert column(steps, "tokens") == [16 * n for n in itertools.accumulate(sizes)]
+    assert column(steps, "batch_size") == [4, 4, 8, 12, 16]
+    assert column(steps, "tokens") == [16 * n for n in (4, 8, 16, 28, 44)]
     plain = GPT(CFG).initialize(config.seed).double()
     theirs = [dict(step=step, loss=loss, grad_norm=norm)
               for step, (loss, norm) in enumerate(train_theirs(config, plain)[0], 1)]
@@ -462,9 +452,9 @@ def gradients_and_end(config, gpt, whole=whole_tensors, **how):
     """({name: gradient} of step 1, {name: parameter} after all steps)"""
     gradients = []
 
-    def look(gpt):
+    def keep(gpt):
         gradients.append(whole({name: p.grad.clone() for name, p in gpt.named_parameters()}))
-    train_theirs(config, gpt, look=look, **how)
+    train_theirs(config, gpt, look=keep, **how)
     return gradients[0], whole(dict(gpt.named_parameters()))
 
 
@@ -472,10 +462,11 @@ def replicated(rank, world, config):
     """By DistributedDataParallel and, with ZeRO 1, ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     gpt = DistributedDataParallel(GPT(CFG).initialize(config.seed).double())
-    how = {}
-    if config.zero == 1:
-        how = dict(kind=ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
-    return gradients_and_end(config, gpt, rows=slice(rank, None, world), **how)
+    rows = slice(rank, None, world)
+    if config.zero == 0:
+        return gradients_and_end(config, gpt, rows=rows)
+    return gradients_and_end(config, gpt, rows=rows, kind=ZeroRedundancyOptimizer,
+                             optimizer_class=torch.optim.AdamW)
 
 
 def fully_sharded(rank, world, config):
@@ -569,7 +560,7 @@ def by_columns_and_rows(rank, world, config):
             F.cross_entropy(logits.flatten(0, 1), y.flatten()).backward()
 
     def in_our_order(named):
-        return {name.replace("norm.", "head.norm.") if name.startswith("norm") else name:
+        return {re.sub("^norm", "head.norm", name):
                 p[in_order_of_ranks.argsort()] if ".qkv." in name else p
                 for name, p in whole_tensors(named).items()}
     return gradients_and_end(config, gpt, in_our_order, backward=backward)
@@ -587,8 +578,7 @@ def by_columns_and_rows(rank, world, config):
     (by_columns_and_rows, 2, dict(tp=2, clip=0.0)),
     (by_columns_and_rows, 2, dict(tp=2, sequence_parallel=True, clip=0.0))])
 def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, world, flags):
-    """The gradients of step 1 and the parameters after step 5, to 1e-12 in fp64. torch's stack
-    gets a rank's rows at once, train.py in microbatches of one row."""
+    """The gradients of step 1 and the parameters after step 5, to 1e-12 in fp64."""
     config = settings(tmp_path, dtype="fp64", steps=5, lr=1e-2, warmup_steps=2, micro_batch=1,
                       **{"clip": 0.5, **flags})
     gradients, end = {}, {}
@@ -831,7 +821,7 @@ def test_a_checkpoints_code_is_not_run(tmp_path):
     assert (tmp_path / "ran").is_dir()
 
 
-# ---- The plain forms of data, checkpoint and sample, and `train.py --plain`, which is made of them
+# ---- Shards, drawn tokens, and the plain program: `train.py --plain`
 
 SMALL = ("--seq-len", 32, "--n-embd", 32, "--batch-size", 8, "--warmup-steps", 4, "--device", "cpu")
 
