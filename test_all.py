@@ -844,7 +844,7 @@ def plain_prepare(texts, tokenizer, directory: Path, seed=0) -> None:
 
 
 @pytest.mark.claim("data.py writes the shards that 20 lines write, byte for byte.")
-def test_the_plain_form_makes_the_shards_of_data_py(tmp_path):
+def test_data_py_makes_the_shards_that_20_lines_make(tmp_path):
     """From 200 texts, of which every tenth is given twice, with two seeds."""
     texts = [f"{i} " + "".join(random.Random(i).sample(NASTY, 9)) for i in range(200)]
     texts += texts[::10]
