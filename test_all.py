@@ -164,20 +164,6 @@ def test_exact_layouts_have_the_bits_of_one_process(pool, tmp_path, reference, l
         assert different_bits(ours, reference(cfg, **same)).startswith("step 1")
 
 
-def test_an_exact_run_goes_on_in_another_layout_bit_for_bit(pool, tmp_path):
-    """Two steps on dp 4, two on tp 2 x pp 2 with ZeRO 1 and two in one process end where six steps
-    in one process do. The learning rate is constant, because its decay would depend on --steps."""
-    cfg = replace(NARROW, n_layer=2)
-    flags = dict(exact=True, batch_size=4, micro_batch=1, warmup_steps=1, min_lr_ratio=1.0)
-    straight = trained(pool, (1, 1, 1), tmp_path / "straight", cfg, steps=6, **flags)
-    state = None
-    for steps, layout, zero in [(2, (4, 1, 1), 0), (4, (1, 2, 2), 1), (6, (1, 1, 1), 0)]:
-        out = tmp_path / f"{steps}"
-        end = trained(pool, layout, out, cfg, state=state, steps=steps, zero=zero, **flags)
-        state = out / f"step_{steps:08d}.pt"
-    assert different_bits(end, straight._replace(rows=straight.rows[4:])) == ""
-
-
 # ---- Parallel layers beside the whole ones
 
 @on_ranks
@@ -293,10 +279,9 @@ def test_context_attention_equals_attention_of_the_whole_sequence(rank, world):
     assert_close(pairs | dict(y=(ours, own(theirs))), 1e-12)
 
     positions = torch.arange(16)
-    expected = parallel.cut_sequence(positions, rank, world)
     with context_parallel(init_device_mesh("cpu", (world,)), buffers=[positions],
                           buffer_seq_dims=[0]):
-        assert positions.equal(expected)
+        assert positions.equal(parallel.cut_sequence(torch.arange(16), rank, world))
 
 
 def dense_mixture(x, router, up, down, n_active):
@@ -639,12 +624,14 @@ def start_with_a_high_scale(run):
     run.scaler = amp.LossScaler(2.0 ** 22, growth_interval=4)
 
 
-@pytest.mark.claim("An fp16 run finds its loss scale and trains as fp64 does.")
+@pytest.mark.claim("An fp16 run finds its loss scale, trains as fp64 does, and updates as "
+                   "PyTorch's AdamW.")
 def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
-    """On two stages the gradients overflow by themselves under a scale of 2^22."""
-    flags = dict(steps=20, rollback="off", layout=(1, 1, 2))
-    half, *_ = trained(pool, out=tmp_path / "fp16", prepare=start_with_a_high_scale, dtype="fp16",
-                       **flags)
+    """On two stages the gradients overflow by themselves under a scale of 2^22. Of the gradients,
+    without those of skipped steps, torch's clip_grad_norm_ and AdamW make the same fp32 masters."""
+    flags = dict(steps=20, clip=0.3, rollback="off", layout=(1, 1, 2))
+    half, gradients, state = trained(pool, out=tmp_path / "fp16", prepare=start_with_a_high_scale,
+                                     dtype="fp16", look=whole_gradient, **flags)
     skipped = [row["step"] for row in half if row["skipped"] > 0]
     exact, *_ = trained(pool, out=tmp_path / "fp64", dtype="fp64",
                         prepare=functools.partial(overflow_in, steps=skipped), **flags)
@@ -661,6 +648,19 @@ def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
     grown = [step for step, (before, after) in enumerate(itertools.pairwise(scales), 1)
              if after > before]
     assert skipped[:2] == [1, 2] and 2 < grown[0] < skipped[-1]
+    assert min(norms[0]) > 0.3                          # it clips
+    masters = GPT(CFG).initialize(settings("").seed)
+    steps = zip(half, gradients)
+
+    def fill_in(x, y):
+        row, found = next(steps)
+        if row["skipped"] == 0:
+            for name, p in masters.named_parameters():
+                p.grad = torch.zeros_like(p)
+                p.grad[:len(found[name])] = found[name]
+    train_theirs(settings("", steps=20, clip=0.3), masters, backward=fill_in)
+    expected = comparable(dict(masters.named_parameters()))
+    assert relative(comparable(state["master"]), expected) <= 1e-6
 
 
 def spoil_in_turn(run):
