@@ -469,17 +469,6 @@ def reference(pool, tmp_path_factory):
     return run
 
 
-def cut_layers(whole, grid):
-    """Leave this rank's part of a model with values, by the layers of parallel.py."""
-    parallel.replace_modules(whole, parallel.PLAN, grid)
-    for spec in param_specs(whole, whole.cfg, grid):
-        module, attribute = spec.owners[0]
-        full = getattr(module, attribute).detach()[:spec.shape[0]]
-        part = torch.nn.Parameter(spec.cut(full, grid).clone())
-        for module, attribute in spec.owners:           # a tied matrix stays one
-            setattr(module, attribute, part)
-
-
 def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1)):
     """Train on this rank -> the run, its rows, events and batches: (first sequence, how many)."""
     def begin(run):
@@ -676,21 +665,7 @@ def differences(ours, theirs):
     return relative(*losses), relative(*gradients), relative(*norms)
 
 
-CUTS = {        # of a parameter: (the dimension that is cut, how many matrices are stacked there)
-    "embed.token.weight": (0, 1), "blocks.0.attn.qkv.weight": (0, 3),
-    "blocks.0.attn.qkv.bias": (0, 3), "blocks.0.attn.proj.weight": (1, 1),
-    "blocks.0.mlp.up.weight": (0, 1), "blocks.0.mlp.up.bias": (0, 1),
-    "blocks.0.mlp.down.weight": (1, 1)}
 UPSTREAM = torch.tensor(-0.37, dtype=torch.float64)         # the gradient of the loss
-
-
-def cut(name, gradient, rank, world):
-    """The part of a full gradient that a tensor-parallel rank has."""
-    if name not in CUTS:
-        return gradient
-    dim, stacked = CUTS[name]
-    return torch.cat([matrix.chunk(world, dim)[rank] for matrix in gradient.chunk(stacked, dim)],
-                     dim)
 
 
 def outputs_and_dx(gpt, tokens, targets, x, dy):

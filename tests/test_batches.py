@@ -218,6 +218,18 @@ def bytes_read_from_disk(path, read):
     return counts[1] - counts[0]
 
 
+@pytest.mark.claim("`plain_batch` reads the batches of a run.")
+@pytest.mark.parametrize("first", [0, 5, 30, 1000])
+def test_plain_batch_reads_what_a_run_reads(tmp_path, first):
+    """The batches cross the ends of epochs, and of shards of several lengths."""
+    rng = np.random.default_rng(0)
+    made = dataset(tmp_path, {f"train_{number}": rng.integers(257, size=length)
+                              for number, length in enumerate([52, 20, 3, 41])})    # one too short
+    batch = data.plain_batch(data.open_shards(tmp_path, "train"), 4, 1337, first, 29)
+    assert made.n_windows == 26
+    assert batch.tolist() == made.tokens_of(made.window_ids(1337, first, 29)).tolist()
+
+
 @pytest.mark.claim("Training on data larger than memory reads the windows of a batch alone from "
                    "the disk.")
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count reads")

@@ -137,6 +137,20 @@ def test_every_sum_of_a_step_is_a_whole_number_of_units(tmp_path, unrounded):
                 watched(config, prepare, cfg=cfg)
 
 
+def test_an_exact_run_goes_on_in_another_layout_bit_for_bit(pool, tmp_path):
+    """Two steps on dp 4, two on tp 2 x pp 2 with ZeRO 1 and two in one process end where six steps
+    in one process do. The learning rate is constant, because its decay would depend on --steps."""
+    cfg = replace(NARROW, n_layer=2)
+    flags = dict(exact=True, batch_size=4, micro_batch=1, warmup_steps=1, min_lr_ratio=1.0)
+    straight = trained(pool, (1, 1, 1), tmp_path / "straight", cfg, steps=6, **flags)
+    state = None
+    for steps, layout, zero in [(2, (4, 1, 1), 0), (4, (1, 2, 2), 1), (6, (1, 1, 1), 0)]:
+        out = tmp_path / f"{steps}"
+        end = trained(pool, layout, out, cfg, state=state, steps=steps, zero=zero, **flags)
+        state = out / f"step_{steps:08d}.pt"
+    assert different_bits(end, straight._replace(rows=straight.rows[4:])) == ""
+
+
 def test_a_term_out_of_range_skips_the_step_on_every_rank(pool, tmp_path):
     """In step 2 replica 1 has a finite gradient that is too large to add exactly, or so large an
     activation or norm."""

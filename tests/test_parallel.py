@@ -1,33 +1,54 @@
-"""The layers of parallel.py with sequence parallelism, beside the whole ones."""
+"""The short examples of parallel.py, each beside one process.
+
+They stand before the forms that train.py runs. A row of EXAMPLES is a function on each of two
+ranks: it makes three steps of SGD by the example, and returns the parameters that its rank has
+then, each whole.
+"""
 from dataclasses import replace
 
 import pytest
+import torch
 
 import parallel
-from tests.harness import (CFG, CUTS, assert_close, cut, cut_layers, gridded, on_ranks,
-                           outputs_and_dx, random_gpt, random_tensor, tokens_of)
+from base import processes
+from tests.harness import CFG, assert_close, on_ranks, random_gpt, relative, tokens_of
 
 
-@pytest.mark.parametrize("world", [2, 4])
+def sgd(gpt):
+    """Unlike AdamW it shows a gradient that is a multiple of the right one."""
+    return torch.optim.SGD(gpt.parameters(), lr=1.0)
+
+
+def by_replicas(gpt, tokens, targets):
+    optimizer = sgd(gpt)
+    for _ in range(3):
+        parallel.plain_replica_step(gpt, optimizer, tokens, targets)
+    return dict(gpt.named_parameters())
+
+
+EXAMPLES = dict(plain_replica_step=by_replicas)
+
+
+def train_whole(gpt, tokens, targets):
+    optimizer = sgd(gpt)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (gpt(tokens, targets) / targets.numel()).backward()
+        optimizer.step()
+    return dict(gpt.named_parameters())
+
+
+@pytest.mark.claim("The short examples of parallel.py train as one process.")
+@pytest.mark.parametrize("example", EXAMPLES)
 @on_ranks
-def test_plain_sequence_parallel_layers_equal_the_whole_layers(rank, world):
-    """Each rank has its slice of the output of embedding and block and of dx, the loss of all
-    positions, and, of what is not cut, terms whose sum over the ranks is the gradient: to 1e-12 in
-    fp64 under random upstream gradients."""
-    whole, local = (random_gpt(replace(CFG, n_layer=1)) for _ in range(2))
-    tokens, targets = tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)
-    x, dy = random_tensor(2, 16, 32, seed=1), random_tensor(2, 16, 32, seed=2)
-    theirs = outputs_and_dx(whole, tokens, targets, x, dy)
-
-    def part(x):
-        return x.chunk(world, 1)[rank] if x.dim() > 0 else x
-    with gridded(rank, world, tp=world, pp=1, sequence_parallel=True) as grid:
-        cut_layers(local, grid)
-        ours = outputs_and_dx(local, tokens, targets, part(x), part(dy))
-        pairs = {name: (ours[name], part(theirs[name])) for name in theirs}
-        for name, parameter in whole.named_parameters():
-            mine = local.get_parameter(name).grad
-            if name not in CUTS:
-                mine = parallel.all_reduce(mine, grid.groups["tp"]).wait()
-            pairs[name] = mine, cut(name, parameter.grad, rank, world)
-    assert_close(pairs, 1e-12)
+def test_short_examples_train_as_one_process(rank, world=2, *, example):
+    """To 1e-12 in fp64. The rows of one rank alone lead elsewhere."""
+    cfg = replace(CFG, n_layer=2)
+    tokens, targets = tokens_of(cfg, 4), tokens_of(cfg, 4, seed=1)
+    expected = train_whole(random_gpt(cfg), tokens, targets)
+    alone = train_whole(random_gpt(cfg), tokens.chunk(world)[rank], targets.chunk(world)[rank])
+    assert relative(alone, expected) > 0.1
+    found = EXAMPLES[example](random_gpt(cfg), tokens, targets)
+    assert_close({name: (x, expected[name]) for name, x in found.items()}, 1e-12)
+    names = processes.all_gather_object(list(found))
+    assert set().union(*names) == set(expected)         # together the ranks have all

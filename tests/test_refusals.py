@@ -41,6 +41,9 @@ def rows(table):
 # As many processes start as tp x pp x cp, or as --nproc_per_node says.
 TRAIN = rows("""
 --zero 4 | --zero, 4
+--pp 0 | --pp, 0
+--pp-schedule wave | --pp-schedule, 1f1b
+--steps | --steps
 --steps x | --steps, 'x'
 --lr nan | --lr, nan
 --compile=False | --compile, switch

@@ -1,6 +1,6 @@
 """Tensor parallelism: the memory and the passes of the loss, and what communication overlaps.
 
-That the layers are the whole ones: test_all.py.
+That the layers compute what the whole ones do, and torch's: test_all.py.
 """
 from dataclasses import replace
 from unittest import mock

@@ -1,6 +1,6 @@
 """ZeRO: what a rank keeps, when it communicates, and how its parts are read.
 
-That replicas train as one process: test_all.py.
+That replicas train as one process, DDP and FSDP2 do: test_all.py.
 """
 import functools
 import itertools
