@@ -391,7 +391,7 @@ def train_theirs(config, gpt, kind=torch.optim.AdamW, rows=slice(None), backward
         lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, **more)
     seen = []
     for step, (first, size) in enumerate(batches_from(config, 0, config.steps), 1):
-        windows = tokens.tokens_of(tokens.window_ids(config.seed, first, size))
+        windows = tokens.read(tokens.window_ids(config.seed, first, size))[0]
         batch = torch.from_numpy(windows)[rows]
         optimizer.zero_grad()
         loss = (backward or backward_of_mean)(batch[:, :-1], batch[:, 1:])
@@ -824,7 +824,7 @@ def test_plain_batch_reads_what_a_run_reads(tmp_path, first):
     dataset = data.TokenDataset(tmp_path, "train", 8)
     batch = data.plain_batch(data.open_shards(tmp_path, "train"), 8, 1337, first, 29)
     assert dataset.n_windows == 26
-    assert batch.tolist() == dataset.tokens_of(dataset.window_ids(1337, first, 29)).tolist()
+    assert batch.tolist() == dataset.read(dataset.window_ids(1337, first, 29))[0].tolist()
 
 
 @pytest.mark.claim("sample.py draws the tokens of a loop without a cache.")

@@ -11,7 +11,7 @@ from corpus.flags import DataFlags, parse_flags
 from corpus.inputs import find_files, hold_conversations, standard_library
 from corpus.notes_and_progress import counted
 from corpus.prepare import prepare
-from corpus.shards import DEFAULT_OUT, SPLITS, find_shards, open_shard
+from corpus.shards import DEFAULT_OUT, SPLITS, find_shards, read_header
 from corpus.split_by_filename import follow_names
 from corpus.templates import is_own
 
@@ -49,7 +49,8 @@ def make(flags: DataFlags) -> dict:
         files = standard_library()
     elif flags.dataset == "fineweb":
         download_fineweb(flags.out, flags.shards)
-        return dict(tokens={split: sum(map(len, map(open_shard, find_shards(flags.out, split))))
+        return dict(tokens={split: sum(read_header(path)[1]
+                                       for path in find_shards(flags.out, split))
                             for split in SPLITS})
     else:
         files = [download_text(flags.dataset, flags.out)]

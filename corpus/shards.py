@@ -1,4 +1,4 @@
-"""The files of a data set: written by prepare.py, read by mixtures.py.
+"""The files of a data set: written by prepare.py, read by data.py.
 
     train_000000.bin, ...       shards of the splits train and val, in llm.c's format (data.py)
     train_000000.learn, ...     beside a shard of conversations: a byte for each of its tokens, the
@@ -9,7 +9,6 @@
 """
 import hashlib
 import json
-import mmap
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -50,9 +49,9 @@ def append_tokens(directory: Path, split: str, tokens, written: int, shard_token
         tokens = tokens[len(part):]
 
 
-def open_shard(path: Path) -> np.memmap:
-    """The tokens of a shard, uint16 or uint32 (n,), mapped into memory. Raises ValueError if the
-    header and the size do not match."""
+def read_header(path: Path) -> tuple[str, int]:
+    """The type of a shard's tokens, and how many it has. Raises ValueError if the header and the
+    size of the file do not match."""
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", 3).tolist()
     magics = {magic: dtype for dtype, (magic, _) in FORMATS.items()}
@@ -67,29 +66,27 @@ def open_shard(path: Path) -> np.memmap:
         raise ValueError(f"{path} is not a complete shard: expected header {magic}, {version}, n "
                          f"and {HEADER_BYTES} + {itemsize} n bytes, got {header} and {size} bytes: "
                          f"remove it, and make or copy it again")
-    tokens = np.memmap(path, dtype, "r", HEADER_BYTES, (count,))
-    if hasattr(mmap, "MADV_RANDOM"):    # the disk reads the windows of a batch, not what is around
-        tokens.base.madvise(mmap.MADV_RANDOM)
-    return tokens
+    return dtype, count
 
 
-def open_flags(shard: Path, count: int) -> np.memmap:
-    """The flags of a shard's tokens, uint8 (count,). Raises ValueError if the file is missing or
+def open_flags(tokens: np.memmap) -> np.memmap:
+    """The flags of a shard's tokens (n,), uint8 (n,). Raises ValueError if their file is missing or
     damaged."""
-    path = shard.with_suffix(FLAGS_SUFFIX)
+    path = Path(tokens.filename).with_suffix(FLAGS_SUFFIX)
     size = path.stat().st_size if path.exists() else None
-    if size != count:
-        problem = "is missing" if size is None else f"has {size} bytes for {count} tokens"
-        raise ValueError(f"{path} {problem}: it says which tokens of {shard.name} are learnt: copy "
-                         f"all files again, or remove them and run data.py again")
+    if size != len(tokens):
+        problem = "is missing" if size is None else f"has {size} bytes for {len(tokens)} tokens"
+        raise ValueError(f"{path} {problem}: it says which tokens are learnt: copy all files "
+                         f"again, or remove them and run data.py again")
     return np.memmap(path, "u1", "r")
 
 
 def find_shards(directory: Path, split: str) -> list[Path]:
     """The shards of a split, by a whole word in their names: retrieval_train_0.bin is no "val".
     Raises FileNotFoundError if there are none."""
-    others = sorted(directory.glob("[!.]*.bin"))
-    shards = [path for path in others if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name)]
+    allow_open_files()
+    shards = [path for path in sorted(directory.glob("[!.]*.bin"))
+              if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name)]
     if not shards:
         problem = f"has no {split} shards" if directory.is_dir() else "is no directory"
         raise FileNotFoundError(
@@ -125,6 +122,20 @@ def read_meta(directory: Path) -> dict:
             with errors_with_path(directory / meta[key]):
                 needed[key] = (directory / meta[key]).read_text(encoding="utf-8")
     return needed
+
+
+def check_shards(directory: Path, split: str, shards, meta: dict, seq_len: int) -> None:
+    """Raise ValueError if the shards of a split have other tokens than their read_meta says, or of
+    text too few for a window."""
+    n_tokens = sum(map(len, shards))
+    expected = meta["tokens"].get(split, n_tokens)
+    if n_tokens != expected:
+        raise ValueError(f"{directory} has {n_tokens:,} {split} tokens, but its meta.json says "
+                         f"{expected:,}: a shard is missing or of other data: copy all files again")
+    longest = max(map(len, shards))
+    if meta["template"] is None and longest <= seq_len:
+        raise ValueError(f"{shards[-1].filename}: {longest} tokens are too few for a window of "
+                         f"{seq_len} + 1: give more text, or a smaller --seq-len")
 
 
 def sha256_of_samples(paths) -> str:

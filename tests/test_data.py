@@ -32,7 +32,7 @@ from base import errors
 from corpus import EOT, documents, downloads, encode, file_formats, inputs, near_duplicates
 from corpus.chat_records import Refused
 from corpus.prepare import prepare
-from corpus.shards import SPLITS, open_shard
+from corpus.shards import SPLITS
 from corpus.split_by_filename import follow_names
 from corpus.tokenizers import TiktokenTokenizer, get_tokenizer
 from tests.commands import (NASTY, SHARED, Command, dataset, meta_of, set_block, shard,
@@ -778,11 +778,11 @@ def test_a_vocabulary_above_65536_has_tokens_of_32_bits(tmp_path, monkeypatch):
     assert meta["vocab_size"] == encoding.n_vocab > 1 << 16
     header = np.fromfile(tmp_path / "d/train_000000.bin", "<i4", 256)
     assert header.tolist() == [20240801, 7, 3000] + [0] * 253
-    made = [open_shard(path).tolist() for path in sorted((tmp_path / "d").glob("*.bin"))]
+    made = [data.open_shard(path).tolist() for path in sorted((tmp_path / "d").glob("*.bin"))]
     tokens = [token for one in made for token in one if token != encoding.eot_token]
     assert encoding.decode(tokens) == text and max(tokens) > 1 << 16
     dataset_32 = data.TokenDataset(tmp_path / "d", "train", 16)
-    assert dataset_32.tokens_of([1])[0].tolist() == made[0][16:33]
+    assert dataset_32.read([1])[0][0].tolist() == made[0][16:33]
 
 
 def test_gpt2s_tokens_are_the_default(run_data, tmp_path, monkeypatch):
@@ -799,5 +799,5 @@ def test_gpt2s_tokens_are_the_default(run_data, tmp_path, monkeypatch):
     encoding = get_tokenizer(meta_of(tmp_path)["tokenizer"])
     stream = encoding.stream()
     parts = [stream.add(token) for split in SPLITS
-             for token in open_shard(tmp_path / f"{split}_000000.bin").tolist()[1:]]
+             for token in data.open_shard(tmp_path / f"{split}_000000.bin").tolist()[1:]]
     assert encoding.n_vocab == 50257 and "".join(parts) == text and "" in parts

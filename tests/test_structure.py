@@ -44,8 +44,8 @@ MAY_IMPORT = {
     "models.*": ("model models.*", ""),
     "amp": ("", ""),
     # corpus.program: where data.py is the program
-    "data": ("corpus.mixtures corpus.program corpus.shards base base.batch_ramp",
-             ""),
+    "data": ("corpus.conversations corpus.mixtures corpus.program corpus.shards base "
+             "base.batch_ramp", ""),
     "corpus.*": ("corpus.* base.commandline base.errors", ""),
     "parallel": ("model parallelism.collectives parallelism.kernels", ""),
     "checkpoint": ("model models* base.disk base.checkpoint_files base.checkpoint_folder", ""),
@@ -118,7 +118,7 @@ def test_data_py_needs_neither_torch_nor_the_model():
 # what it is worth.
 LINES = {"base": 1600, "corpus": 2610, "models": 845, "parallelism": 2890, "runtime": 2910,
          "tools": 3645, "parallel.py": 1265, "model.py": 350, "train.py": 311, "checkpoint.py": 180,
-         "data.py": 228, "sample.py": 115, "amp.py": 105}
+         "data.py": 240, "sample.py": 115, "amp.py": 105}
 PROGRAM = 17_050
 
 
