@@ -150,12 +150,13 @@ def check_characters(text: str) -> None:
         raise Refused(": half a surrogate pair is no character") from None
 
 
-def texts_of(messages) -> Iterator:
-    """A conversation as texts, to be hashed and compared. A Refused stays."""
-    for message in messages:
-        if isinstance(message, Refused):
+def texts_of(document) -> Iterator:
+    """A document as texts, to be hashed and compared: the texts that it has, or of a conversation
+    what its messages say. A Refused stays."""
+    for message in document:
+        if not isinstance(message, Message):
             yield message
-            return
+            continue
         text = message.content
         if message.reasoning is not None:
             text = f"<think>\n{message.reasoning}\n</think>\n\n{text}"

@@ -101,12 +101,12 @@ def read_meta(directory: Path) -> dict:
     meta.json is damaged or lost."""
     path = directory / "meta.json"
     try:
-        meta = json.loads(path.read_text())
-        needed = {key: meta[key]
-                  for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
-        needed["tokens"] = dict(meta.get("tokens", {}))
-        needed["template"] = meta.get("template")           # of conversations
-        needed["ends"] = meta.get("ends")                   # of what a model writes
+        written = json.loads(path.read_text())
+        meta = {key: written[key]
+                for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
+        meta["tokens"] = dict(written.get("tokens", {}))
+        for key in ("template", "ends", "tokenizer_file", "template_file"):
+            meta[key] = written.get(key)
     except FileNotFoundError:
         if (directory / "train_000000.bin").exists():       # data.py's own name
             raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "
@@ -118,10 +118,10 @@ def read_meta(directory: Path) -> dict:
         raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
                          f"again") from None
     for key in ("tokenizer_file", "template_file"):
-        if meta.get(key) is not None:
+        if meta[key] is not None:               # the name of a file: its content is returned
             with errors_with_path(directory / meta[key]):
-                needed[key] = (directory / meta[key]).read_text(encoding="utf-8")
-    return needed
+                meta[key] = (directory / meta[key]).read_text(encoding="utf-8")
+    return meta
 
 
 def check_shards(directory: Path, split: str, shards, meta: dict, seq_len: int) -> None:

@@ -33,7 +33,6 @@ from corpus import EOT, documents, downloads, encode, file_formats, inputs, near
 from corpus.chat_records import Refused
 from corpus.prepare import prepare
 from corpus.shards import SPLITS
-from corpus.split_by_filename import follow_names
 from corpus.tokenizers import TiktokenTokenizer, get_tokenizer
 from tests.commands import (NASTY, SHARED, Command, dataset, meta_of, set_block, shard,
                             texts_of, write_lines, write_texts)
@@ -425,7 +424,7 @@ def test_names_of_files_decide_the_split(tmp_path, monkeypatch, make_data, refus
             ("train.txt", "val.txt", "heldout.txt"), ("training.txt", "valid.txt", "")]:
         train, val, test = ({Path("in", name) for name in names.split()}
                             for names in (train, val, test))
-        read, validation = follow_names([*train, *val, *test])
+        read, validation = inputs.follow_names([*train, *val, *test])
         assert (set(read), validation) == (train | val, val)
     names = ["c4-train.00000-of-01024.json.gz", "c4-train.00001-of-01024.json.gz",
              "c4-validation.00000-of-00008.json.gz", "c4-test.json.gz"]
@@ -681,7 +680,7 @@ def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch,
     """Mechanism of the bounded memory: ten times the text takes at most 100 kB more."""
     set_block(monkeypatch, 4096)
     monkeypatch.setattr(documents, "LONGEST_LINE", 4096)
-    monkeypatch.setattr(encode.os, "sched_getaffinity", lambda _: range(2), raising=False)
+    monkeypatch.setattr(encode.os, "cpu_count", lambda: 2)
     peaks = []
     for size in (100_000, 1_000_000):
         raw = ("All work and no play. " * (size // 22)).encode()

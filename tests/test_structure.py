@@ -25,7 +25,7 @@ import data
 import model
 from base.options import Config
 from corpus import mixtures
-from corpus.flags import DataFlags
+from corpus.program import DataFlags
 from model import GPTConfig
 from parallelism.schedules import SCHEDULES
 from tests.harness import ROOT, tokens_of
