@@ -104,7 +104,9 @@ def cut_at_eot(blocks):
         parts = EOT_LINE.split(block) if EOT in block else [block]
         for i, part in enumerate(parts):
             if i > 0:
-                number, held, begun = number + 1, "", False
+                number += 1
+                held = ""
+                begun = False
             text = held + part if begun else part.lstrip()
             end = len(text.rstrip())
             if end > 0:

@@ -42,7 +42,8 @@ def find_files(paths, field="text") -> list[Path]:
             raise ValueError(f"{path} is a table: python -c \"import csv, json, sys; [print("
                              f"json.dumps(row)) for row in csv.DictReader(sys.stdin)]\" < {path} "
                              f"> NEW.jsonl makes lines of it, whose field text is read")
-        for one in walk(path, field) if path.is_dir() else [path]:
+        found = walk(path, field) if path.is_dir() else [path]
+        for one in found:
             files.setdefault(os.path.realpath(one), one)
     return list(files.values())
 

@@ -49,8 +49,8 @@ class DataFlags:
 
 
 @errors_in_one_line("data.py")
-def main(arguments=None) -> None:
-    flags = parse_flags(sys.argv[1:] if arguments is None else arguments)
+def main() -> None:
+    flags = parse_flags(sys.argv[1:])
     for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # not on Windows
         if signal.getsignal(number) is not signal.SIG_IGN:                      # by nohup
             signal.signal(number, signal.default_int_handler)                   # as Ctrl-C does
