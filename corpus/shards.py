@@ -20,7 +20,7 @@ from base.errors import errors_with_path
 SPLITS = ("train", "val")
 DEFAULT_OUT = Path("data/python")
 HEADER_BYTES = 1024
-FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}          # type of a token: magic, version
+FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}          # magic, version: type of a token
 FLAGS_SUFFIX = ".learn"
 LEARNT = 1                  # an answer's token
 BEGINS = 2                  # a conversation's first token
@@ -32,12 +32,13 @@ def append_tokens(directory: Path, split: str, tokens, written: int, shard_token
     """Append tokens (n,), uint16 or uint32, to the shards of a split, which hold `written` tokens
     so far, and of conversations the flags (n,) of these tokens to the files beside them."""
     itemsize = tokens.dtype.itemsize
+    [magic_and_version] = [form for form, dtype in FORMATS.items() if dtype == f"<u{itemsize}"]
     while len(tokens) > 0:
         number, held = divmod(written, shard_tokens)        # the shard, and its tokens so far
         part = tokens[:shard_tokens - held]
         path = directory / f"{split}_{number:06d}.bin"
         with errors_with_path(path), open(path, "r+b" if held else "wb") as file:
-            file.write(np.array([*FORMATS[f"<u{itemsize}"], held + len(part)], "<i4"))
+            file.write(np.array([*magic_and_version, held + len(part)], "<i4"))
             file.seek(HEADER_BYTES + itemsize * held)   # the bytes in between read as zeros
             file.write(part)
         if flags is not None:
@@ -53,19 +54,15 @@ def read_header(path: Path) -> tuple[str, int]:
     """The type of a shard's tokens, and how many it has. Raises ValueError if the header and the
     size of the file do not match."""
     size = path.stat().st_size
-    header = np.fromfile(path, "<i4", 3).tolist()
-    magics = {magic: dtype for dtype, (magic, _) in FORMATS.items()}
-    if header and header[0] not in magics:
-        raise ValueError(f"{path} begins with {header[0]}, not {FORMATS['<u2'][0]}: it has no "
+    magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]    # 0: cut off
+    dtype = FORMATS.get((magic, version))
+    if dtype is None:
+        raise ValueError(f"{path} begins with {magic}, {version} and has {size} bytes: it has no "
                          f"header of llm.c's format: make shards from the text by python data.py")
-    dtype = magics[header[0]] if header else "<u2"
-    magic, version = FORMATS[dtype]
-    itemsize = np.dtype(dtype).itemsize
-    count = header[2] if header[:2] == [magic, version] else 0
-    if count < 1 or size != HEADER_BYTES + itemsize * count:
-        raise ValueError(f"{path} is not a complete shard: expected header {magic}, {version}, n "
-                         f"and {HEADER_BYTES} + {itemsize} n bytes, got {header} and {size} bytes: "
-                         f"remove it, and make or copy it again")
+    expected = HEADER_BYTES + np.dtype(dtype).itemsize * count
+    if count < 1 or size != expected:
+        raise ValueError(f"{path} is not a complete shard: it has {size} bytes, and {count} tokens "
+                         f"take {expected}: remove it, and make or copy it again")
     return dtype, count
 
 
