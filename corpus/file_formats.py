@@ -10,8 +10,8 @@ from pathlib import Path
 BLOCK = 1 << 18             # bytes read at once
 ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 COMPRESSED = {".gz": "gzip", ".zst": ZSTD}      # their modules
-LINES = (".jsonl", ".json", ".ndjson")
 TABLES = (".parquet", ".arrow")
+RECORDS = (".jsonl", ".json", ".ndjson", *TABLES)       # all other files are text
 READ_KINDS = ".txt, .jsonl, .json (also compressed), .parquet, .arrow"
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"      # of a stream
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from corpus.chat_records import form_of
 from corpus.documents import first_record, is_conversation
-from corpus.file_formats import BLOCK, LINES, READ_KINDS, TABLES, kind_of, open_bytes
+from corpus.file_formats import BLOCK, READ_KINDS, RECORDS, kind_of, open_bytes
 from corpus.notes_and_progress import counted, note
 
 WORDS = dict(train="train|training", val="validation|valid|validate|val|dev|eval",
@@ -86,7 +86,7 @@ def is_read(path: Path, field: str) -> bool:
             record = first_record(path)
             return isinstance(record.get(field), str) or is_conversation(record)
         return False
-    return kind_of(path) in (".txt", *LINES, *TABLES)
+    return kind_of(path) in (".txt", *RECORDS)
 
 
 def is_text(path: Path) -> bool:
@@ -104,8 +104,7 @@ def hold_conversations(files: list[Path]) -> bool:
     some hold text."""
     records = {path: first_record(path) for path in files}
     conversations = [path for path in files if is_conversation(records[path])]
-    texts = [path for path in files
-             if "text" in records[path] or kind_of(path) not in (*LINES, *TABLES)]
+    texts = [path for path in files if "text" in records[path] or kind_of(path) not in RECORDS]
     if any(form_of(records[path]) is not None for path in texts):
         note('records have "text", which is read, and conversations: --template plain reads these')
     if texts and conversations:
