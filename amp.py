@@ -16,7 +16,8 @@ One step in 16 bits (Micikevicius et al. 2018, "Mixed Precision Training", secti
     4. AdamW updates the fp32 masters, and the parameters are the rounded masters. An update that is
        far smaller than the last bit of a parameter is not lost. It accumulates in the master.
 
-bf16 has the exponent of fp32, so it needs steps 1, 3 and 4 but no scale.
+bf16 has the exponent of fp32, so it needs steps 1, 3 and 4 but no scale. train.py runs steps 1 to 3
+in `Run.compute_gradients`, and clips and updates in `Run.update`. parallel.py has the buffers.
 
 An overflow on any rank skips the update on all ranks. Masters, moments and Adam's own step count
 stay as they are. The step number, the learning-rate schedule and the place in the data advance. The
@@ -65,13 +66,13 @@ class LossScaler:
     def update(self, found_inf: bool) -> None:
         """Call once, after each step. `found_inf`: a gradient of some rank overflowed."""
         if found_inf:
-            self.scale = max(_round_to_fp32(self.scale * self.backoff_factor), self.min_scale)
+            self.scale = max(round_to_fp32(self.scale * self.backoff_factor), self.min_scale)
             self.growth_tracker = 0
             return
         self.growth_tracker += 1
         if self.growth_tracker == self.growth_interval:
-            grown = _round_to_fp32(self.scale * self.growth_factor)
-            if math.isfinite(grown):
+            grown = round_to_fp32(self.scale * self.growth_factor)
+            if math.isfinite(grown):            # otherwise fp32 cannot hold it, and the scale stays
                 self.scale = grown
             self.growth_tracker = 0
 
@@ -82,15 +83,16 @@ class LossScaler:
         vars(self).update(state)
 
 
+def round_to_fp32(x: float) -> float:
+    """The nearest number of fp32, which is inf beyond 3.4e38."""
+    return torch.tensor(x, dtype=torch.float32).item()
+
+
 def make_scaler(dtype: str) -> LossScaler:
     """The scaler of a precision. Only fp16 needs one. In the others the scale stays 1."""
     if dtype == "fp16":
         return LossScaler()
     return LossScaler(scale=1.0, growth_interval=NEVER)
-
-
-def _round_to_fp32(x: float) -> float:
-    return torch.tensor(x, dtype=torch.float32).item()
 
 
 def clip_factor(norm: float, clip: float, loss_scale: float) -> float:

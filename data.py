@@ -11,14 +11,9 @@ A run's position in its data is one integer: how many sequences it has consumed.
 function of that number and the seed. So all layouts of ranks read the same batches, and a resume
 repeats no sequence and leaves none out.
 
-`TextWindows` and `epoch_windows` are this. The plain program reads them through `plain_batch`, and
-train.Run through a `TokenDataset`, which also has mixtures of several directories
-(corpus/mixtures.py) and conversations (corpus/conversations.py).
-
-A shard is llm.c's file: 256 int32 (magic number 20240520, version 1, the number of tokens, zeros),
-then the tokens as uint16. A vocabulary of more than 65,536 tokens has magic number 20240801,
-version 7 and uint32. `python data.py` makes shards from files of any size and kind.
-corpus/flags.py has its flags, and corpus/prepare.py does the work.
+The plain program reads text by `plain_batch`. train.Run reads a `TokenDataset`, which may also mix
+several directories (corpus/mixtures.py) or hold conversations (corpus/conversations.py). As a
+program data.py makes the shards, from files of any size and kind (corpus/program.py):
 
     python data.py                           # the standard library's source, bytes, no network
     python data.py --dataset shakespeare     # or tinystories: downloaded once, GPT-2's tokens
@@ -26,7 +21,7 @@ corpus/flags.py has its flags, and corpus/prepare.py does the work.
     python data.py --input a.txt b.jsonl --out data/mine
     python data.py --input chat.jsonl --out data/chat   # conversations: only answers count
 """
-import sys
+import mmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,18 +30,34 @@ import base      # first: without numpy or tiktoken it ends the program in one l
 import numpy as np
 
 from base.batch_ramp import batch_size_at
-from corpus.mixtures import open_mixture
-from corpus.shards import find_shards, open_shard
+from corpus.conversations import ConversationWindows
+from corpus.mixtures import combine, parse_mixture
+from corpus.shards import (HEADER_BYTES, check_shards, find_shards, open_flags, read_header,
+                           read_meta)
 
 IGNORE_INDEX = -1       # a target that does not count in the loss, as model.IGNORE_INDEX
 
 
-def open_shards(directory, split: str) -> list[np.ndarray]:
-    """The tokens (n,) of each shard, mapped from the disk: only what is used is read."""
+# ---- Shards ---------------------------------------------------------------------------------
+
+def open_shard(path: Path) -> np.memmap:
+    """The tokens of a shard, (n,), mapped from the disk: only what is used is read.
+
+    It is llm.c's file: 256 int32 (magic number 20240520, version 1, n, zeros), then n tokens as
+    uint16. Of a vocabulary above 65,536 they are magic number 20240801, version 7 and uint32."""
+    dtype, count = read_header(path)
+    tokens = np.memmap(path, dtype, "r", HEADER_BYTES, (count,))
+    if hasattr(mmap, "MADV_RANDOM"):    # the disk reads the windows of a batch, not what is around
+        tokens.base.madvise(mmap.MADV_RANDOM)
+    return tokens
+
+
+def open_shards(directory, split: str) -> list[np.memmap]:
+    """The shards of a split, "train" or "val", in the order of their names."""
     return [open_shard(path) for path in find_shards(Path(directory), split)]
 
 
-# ---- Windows --------------------------------------------------------------------------------
+# ---- Windows and their order ----------------------------------------------------------------
 
 class TextWindows:
     """The windows of shards of text. The first of a shard is its tokens 0 to T, the next its tokens
@@ -54,18 +65,16 @@ class TextWindows:
 
     def __init__(self, shards: list[np.ndarray], seq_len: int):
         self.shards, self.seq_len = shards, seq_len
-        self.ends = np.cumsum([(len(tokens) - 1) // seq_len for tokens in shards])  # up to each
+        counts = [(len(tokens) - 1) // seq_len for tokens in shards]
+        self.ends = np.cumsum(counts)           # of each shard: the number after its last window
         self.count = int(self.ends[-1])
-        if self.count == 0:
-            longest = max(map(len, shards))
-            raise ValueError(f"{shards[-1].filename}: {longest} tokens are too few for a window of "
-                             f"{seq_len} + 1: give more text, or a smaller --seq-len")
 
     def tokens(self, number: int) -> np.ndarray:
         """The window with this number, (T+1,)."""
         shard = int(np.searchsorted(self.ends, number, side="right"))
-        place = number - (self.ends[shard - 1] if shard > 0 else 0)     # in the shard
-        return self.shards[shard][place * self.seq_len:(place + 1) * self.seq_len + 1]
+        if shard > 0:
+            number = number - self.ends[shard - 1]          # in the shard
+        return self.shards[shard][number * self.seq_len:(number + 1) * self.seq_len + 1]
 
     def arrays(self) -> list[np.ndarray]:
         """What decides the windows: the shards that are long enough for one."""
@@ -92,14 +101,15 @@ def permute(numbers: np.ndarray, n: int, *key: int) -> np.ndarray:
     mask = (np.uint64(1) << h) - np.uint64(1)
     round_keys = np.random.SeedSequence(key).generate_state(6, np.uint64)
     numbers = numbers.astype(np.uint64)
-    walking = np.ones(len(numbers), bool)
+    walking = np.ones(len(numbers), bool)       # which numbers go through the network (again)
     while walking.any():
         left, right = numbers[walking] >> h, numbers[walking] & mask
         for round_key in round_keys:
             # Products modulo 2^64 and shifts mix the bits, with MurmurHash3's constants.
             x = (right + round_key) * np.uint64(0xFF51AFD7ED558CCD)
             x = (x ^ x >> np.uint64(33)) * np.uint64(0xC4CEB9FE1A85EC53)
-            left, right = right, left ^ (x ^ x >> np.uint64(33)) & mask
+            mixed = left ^ ((x ^ x >> np.uint64(33)) & mask)
+            left, right = right, mixed
         numbers[walking] = left << h | right
         walking = numbers >= n
     return numbers.astype(np.int64)
@@ -116,11 +126,10 @@ def epoch_windows(sequences: np.ndarray, n: int, seed: int) -> np.ndarray:
     return windows
 
 
-# ---- Batches of one directory of text -------------------------------------------------------
-
 def plain_windows(shards: list[np.ndarray], seq_len: int, numbers) -> np.ndarray:
     """The windows with these numbers, int64 (B, T+1)."""
-    return np.stack([*map(TextWindows(shards, seq_len).tokens, numbers)]).astype(np.int64)
+    windows = TextWindows(shards, seq_len)
+    return np.stack([windows.tokens(number) for number in numbers]).astype(np.int64)
 
 
 def plain_batch(shards: list[np.ndarray], seq_len: int, seed: int, consumed: int,
@@ -131,17 +140,27 @@ def plain_batch(shards: list[np.ndarray], seq_len: int, seed: int, consumed: int
     return plain_windows(shards, seq_len, numbers)
 
 
-# ---- Batches of mixtures and conversations, too ---------------------------------------------
+# ---- Text, mixtures of it, conversations ----------------------------------------------------
+
+def open_windows(folder: Path, split: str, seq_len: int) -> tuple:
+    """Open a directory -> (the windows of its split, its meta.json)."""
+    shards, meta = open_shards(folder, split), read_meta(folder)
+    check_shards(folder, split, shards, meta, seq_len)
+    if meta["template"] is None:
+        return TextWindows(shards, seq_len), meta
+    return ConversationWindows(shards, [*map(open_flags, shards)], seq_len), meta
+
 
 class TokenDataset:
-    """The windows of one split, T+1 tokens each, T = seq_len.
-
-    `data` is a directory, or a mixture "A=0.7,B=0.3" of several. Raises FileNotFoundError or
-    ValueError for missing, damaged or short shards."""
+    """The windows of one split of a directory, or of a mixture "A=0.7,B=0.3" of several: T+1 tokens
+    each, T = seq_len. Raises FileNotFoundError or ValueError for missing, damaged or short shards.
+    """
 
     def __init__(self, data, split: str, seq_len: int):
         self.seq_len = seq_len
-        self.mixture = open_mixture(str(data), split, seq_len, TextWindows)
+        weights = parse_mixture(str(data))              # {directory: share of the sequences}
+        opened = [open_windows(folder, split, seq_len) for folder in weights]
+        self.mixture = combine(weights, opened)
         self.meta = self.mixture.meta
         self.n_windows = sum(source.n_windows for source in self.mixture.sources.values())
         self.n_tokens = sum(map(len, self.mixture.shards))
@@ -149,7 +168,7 @@ class TokenDataset:
 
     def window_ids(self, seed: int, start: int, count: int) -> np.ndarray:
         """int64 (count,): the windows that are sequences start, start + 1, ... of a run with this
-        seed."""
+        seed. Numbers continue from source to source."""
         ids = np.empty(count, np.int64)
         for source, is_from_it, numbers in self.mixture.divide_sequences(start, count):
             ids[is_from_it] = source.first + epoch_windows(numbers, source.n_windows, seed)
@@ -165,10 +184,6 @@ class TokenDataset:
             windows.fill(number, tokens[row], positions[row], has_loss[row])
         return tokens, positions, has_loss
 
-    def tokens_of(self, window_ids) -> np.ndarray:
-        """The tokens of these windows, int64 (B, T+1)."""
-        return self.read(window_ids)[0]
-
     def rows(self, window_ids) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Inputs, targets and positions, int64 (B, T) each. The inputs are the first T tokens of a
         window, the targets its last T. A target that does not count in the loss is IGNORE_INDEX.
@@ -178,14 +193,12 @@ class TokenDataset:
         return tokens[:, :-1], targets, positions[:, :-1] if self.has_conversations else None
 
     def count_targets(self, window_ids) -> int:
-        """How many targets of these windows count in the loss. It reads no tokens: every rank does
-        this for the whole batch, so it must be cheap."""
+        """How many targets of these windows count in the loss. It reads no tokens."""
         return sum(windows.count_targets(number)
                    for _, windows, number in self.mixture.find(window_ids))
 
 
 class Batch(NamedTuple):
-    """The batch of one step."""
     step: int
     start: int                  # the number of its first sequence
     window_ids: np.ndarray      # (B,) of all ranks
@@ -201,18 +214,18 @@ class Batch(NamedTuple):
 class Batches:
     """A run's position in its data. runtime.loader.Loader loads the batches.
 
+    config              train.py's flags
     consumed            sequences before the next batch, including those that were left out
     sequences_trained   sequences of all batches so far, without those that were left out. The ramp
                         of the batch size depends on it"""
 
     def __init__(self, data: TokenDataset, config, consumed=0, sequences_trained=0):
-        """`config` has train.py's flags."""
         self.data, self.config = data, config
         self.consumed = consumed
         self.sequences_trained = sequences_trained
 
     def next_window_ids(self) -> np.ndarray:
-        """The windows of the next batch, int64 (B,)."""
+        """Those of the next batch, int64 (B,)."""
         size = batch_size_at(self.config, self.sequences_trained)
         return self.data.window_ids(self.config.seed, self.consumed, size)
 
@@ -224,4 +237,4 @@ class Batches:
 
 if __name__ == "__main__":
     from corpus.program import main     # here: it imports what reads files, which training does not
-    sys.exit(main())
+    main()

@@ -1,14 +1,15 @@
 """Text out of a checkpoint, in one process, whatever layout trained it.
 
-    python sample.py --ckpt out/latest.pt --prompt "def "
-    echo "Once upon a time" | python sample.py --ckpt out/latest.pt --prompt -
-    python sample.py --ckpt out/chat/latest.pt --chat       # if it was trained on conversations
-
     prompt -> tokens -> model -> logits of the last position (V,) -> / temperature -> the k largest
     -> the smallest set whose probability reaches p -> one token -> appended, and again
 
-`generate` is this loop, for several samples of a prompt at once. runtime/samples.py has the rest:
-prompts and printing. runtime/chat.py has the conversation of --chat.
+`generate` is this loop, for several samples of a prompt at once. With a cache of keys and values
+(models/kv_cache.py) each new token costs the model one position. runtime/samples.py has prompts and
+printing, runtime/chat.py the conversation of --chat.
+
+    python sample.py --ckpt out/latest.pt --prompt "def "
+    echo "Once upon a time" | python sample.py --ckpt out/latest.pt --prompt -
+    python sample.py --ckpt out/chat/latest.pt --chat       # if it was trained on conversations
 """
 import sys
 from pathlib import Path
@@ -50,43 +51,48 @@ def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
     return torch.zeros_like(logits).scatter(-1, tokens, probabilities)
 
 
+def draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float,
+         generators) -> list[int]:
+    """Logits (B, V) -> a token for each row, drawn with the row's own generator, so that a sample
+    does not depend on the others. With temperature 0 it is the most probable one."""
+    if temperature == 0:
+        return logits.argmax(-1).tolist()
+    probabilities = filter_logits(logits, temperature, top_k, top_p).cpu()
+    return [torch.multinomial(row, 1, generator=generator).item()
+            for row, generator in zip(probabilities, generators)]
+
+
 @torch.inference_mode()
 def generate(model, tokens: list[int], max_tokens: int, ends: set[int], temperature: float = 1.0,
              top_k: int = 0, top_p: float = 1.0, generators=(None,)):
-    """Continue `tokens` once with each of the `generators`, as one batch with one cache. Yields up
-    to `max_tokens` lists, with the new token of each sample, or None after it has drawn one of the
-    tokens `ends`. With the cache a token costs one position. A full window continues with its
-    newest half, which moves to the first positions and is computed again. Raises
-    FloatingPointError if a logit is not finite."""
+    """Continue `tokens` once with each of the `generators`: B samples as one batch with one cache.
+    Yields up to `max_tokens` lists, with the new token of each sample, or None after it has drawn
+    one of the tokens `ends`. Raises FloatingPointError if a logit is not finite."""
     seq_len = model.cfg.seq_len
     device = next(model.parameters()).device
-    count = len(generators)
-    cached = CachedModel(model, count, min(seq_len, len(tokens) + max_tokens))
+    B = len(generators)
+    cached = CachedModel(model, B, min(seq_len, len(tokens) + max_tokens))
     window = torch.tensor([tokens[-seq_len:]], device=device)   # (1, T): the samples share a prompt
-    new = window
-    has_ended = [False] * count
+    new = window                                                # what the cache does not have yet
+    has_ended = [False] * B
     for _ in range(max_tokens):
         if window.shape[1] > seq_len:
+            # A full window continues with its newest half. All of its positions change, so the
+            # cache begins again.
             window = window[:, -max(1, seq_len // 2):]
             new = window
             cached.clear()
-        logits = cached(new)                                    # (1, V), then (count, V)
+        logits = cached(new)                                    # (1, V), then (B, V)
         if not logits.isfinite().all():
             raise FloatingPointError("the model's logits are not finite: give another checkpoint, "
                                      "such as an older one, or another --dtype")
-        logits = logits.expand(count, -1)
-        if temperature == 0:
-            drawn = logits.argmax(-1).tolist()
-        else:
-            probabilities = filter_logits(logits, temperature, top_k, top_p).cpu()
-            drawn = [torch.multinomial(row, 1, generator=generator).item()
-                     for row, generator in zip(probabilities, generators)]
+        drawn = draw(logits.expand(B, -1), temperature, top_k, top_p, generators)
         has_ended = [ended or token in ends for ended, token in zip(has_ended, drawn)]
         if all(has_ended):
             return
         yield [None if ended else token for ended, token in zip(has_ended, drawn)]
-        new = torch.tensor(drawn, device=device)[:, None]       # (count, 1)
-        window = torch.cat([window.expand(count, -1), new], dim=1)
+        new = torch.tensor(drawn, device=device)[:, None]       # (B, 1)
+        window = torch.cat([window.expand(B, -1), new], dim=1)
 
 
 @errors_in_one_line("sample.py")

@@ -377,7 +377,7 @@ def train_theirs(config, gpt, kind=torch.optim.AdamW, rows=slice(None), backward
         lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, **more)
     seen = []
     for step, (first, size) in enumerate(batches_from(config, 0, config.steps), 1):
-        windows = tokens.tokens_of(tokens.window_ids(config.seed, first, size))
+        windows = tokens.read(tokens.window_ids(config.seed, first, size))[0]
         batch = torch.from_numpy(windows)[rows]
         optimizer.zero_grad()
         loss = (backward or backward_of_mean)(batch[:, :-1], batch[:, 1:])

@@ -1,12 +1,12 @@
 """From the files that people have to the shards that data.py reads; `python data.py` is program.py.
 
-    flags       the flags of data.py           program     what it makes and prints
+    program     the flags of data.py, what it makes and prints
     prepare     two passes over the documents: text to shards
 
-    inputs      which files are read           documents   the documents of a file
+    inputs      which files are read, and which of them validate by their names
+    documents   the documents of a file
     file_formats        bytes that may be compressed, rows of tables
     chat_records        conversations in records: messages, prompt and completion, ShareGPT, Alpaca
-    split_by_filename   files named train, validation and test
 
     dedup_and_split     pass 1: which documents are kept, and which of them validate
     near_duplicates     MinHash of the documents

@@ -100,10 +100,11 @@ def parse_message(message) -> Message:
     if not isinstance(message, dict):
         raise Refused(f": a message is {type(message).__name__}, not an object")
     check_fields(message)
-    role = ROLES.get(str(first_of(message, ("role", "from"))).lower())
+    given = first_of(message, ("role", "from"))
+    role = ROLES.get(str(given).lower())
     if role is None:
-        raise Refused(f": the role {first_of(message, ('role', 'from'))!r} is none of system, "
-                      f"user, {ASSISTANT}: leave such records out")
+        raise Refused(f": the role {given!r} is none of system, user, {ASSISTANT}: leave such "
+                      f"records out")
     said = [message[name] for name in LEARNT if message.get(name) is not None]
     if any(value not in (0, 1) or value != said[0] or (role != ASSISTANT and value is True)
            for value in said):
@@ -150,12 +151,13 @@ def check_characters(text: str) -> None:
         raise Refused(": half a surrogate pair is no character") from None
 
 
-def texts_of(messages) -> Iterator:
-    """A conversation as texts, to be hashed and compared. A Refused stays."""
-    for message in messages:
-        if isinstance(message, Refused):
+def texts_of(document) -> Iterator:
+    """A document as texts, to be hashed and compared: the texts that it has, or of a conversation
+    what its messages say. A Refused stays."""
+    for message in document:
+        if not isinstance(message, Message):
             yield message
-            return
+            continue
         text = message.content
         if message.reasoning is not None:
             text = f"<think>\n{message.reasoning}\n</think>\n\n{text}"

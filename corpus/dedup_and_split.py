@@ -39,9 +39,8 @@ def index_documents(files, seed: int, field: str | None = "text",
     "drop", "keep" (they are counted) or "ignore". `validation`: the files that validate, while all
     others train; without them the split is drawn. Raises ValueError."""
     min_hash = None if near_duplicates == "ignore" else MinHash()
-    table, counts_of_files, unreadable = measure_documents(files, seed, field, min_hash)
+    table, validates, unreadable = measure_documents(files, seed, field, validation, min_hash)
     digest = hashlib.sha256(table)
-    validates = np.repeat([path in validation for path in files], counts_of_files)
     if near_duplicates == "drop":
         digest.update(b"without near-duplicates")
     if validation:
@@ -106,25 +105,24 @@ def choose_split(digests, sizes, may_cut=True) -> np.ndarray:
     return np.where(validates, sizes - shares, sizes)
 
 
-def measure_documents(files, seed: int, field: str | None, min_hash: MinHash | None):
-    """(digest and size in bytes of each document, how many documents each file has, how many cannot
+def measure_documents(files, seed: int, field: str | None, validation, min_hash: MinHash | None):
+    """(digest and size in bytes of each document, whether it validates by its file, how many cannot
     be read). The size is 0 without text. `min_hash` receives the beginning of each. The digest of a
     conversation begins with the one of its text before the last answer, by which the split is
     chosen."""
     count_bytes = progress("reading")
     salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
-    table = bytearray()
+    table, validates = bytearray(), bytearray()
     unreadable = []
     marks = 0                               # <|endoftext|> as ordinary text
-    counts_of_files = [0] * len(files)
-    for number, document in ((number, document) for number, path in enumerate(files)
-                             for document in read_documents(path, field)):
-        counts_of_files[number] += 1
+    for path, document in ((path, document) for path in files
+                           for document in read_documents(path, field)):
+        validates.append(path in validation)
         digest = hashlib.blake2b(digest_size=16, salt=salt)
         before_answer = b""
         beginning = ""                      # of the text, which is compared with others
         size, has_text = 0, False
-        for text in document if field is not None else texts_of(document):
+        for text in texts_of(document):
             if isinstance(text, Refused):
                 unreadable.append(text)
                 check_unreadable(unreadable, len(table) // 24 + 1)
@@ -150,7 +148,7 @@ def measure_documents(files, seed: int, field: str | None, min_hash: MinHash | N
         note(f"{EOT} stands {marks:,} times within a line or a field, where it is ordinary text: "
              f"in a .txt, a line of its own ends a document")
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
-    return table, counts_of_files, len(unreadable)
+    return table, np.frombuffer(validates, bool), len(unreadable)
 
 
 def check_unreadable(unreadable: list[Refused], documents: int, at_end=False) -> None:

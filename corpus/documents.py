@@ -21,7 +21,7 @@ from pathlib import Path
 from base.errors import errors_with_path
 from corpus import EOT
 from corpus.chat_records import Refused, check_characters, form_of, messages_of
-from corpus.file_formats import BLOCK, LINES, TABLES, kind_of, open_bytes, read_table
+from corpus.file_formats import BLOCK, RECORDS, TABLES, kind_of, open_bytes, read_table
 
 EOT_LINE = re.compile(r"(?m)^[^\S\n]*<\|endoftext\|>[^\S\n]*$")
 LONGEST_LINE = 1 << 20      # characters up to which a line is not cut
@@ -36,7 +36,7 @@ def read_documents(path: Path, field: str | None = "text"):
     without a field of the messages of a conversation. A Refused among them says why the rest cannot
     be read. Raises ValueError if the file is damaged."""
     with errors_with_path(path):
-        if kind_of(path) not in (*LINES, *TABLES):
+        if kind_of(path) not in RECORDS:
             if field is None:
                 raise ValueError(f"{path}: conversations are lines of JSON or rows of Parquet: "
                                  f"prepare text by itself, in another --out")
@@ -59,7 +59,7 @@ def read_documents(path: Path, field: str | None = "text"):
 
 def first_record(path: Path) -> dict:
     """The fields of a file's first record; empty if it has none, or is no record."""
-    if kind_of(path) not in (*LINES, *TABLES):
+    if kind_of(path) not in RECORDS:
         return {}
     _, record = next(read_records(path, None), (None, None))
     return record if isinstance(record, dict) else {}
@@ -104,7 +104,9 @@ def cut_at_eot(blocks):
         parts = EOT_LINE.split(block) if EOT in block else [block]
         for i, part in enumerate(parts):
             if i > 0:
-                number, held, begun = number + 1, "", False
+                number += 1
+                held = ""
+                begun = False
             text = held + part if begun else part.lstrip()
             end = len(text.rstrip())
             if end > 0:

@@ -76,8 +76,7 @@ def tokenise(index: Index, encoding, template=None):
 def pieces_of(index: Index, find_cut):
     """Yield (split, text) of the documents that are kept, as `split_document` does."""
     for document, cut in documents_of(index):
-        texts = document if index.field is not None else texts_of(document)
-        yield from split_document(texts, cut, find_cut)
+        yield from split_document(texts_of(document), cut, find_cut)
 
 
 def documents_of(index: Index):
@@ -155,8 +154,6 @@ def in_threads(work, jobs):
     """Yield work(*job) of each, in order. Threads work, as tiktoken releases Python's lock. Few
     jobs wait at a time, which bounds memory."""
     cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):        # not all of the machine's, as in a container
-        cores = len(os.sched_getaffinity(0))
     waiting = deque()
     with ThreadPoolExecutor(cores) as pool:
         for job in jobs:

@@ -10,8 +10,8 @@ from pathlib import Path
 BLOCK = 1 << 18             # bytes read at once
 ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 COMPRESSED = {".gz": "gzip", ".zst": ZSTD}      # their modules
-LINES = (".jsonl", ".json", ".ndjson")
 TABLES = (".parquet", ".arrow")
+RECORDS = (".jsonl", ".json", ".ndjson", *TABLES)       # all other files are text
 READ_KINDS = ".txt, .jsonl, .json (also compressed), .parquet, .arrow"
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"      # of a stream
 
@@ -30,15 +30,11 @@ def open_bytes(path: Path):
     options = {}
     if suffix == ".zst":
         options["options"] = {module.DecompressionParameter.window_log_max: 31}     # of --long=31
-    if suffix in COMPRESSED and path.stat().st_size == 0:   # which gzip takes for an empty text
-        raise not_whole(path, "it is empty")
-    try:
+    with refuse_damaged(path, EOFError, zlib.error, getattr(module, "ZstdError", EOFError)):
+        if suffix in COMPRESSED and path.stat().st_size == 0:
+            raise EOFError("it is empty")       # gzip would take it for an empty text
         with io.BufferedReader(module.open(path, "rb", **options), BLOCK) as file:
             yield file
-    except (EOFError, OSError, zlib.error, getattr(module, "ZstdError", EOFError)) as error:
-        if getattr(error, "errno", None) is not None:           # of the system
-            raise
-        raise not_whole(path, error) from None
 
 
 def import_optional(path: Path, package: str):
@@ -50,29 +46,33 @@ def import_optional(path: Path, package: str):
                          ) from None
 
 
-def not_whole(path: Path, reason) -> ValueError:
-    reason = str(reason).partition("\n")[0]
-    return ValueError(f"{path} cannot be read to its end ({reason}): it is damaged, cut off or of "
-                      f"another kind than its name says: copy or download it again")
+@contextmanager
+def refuse_damaged(path: Path, *errors):
+    """What a package raises for a damaged file, an OSError or one of these, as a ValueError."""
+    try:
+        yield
+    except (*errors, OSError) as error:
+        if getattr(error, "errno", None) is not None:           # of the system
+            raise
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path} cannot be read to its end ({reason}): it is damaged, cut off or "
+                         f"of another kind than its name says: copy or download it again"
+                         ) from None
 
 
 def read_table(path: Path, column: str | None):
     """Yield the rows of a table, {column: value}, of this column if there. Raises ValueError."""
     pyarrow = import_optional(path, "pyarrow")
-    try:
+    with refuse_damaged(path, pyarrow.ArrowException):
         for batch in read_batches(path, column):
             batch.validate(full=True)
             yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None) is not None:           # of the system
-            raise
-        raise not_whole(path, error) from None
 
 
 def read_batches(path: Path, column: str | None):
     """As `read_table`, batches of rows. A page of Parquet has a checksum. A stream of Arrow has
     none: one without its end is refused."""
-    from pyarrow import ArrowInvalid, ipc, parquet
+    from pyarrow import ipc, parquet
     if kind_of(path) == ".parquet":
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             columns = [column] if column in file.schema_arrow.names else None
@@ -81,6 +81,6 @@ def read_batches(path: Path, column: str | None):
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - len(ARROW_END)))
         if file.read() != ARROW_END:
-            raise ArrowInvalid("it has no end of a stream")
+            raise OSError("it has no end of a stream")
         file.seek(0)
         yield from ipc.open_stream(file)

@@ -213,9 +213,9 @@ def to_huggingface(encoding) -> HuggingFaceTokenizer:
     transformers = import_transformers()
     from tokenizers import models
     from transformers.convert_slow_tokenizer import bytes_to_unicode
-    characters, ranks = bytes_to_unicode(), {
-        token: encoding.encoding.encode_single_token(token)
-        for token in encoding.encoding.token_byte_values()}
+    characters = bytes_to_unicode()
+    ranks = {token: encoding.encoding.encode_single_token(token)
+             for token in encoding.encoding.token_byte_values()}
     written = {token: "".join(characters[byte] for byte in token) for token in ranks}
     merges = [(written[token[:i]], written[token[i:]])
               for token in sorted(ranks, key=ranks.get) for i in range(1, len(token))

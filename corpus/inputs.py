@@ -1,7 +1,19 @@
-"""Which files data.py reads: those that --input names, those of folders, or the standard library's
-own source. Of a folder the known kinds are read, or else its files of text, such as .md and .py."""
+"""Which files data.py reads, and which of them validate.
+
+It reads the files that --input names, those of folders, or the standard library's own source. Of a
+folder the known kinds are read, or else its files of text, such as .md and .py. Names of files may
+say the split: train.txt trains, valid.txt validates, and test.txt is left out.
+
+    c4-train.00000-of-01024.json.gz     c4-validation.00000-of-00008.json.gz
+    data/train/part1.txt                data/validation/part1.txt       data/test/part1.txt
+
+- A word counts where it stands alone: latest.txt has none.
+- Of folders the outermost decides. Folders in which all files lie tell nothing.
+- Names count only if one is of train and another of validation or test.
+"""
 import codecs
 import os
+import re
 import sysconfig
 from collections import Counter
 from contextlib import suppress
@@ -9,8 +21,11 @@ from pathlib import Path
 
 from corpus.chat_records import form_of
 from corpus.documents import first_record, is_conversation
-from corpus.file_formats import BLOCK, LINES, READ_KINDS, TABLES, kind_of, open_bytes
+from corpus.file_formats import BLOCK, READ_KINDS, RECORDS, kind_of, open_bytes
 from corpus.notes_and_progress import counted, note
+
+WORDS = dict(train="train|training", val="validation|valid|validate|val|dev|eval",
+             test="test|h[eo]ld[-_. ]?out")
 
 
 def find_files(paths, field="text") -> list[Path]:
@@ -27,7 +42,8 @@ def find_files(paths, field="text") -> list[Path]:
             raise ValueError(f"{path} is a table: python -c \"import csv, json, sys; [print("
                              f"json.dumps(row)) for row in csv.DictReader(sys.stdin)]\" < {path} "
                              f"> NEW.jsonl makes lines of it, whose field text is read")
-        for one in walk(path, field) if path.is_dir() else [path]:
+        found = walk(path, field) if path.is_dir() else [path]
+        for one in found:
             files.setdefault(os.path.realpath(one), one)
     return list(files.values())
 
@@ -70,7 +86,7 @@ def is_read(path: Path, field: str) -> bool:
             record = first_record(path)
             return isinstance(record.get(field), str) or is_conversation(record)
         return False
-    return kind_of(path) in (".txt", *LINES, *TABLES)
+    return kind_of(path) in (".txt", *RECORDS)
 
 
 def is_text(path: Path) -> bool:
@@ -88,8 +104,7 @@ def hold_conversations(files: list[Path]) -> bool:
     some hold text."""
     records = {path: first_record(path) for path in files}
     conversations = [path for path in files if is_conversation(records[path])]
-    texts = [path for path in files
-             if "text" in records[path] or kind_of(path) not in (*LINES, *TABLES)]
+    texts = [path for path in files if "text" in records[path] or kind_of(path) not in RECORDS]
     if any(form_of(records[path]) is not None for path in texts):
         note('records have "text", which is read, and conversations: --template plain reads these')
     if texts and conversations:
@@ -109,3 +124,38 @@ def standard_library() -> list[Path]:
                 path.read_text(encoding="utf-8")
                 files.append(path)
     return files
+
+
+# ---- Splits by the names of files -----------------------------------------------------------
+
+def follow_names(files: list[Path]) -> tuple[list[Path], set[Path]]:
+    """(the files that are read, those of them that validate), by their names. A note tells what the
+    names decide. The set is empty if none validates: then the split is drawn from all."""
+    splits = splits_of(files)
+    counts = Counter(splits.values())
+    if not counts["train"] or not counts["val"] + counts["test"]:
+        return files, set()
+    told = ", ".join(f"{split or 'without such a name, which train'}: {count:,}"
+                     for split, count in counts.items() if count)
+    note(f"names of files decide the splits ({told}), and those of test are left out: "
+         f"--split-names ignore uses all files alike, with another --out")
+    return ([path for path in files if splits[path] != "test"],
+            {path for path in files if splits[path] == "val"})
+
+
+def splits_of(files: list[Path]) -> dict[Path, str | None]:
+    """{file: the split that its name says}."""
+    parts = {path: Path(os.path.abspath(path)).parts for path in files}
+    shared = os.path.commonprefix([one[:-1] for one in parts.values()])     # of tuples of names
+    return {path: split_of_parts(parts[path][len(shared):]) for path in files}
+
+
+def split_of_parts(parts) -> str | None:
+    """The split that the first name with a word for one says. A name that has words for several
+    says none."""
+    for name in parts:
+        found = [split for split, words in WORDS.items()
+                 if re.search(rf"(?<![^\W_])({words})\d*(?![^\W_])", name.lower())]
+        if len(found) == 1:
+            return found[0]
+    return None

@@ -14,15 +14,14 @@ stopped. `Mixture.counts` is all of the arithmetic: which source gives sequence 
 and the phases.
 """
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from corpus.conversations import ConversationWindows
-from corpus.shards import (HEADER_BYTES, allow_open_files, find_shards, open_flags, open_shard,
-                           read_meta)
+from corpus.shards import HEADER_BYTES
 
 NO_WINDOW = -1                  # in place of a window's number: a row without tokens
 FOREVER = np.iinfo(np.int64).max
@@ -148,38 +147,19 @@ class Mixture:
         return sum(weight * value for weight, value in pairs) / sum(weight for weight, _ in pairs)
 
 
-# ---- Opening ---------------------------------------------------------------------------------
+# ---- From the value of --data ----------------------------------------------------------------
 
-def open_mixture(text: str, split: str, seq_len: int, text_windows: Callable) -> Mixture:
-    """Open the shards of a directory, or of a mixture "A=0.7,B=0.3" of sources with one tokenizer.
-    text_windows(shards, seq_len): data.TextWindows. Raises FileNotFoundError or ValueError for
-    missing, damaged or short shards."""
-    allow_open_files()
+def combine(weights: dict[Path, int], opened: list[tuple]) -> Mixture:
+    """The mixture of these directories, of which (windows, read_meta) are opened. Raises ValueError
+    if they do not go together."""
     sources, first = {}, 0
-    weights = parse_mixture(text)
-    for folder, weight in weights.items():
-        windows, meta = open_source(folder, split, seq_len, text_windows)
-        for other, opened in zip(weights, sources.values()):
-            check_pair(f"--data {text}: {other} and {folder}", opened.meta, meta)
-        sources[meta["fingerprint"]] = Source(folder.absolute().name, weight, first, windows, meta)
+    for folder, (windows, meta) in zip(weights, opened):
+        for other, source in zip(weights, sources.values()):
+            check_pair(f"--data: {other} and {folder}", source.meta, meta)
+        sources[meta["fingerprint"]] = Source(folder.absolute().name, weights[folder], first,
+                                              windows, meta)
         first += windows.count
     return Mixture(sources)
-
-
-def open_source(folder: Path, split: str, seq_len: int, text_windows: Callable) -> tuple:
-    """Open the shards of this folder -> (their windows, read_meta)."""
-    paths = find_shards(folder, split)
-    shards = [open_shard(path) for path in paths]
-    meta = read_meta(folder)
-    n_tokens = sum(map(len, shards))
-    expected = meta["tokens"].get(split, n_tokens)
-    if n_tokens != expected:
-        raise ValueError(f"{folder} has {n_tokens:,} {split} tokens, but its meta.json says "
-                         f"{expected:,}: a shard is missing or of other data: copy all files again")
-    if meta["template"] is None:
-        return text_windows(shards, seq_len), meta
-    flags = [open_flags(path, len(tokens)) for path, tokens in zip(paths, shards)]
-    return ConversationWindows(shards, flags, seq_len), meta
 
 
 def check_pair(pair: str, one: dict, other: dict) -> None:

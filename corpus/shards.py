@@ -1,4 +1,4 @@
-"""The files of a data set: written by prepare.py, read by mixtures.py.
+"""The files of a data set: written by prepare.py, read by data.py.
 
     train_000000.bin, ...       shards of the splits train and val, in llm.c's format (data.py)
     train_000000.learn, ...     beside a shard of conversations: a byte for each of its tokens, the
@@ -9,7 +9,6 @@
 """
 import hashlib
 import json
-import mmap
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from base.errors import errors_with_path
 SPLITS = ("train", "val")
 DEFAULT_OUT = Path("data/python")
 HEADER_BYTES = 1024
-FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}          # type of a token: magic, version
+FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}          # magic, version: type of a token
 FLAGS_SUFFIX = ".learn"
 LEARNT = 1                  # an answer's token
 BEGINS = 2                  # a conversation's first token
@@ -33,12 +32,13 @@ def append_tokens(directory: Path, split: str, tokens, written: int, shard_token
     """Append tokens (n,), uint16 or uint32, to the shards of a split, which hold `written` tokens
     so far, and of conversations the flags (n,) of these tokens to the files beside them."""
     itemsize = tokens.dtype.itemsize
+    [magic_and_version] = [form for form, dtype in FORMATS.items() if dtype == f"<u{itemsize}"]
     while len(tokens) > 0:
         number, held = divmod(written, shard_tokens)        # the shard, and its tokens so far
         part = tokens[:shard_tokens - held]
         path = directory / f"{split}_{number:06d}.bin"
         with errors_with_path(path), open(path, "r+b" if held else "wb") as file:
-            file.write(np.array([*FORMATS[f"<u{itemsize}"], held + len(part)], "<i4"))
+            file.write(np.array([*magic_and_version, held + len(part)], "<i4"))
             file.seek(HEADER_BYTES + itemsize * held)   # the bytes in between read as zeros
             file.write(part)
         if flags is not None:
@@ -50,46 +50,40 @@ def append_tokens(directory: Path, split: str, tokens, written: int, shard_token
         tokens = tokens[len(part):]
 
 
-def open_shard(path: Path) -> np.memmap:
-    """The tokens of a shard, uint16 or uint32 (n,), mapped into memory. Raises ValueError if the
-    header and the size do not match."""
+def read_header(path: Path) -> tuple[str, int]:
+    """The type of a shard's tokens, and how many it has. Raises ValueError if the header and the
+    size of the file do not match."""
     size = path.stat().st_size
-    header = np.fromfile(path, "<i4", 3).tolist()
-    magics = {magic: dtype for dtype, (magic, _) in FORMATS.items()}
-    if header and header[0] not in magics:
-        raise ValueError(f"{path} begins with {header[0]}, not {FORMATS['<u2'][0]}: it has no "
+    magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]    # 0: cut off
+    dtype = FORMATS.get((magic, version))
+    if dtype is None:
+        raise ValueError(f"{path} begins with {magic}, {version} and has {size} bytes: it has no "
                          f"header of llm.c's format: make shards from the text by python data.py")
-    dtype = magics[header[0]] if header else "<u2"
-    magic, version = FORMATS[dtype]
-    itemsize = np.dtype(dtype).itemsize
-    count = header[2] if header[:2] == [magic, version] else 0
-    if count < 1 or size != HEADER_BYTES + itemsize * count:
-        raise ValueError(f"{path} is not a complete shard: expected header {magic}, {version}, n "
-                         f"and {HEADER_BYTES} + {itemsize} n bytes, got {header} and {size} bytes: "
-                         f"remove it, and make or copy it again")
-    tokens = np.memmap(path, dtype, "r", HEADER_BYTES, (count,))
-    if hasattr(mmap, "MADV_RANDOM"):    # the disk reads the windows of a batch, not what is around
-        tokens.base.madvise(mmap.MADV_RANDOM)
-    return tokens
+    expected = HEADER_BYTES + np.dtype(dtype).itemsize * count
+    if count < 1 or size != expected:
+        raise ValueError(f"{path} is not a complete shard: it has {size} bytes, and {count} tokens "
+                         f"take {expected}: remove it, and make or copy it again")
+    return dtype, count
 
 
-def open_flags(shard: Path, count: int) -> np.memmap:
-    """The flags of a shard's tokens, uint8 (count,). Raises ValueError if the file is missing or
+def open_flags(tokens: np.memmap) -> np.memmap:
+    """The flags of a shard's tokens (n,), uint8 (n,). Raises ValueError if their file is missing or
     damaged."""
-    path = shard.with_suffix(FLAGS_SUFFIX)
+    path = Path(tokens.filename).with_suffix(FLAGS_SUFFIX)
     size = path.stat().st_size if path.exists() else None
-    if size != count:
-        problem = "is missing" if size is None else f"has {size} bytes for {count} tokens"
-        raise ValueError(f"{path} {problem}: it says which tokens of {shard.name} are learnt: copy "
-                         f"all files again, or remove them and run data.py again")
+    if size != len(tokens):
+        problem = "is missing" if size is None else f"has {size} bytes for {len(tokens)} tokens"
+        raise ValueError(f"{path} {problem}: it says which tokens are learnt: copy all files "
+                         f"again, or remove them and run data.py again")
     return np.memmap(path, "u1", "r")
 
 
 def find_shards(directory: Path, split: str) -> list[Path]:
     """The shards of a split, by a whole word in their names: retrieval_train_0.bin is no "val".
     Raises FileNotFoundError if there are none."""
-    others = sorted(directory.glob("[!.]*.bin"))
-    shards = [path for path in others if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name)]
+    allow_open_files()
+    shards = [path for path in sorted(directory.glob("[!.]*.bin"))
+              if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name)]
     if not shards:
         problem = f"has no {split} shards" if directory.is_dir() else "is no directory"
         raise FileNotFoundError(
@@ -104,12 +98,12 @@ def read_meta(directory: Path) -> dict:
     meta.json is damaged or lost."""
     path = directory / "meta.json"
     try:
-        meta = json.loads(path.read_text())
-        needed = {key: meta[key]
-                  for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
-        needed["tokens"] = dict(meta.get("tokens", {}))
-        needed["template"] = meta.get("template")           # of conversations
-        needed["ends"] = meta.get("ends")                   # of what a model writes
+        written = json.loads(path.read_text())
+        meta = {key: written[key]
+                for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
+        meta["tokens"] = dict(written.get("tokens", {}))
+        for key in ("template", "ends", "tokenizer_file", "template_file"):
+            meta[key] = written.get(key)
     except FileNotFoundError:
         if (directory / "train_000000.bin").exists():       # data.py's own name
             raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "
@@ -122,10 +116,24 @@ def read_meta(directory: Path) -> dict:
                          f"again") from None
     refuse_old(meta["tokenizer"], f"{path}: ")
     for key in ("tokenizer_file", "template_file"):
-        if meta.get(key) is not None:
+        if meta[key] is not None:               # the name of a file: its content is returned
             with errors_with_path(directory / meta[key]):
-                needed[key] = (directory / meta[key]).read_text(encoding="utf-8")
-    return needed
+                meta[key] = (directory / meta[key]).read_text(encoding="utf-8")
+    return meta
+
+
+def check_shards(directory: Path, split: str, shards, meta: dict, seq_len: int) -> None:
+    """Raise ValueError if the shards of a split have other tokens than their read_meta says, or of
+    text too few for a window."""
+    n_tokens = sum(map(len, shards))
+    expected = meta["tokens"].get(split, n_tokens)
+    if n_tokens != expected:
+        raise ValueError(f"{directory} has {n_tokens:,} {split} tokens, but its meta.json says "
+                         f"{expected:,}: a shard is missing or of other data: copy all files again")
+    longest = max(map(len, shards))
+    if meta["template"] is None and longest <= seq_len:
+        raise ValueError(f"{shards[-1].filename}: {longest} tokens are too few for a window of "
+                         f"{seq_len} + 1: give more text, or a smaller --seq-len")
 
 
 def refuse_old(tokenizer: str, where="") -> None:

@@ -201,17 +201,15 @@ def get_template(name: str, encoding, program: str | None = None):
 def choose_template(given: str | None, encoding):
     """The template that --template gives, or else that of the tokenizer, or plain. Raises
     ValueError, also if what is learnt cannot be told of it."""
-    program = None
-    if isinstance(encoding, HuggingFaceTokenizer) and given != "plain":
-        program = program_of(given, encoding)
-    elif given not in (None, "plain"):
+    if isinstance(encoding, HuggingFaceTokenizer):
+        program = program_of(given, encoding) if given != "plain" else None
+        template = JinjaTemplate(program or plain_program(encoding), encoding)
+        template.check()
+        return template
+    if given not in (None, "plain"):
         raise ValueError(f"--template {given} is a model's, whose tokens {encoding.name} has not: "
                          f"give --tokenizer DIR, the folder of the model, or --template plain")
-    name = "plain" if program is None else hash_of(program)
-    template = get_template(name, encoding, program)
-    if isinstance(template, JinjaTemplate):
-        template.check()
-    return template
+    return PlainTemplate(encoding)
 
 
 def program_of(given: str | None, encoding: HuggingFaceTokenizer) -> str | None:

@@ -397,7 +397,7 @@ def plain_gradient(cfg, batch_size=8):
     plain = cfg.build().initialize(Config.seed).double()
     dataset = Memory(cfg)
     window_ids = dataset.window_ids(Config.seed, 0, batch_size)
-    tokens = torch.from_numpy(dataset.tokens_of(window_ids))
+    tokens = torch.from_numpy(dataset.read(window_ids)[0])
     targets = tokens[:, 1:]
     (plain(tokens[:, :-1], targets) / targets.numel()).backward()
     gradients = {name: p.grad for name, p in plain.named_parameters()}

@@ -29,9 +29,9 @@ def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
     made = dataset(tmp_path, {"TinyStories-train": range(13), "retrieval_train_1": range(99, 102),
                               "train_2": range(100, 112), "constrained_val_0": range(9)})
     assert (made.n_tokens, made.n_windows) == (28, 5)
-    assert made.tokens_of(np.array([2, 0, 4, 3])).tolist() == [
+    assert made.read(np.array([2, 0, 4, 3]))[0].tolist() == [
         [8, 9, 10, 11, 12], [0, 1, 2, 3, 4], [104, 105, 106, 107, 108], [100, 101, 102, 103, 104]]
-    assert made.tokens_of([1]).dtype == np.int64
+    assert made.read([1])[0].dtype == np.int64
     assert data.TokenDataset(tmp_path, "val", 4).n_tokens == 9
     keys = []
     for size in (9, 9, 8):
@@ -240,7 +240,7 @@ def test_windows_are_read_from_the_disk_alone(tmp_path):
     file = tmp_path / "train_0.bin"
     made = data.TokenDataset(tmp_path, "train", 1024)
     windows = made.window_ids(1, 0, 32)
-    ours = bytes_read_from_disk(file, lambda: made.tokens_of(windows))
+    ours = bytes_read_from_disk(file, lambda: made.read(windows)[0])
     del made
     tokens = np.memmap(file, "<u2", "r", 1024)
     plain = bytes_read_from_disk(file, lambda: [tokens[1024 * i:1024 * (i + 1) + 1].sum()

@@ -23,7 +23,7 @@ from corpus import conversations
 from corpus.chat_records import Message, Refused, messages_of
 from corpus.mixtures import NO_WINDOW
 from corpus.prepare import prepare
-from corpus.shards import BEGINS, LEARNT, open_shard
+from corpus.shards import BEGINS, LEARNT
 from corpus.templates import PlainTemplate
 from corpus.tokenizers import get_tokenizer
 from models.llama import LlamaConfig
@@ -144,10 +144,10 @@ def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
         ids = np.arange(made.n_windows)
         tokens, targets, positions = made.rows(ids)
         assert [made.count_targets([i]) for i in ids] == (targets >= 0).sum(1).tolist()
-        text = written(np.concatenate([open_shard(path) for path in
+        text = written(np.concatenate([data.open_shard(path) for path in
                                        sorted(reversals.glob(f"{split}_*.bin"))]))
         found = []
-        for row, place, last in zip(tokens, positions, made.tokens_of(ids)[:, -1]):
+        for row, place, last in zip(tokens, positions, made.read(ids)[0][:, -1]):
             begins = np.flatnonzero((place == 0) & (row == 256))
             ends = [*begins[1:], len(row)]
             found += [written([*row[a:b], last] if b == len(row) else row[a:b]).rstrip("\0")
@@ -170,7 +170,7 @@ def test_a_last_question_is_in_one_split_and_equal_conversations_count_once(make
     out, _ = make_data(write_lines("c.jsonl", 2 * records), "--near-duplicates", "ignore")
     assert "160 conversations, 160 duplicates dropped" in out
     prompts, held_out = (
-        re.findall(r"prompt \d+", written(open_shard(Path(f"out/{split}_000000.bin"))))
+        re.findall(r"prompt \d+", written(data.open_shard(Path(f"out/{split}_000000.bin"))))
         for split in ("train", "val"))
     assert len(prompts + held_out) == 160 > len(prompts) > 100
     assert not set(prompts) & set(held_out)
@@ -395,7 +395,7 @@ def test_the_loss_of_answers_falls_to_nothing_where_that_of_all_tokens_cannot(fi
     inputs, targets, positions = loader.as_tensors(dataset.rows(ids))
     with torch.no_grad():
         of_answers = trained_model(inputs, targets, positions=positions)
-        tokens = torch.from_numpy(dataset.tokens_of([0]))
+        tokens = torch.from_numpy(dataset.read([0])[0])
         of_all = trained_model(tokens[:, :-1], tokens[:, 1:])
     assert of_answers / dataset.count_targets(ids) < 0.05
     assert of_all / 64 > 4 * math.log(8) / 24 / 2

@@ -13,7 +13,7 @@ import pytest
 from base.commandline import Parser, add_flags, flag_name
 from base.options import LOCAL, SHAPE, Config
 from base.sample_flags import SampleFlags
-from corpus.flags import DataFlags
+from corpus.program import DataFlags
 from models import SIZES
 from tests.harness import ROOT
 

@@ -20,9 +20,9 @@ from corpus import EOT
 from corpus import encode
 from corpus.chat_records import Message
 from corpus.huggingface_tokenizers import find_tokenizer, train_tokenizer
-from corpus.shards import open_shard
 from corpus.templates import JinjaTemplate, choose_template
 from corpus.tokenizers import decode, document_start, get_tokenizer
+from data import open_shard
 from tests.commands import NASTY, TINY, meta_of, write_lines, write_texts
 from tests.harness import ROOT
 from tests.test_conversations import chat_with

@@ -175,7 +175,7 @@ def test_a_ladder_that_cannot_predict_is_refused_in_one_line(imitated, tmp_path,
 def test_rungs_of_other_flags_or_another_data_set_are_refused(imitated, tmp_path, capsys):
     assert run_main(capsys, tools.ladder, *imitated, *FLAGS)[0] == 0
     count = len(starts(tmp_path))
-    tokens = TokenDataset(imitated[1], "train", 32).tokens_of([0] * 4000).ravel() % 257
+    tokens = TokenDataset(imitated[1], "train", 32).read([0] * 4000)[0].ravel() % 257
     dataset(tmp_path / "other", dict(train_0=tokens, val_0=tokens[:4000]), fingerprint="other")
     for flags, words in [(["--data", tmp_path / "other"], "another data set"),
                          (["--batch-size", 8], "--batch-size 16, not 8"), (["--lr", 2e-3], "--lr")]:

@@ -71,7 +71,7 @@ def gradient_of_plain(cfg):
     if getattr(cfg, "balance_bias", 0) > 0:
         plain = cfg.build().initialize(Config.seed).double()
         dataset = Memory(cfg)
-        tokens = torch.from_numpy(dataset.tokens_of(dataset.window_ids(Config.seed, 0, 8)))
+        tokens = torch.from_numpy(dataset.read(dataset.window_ids(Config.seed, 0, 8))[0])
         plain(tokens[:, :-1])
         loads = torch.stack([block.mlp.router.load.sum(0) for block in plain.blocks.values()])
         for layer, excess in enumerate(cfg.n_expert * loads - loads.sum(1, keepdim=True)):

@@ -333,7 +333,7 @@ def test_the_activation_norm_is_that_of_the_plain_model(tmp_path):
     plain.head.register_forward_pre_hook(
         lambda module, args: norms.append(args[0].norm(dim=-1).mean().item()))
     for first in (0, 8):
-        windows = memory.tokens_of(memory.window_ids(1337, first, 8))
+        windows = memory.read(memory.window_ids(1337, first, 8))[0]
         plain(torch.from_numpy(windows)[:, :-1])
     assert column(rows, "activation_norm") == pytest.approx(norms, rel=1e-5)
 

@@ -25,7 +25,7 @@ import data
 import model
 from base.options import Config
 from corpus import mixtures
-from corpus.flags import DataFlags
+from corpus.program import DataFlags
 from model import GPTConfig
 from parallelism.pipeline import SCHEDULES
 from tests.harness import ROOT, tokens_of
@@ -44,8 +44,8 @@ MAY_IMPORT = {
     "models.*": ("model models.*", ""),
     "amp": ("", ""),
     # corpus.program: where data.py is the program
-    "data": ("corpus.mixtures corpus.program corpus.shards base base.batch_ramp",
-             ""),
+    "data": ("corpus.conversations corpus.mixtures corpus.program corpus.shards base "
+             "base.batch_ramp", ""),
     "corpus.*": ("corpus.* base.commandline base.errors", ""),
     "parallel": ("amp model parallelism.collectives parallelism.kernels", ""),
     "checkpoint": ("model models* base.disk base.checkpoint_files base.checkpoint_folder", ""),
@@ -116,9 +116,9 @@ def test_data_py_needs_neither_torch_nor_the_model():
 
 # Lines at most, of folders, of files of the book and of the program. A change that raises one says
 # what it is worth.
-LINES = {"base": 1590, "corpus": 2610, "models": 845, "parallelism": 2897, "runtime": 2898,
+LINES = {"base": 1590, "corpus": 2577, "models": 845, "parallelism": 2820, "runtime": 2898,
          "tools": 3645, "parallel.py": 1265, "model.py": 350, "train.py": 311, "checkpoint.py": 180,
-         "data.py": 228, "sample.py": 115, "amp.py": 105}
+         "data.py": 240, "sample.py": 120, "amp.py": 105}
 PROGRAM = 17_050
 
 

@@ -86,7 +86,7 @@ def test_a_mixture_is_evaluated_by_source_on_evenly_spaced_windows(monkeypatch, 
     each = []
 
     def loss(source, windows):
-        tokens = torch.from_numpy(source.tokens_of(windows))
+        tokens = torch.from_numpy(source.read(windows)[0])
         return plain(tokens[:, :-1], tokens[:, 1:]).item() / tokens[:, 1:].numel()
     for name in "ab":
         val = data.TokenDataset(name, "val", 16)
