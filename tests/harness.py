@@ -440,9 +440,9 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None,
                         for split in ("train", "val")]
         run = train.Run(config, cfg, grid, torch.device("cpu"), *datasets,
                         state and checkpoint.load(state))
-        prepare(run)
         rows = Rows(run, look)
         run.log = log_of(run, rows)
+        prepare(run)
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
     return Trained(rows.steps, rows.seen, whole)

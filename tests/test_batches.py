@@ -227,7 +227,7 @@ def test_plain_batch_reads_what_a_run_reads(tmp_path, first):
                               for number, length in enumerate([52, 20, 3, 41])})    # one too short
     batch = data.plain_batch(data.open_shards(tmp_path, "train"), 4, 1337, first, 29)
     assert made.n_windows == 26
-    assert batch.tolist() == made.tokens_of(made.window_ids(1337, first, 29)).tolist()
+    assert batch.tolist() == made.read(made.window_ids(1337, first, 29))[0].tolist()
 
 
 @pytest.mark.claim("Training on data larger than memory reads the windows of a batch alone from "
