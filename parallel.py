@@ -17,8 +17,8 @@ Each section begins with the idea. Where the code that runs hides it, a short ex
 `plain_...`, which only tests run. `Run.__init__` in train.py puts the sections together. Files of
 parallelism/ replace single classes and methods by what is faster or rarer: a head that never has
 all logits (loss.py), interleaved stages (pipeline.py), --offload (zero.py), other models than GPTs
-(context.py, experts.py), --exact. `linear`, `matmul` and `lookup` are F.linear, torch.matmul and
-F.embedding, but for CPUs in 16 bits (kernels.py).
+(context.py, experts.py). `linear`, `matmul` and `lookup` are those of PyTorch, but for CPUs in 16
+bits (kernels.py).
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V vocabulary.
 """
@@ -40,24 +40,23 @@ from torch.utils.checkpoint import checkpoint
 from amp import NOT_FINITE
 from model import GPT, IGNORE_INDEX, CoreAttention, ceil_div
 from parallelism import collectives
-from parallelism.collectives import comm_errors, on_hosts, sum_dtype
+from parallelism.collectives import comm_errors, errors_during, name_of, on_hosts, sum_dtype
 from parallelism.kernels import attend_to_prefix, linear, lookup, matmul
 
 # ---- 1. Ranks -------------------------------------------------------------------------------
 #
-# A rank is one process. The ranks form an array (pp, dp, cp, tp) in row-major order: neighbors in
-# tp have consecutive numbers, and so have the ranks of a stage. For pp 2, dp 2, cp 1, tp 2:
+# A rank is one process. The ranks form an array (pp, dp, cp, tp). tp varies fastest, pp slowest: a
+# tp group has consecutive numbers, and so has a stage. For pp 2, dp 2, cp 1, tp 2:
 #
 #                     replica 0   replica 1
 #       stage 0       0   1       2   3          tensor parallel    (0 1) (2 3) (4 5) (6 7)
 #       stage 1       4   5       6   7          same weights       (0 2) (1 3) (4 6) (5 7)
 #                                                pipelines          (0 4) (1 5) (2 6) (3 7)
 #
-# A machine has consecutive ranks, so the ranks that send each other most are neighbors. Tensor
-# parallelism sends most: two all-reduces in the forward of each block, and two in its backward.
-# Context parallelism gathers keys and values in each, data parallelism sums each gradient once.
-# Pipelines send the fewest bytes: one block's output and its gradient. So a boundary of stages is
-# the cheapest place to cut a job into machines (Narayanan et al. 2021, section 3).
+# A machine has consecutive ranks, so tp, which sends most, varies fastest: two all-reduces in the
+# forward of each block, and two in its backward. Context parallelism gathers keys and values in
+# each block, data parallelism sums each gradient once. Pipelines send least, one block's output and
+# its gradient: cut a job into machines between stages (Narayanan et al. 2021, section 3).
 
 
 GROUPS = ("tp", "cp", "replicas", "ep", "same_experts", "pp", "world", "embedding")
@@ -101,14 +100,14 @@ class Grid:
     def members(self, kind: str) -> list[int]:
         """The ranks in this rank's group of this kind."""
         p, d, c, t = self.stage, self.dp_rank, self.cp_rank, self.tp_rank
-        replicas = self.ranks[p, :, :, t].reshape(-1, self.ep)      # a row shares all experts
+        replicas = self.ranks[p, :, :, t].reshape(-1, self.ep)      # a row divides all experts
         members = dict(
-            tp=self.ranks[p, d, c, :],                      # share each matrix
-            cp=self.ranks[p, d, :, t],                      # share each sequence
+            tp=self.ranks[p, d, c, :],                      # divide each matrix
+            cp=self.ranks[p, d, :, t],                      # divide each sequence
             replicas=replicas,                              # have the same weights
-            ep=replicas[self.replica // self.ep],           # share the experts
+            ep=replicas[self.replica // self.ep],           # divide the experts
             same_experts=replicas[:, self.ep_rank],         # have the same experts
-            pp=self.ranks[:, d, c, t],                      # share the layers
+            pp=self.ranks[:, d, c, t],                      # divide the layers
             world=self.ranks,
             embedding=self.ranks[[0, -1], d, c, t])         # have the tied matrix: the end stages
         return members[kind].flatten().tolist()
@@ -116,9 +115,8 @@ class Grid:
 
 def make_groups(grid: Grid, backend: str = "gloo", timeout: timedelta | None = None) -> None:
     """Create this rank's process groups. An operation waits `timeout` for another rank (None: 30
-    minutes). Only the members of a group create it. PyTorch counts the groups of a process to name
-    the next one, and all members must find the same name. So "embedding", which stages in the
-    middle do not create, comes last."""
+    minutes). Only members create a group, and PyTorch names it by counting the process's groups. So
+    "embedding", which stages in the middle do not create, comes last."""
     for kind in GROUPS:
         ranks = grid.members(kind)
         is_used = grid.ep > 1 or kind != "same_experts"
@@ -182,7 +180,7 @@ def reduce_scatter(x: torch.Tensor, group) -> Work:
 
 
 def all_gather(x: torch.Tensor, group) -> Work:
-    """Copy each rank's slice of x to all ranks: the reverse of `reduce_scatter`."""
+    """x has this rank's slice of dimension 0: fill in the other ranks' slices."""
     if group is None:
         return Work(x)
     own = x.chunk(group.size())[group.rank()]
@@ -203,8 +201,9 @@ def all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group) -> 
 class WithGradient(torch.autograd.Function):
     """function(x), whose gradient is gradient(dy), because autograd does not see communication.
 
-    The gradient of an all-gather is a reduce-scatter. All ranks compute with this rank's slice, so
-    its gradient is the sum of theirs. The gradient of a reduce-scatter is an all-gather."""
+    The gradient of an all-gather is a reduce-scatter: all ranks compute with this rank's slice, so
+    its gradient is the sum of theirs. The gradient of a reduce-scatter is an all-gather. That of an
+    all-reduce depends on what follows: the drawing of f and g says how."""
 
     @staticmethod
     def forward(ctx, x, function, gradient):
@@ -220,6 +219,7 @@ class WithGradient(torch.autograd.Function):
 #
 #     MLP:  y = act(x A) B,   A = [A1 A2] by columns,  B = [B1] by rows
 #                                                           [B2]
+#           y = act(x A1) B1 + act(x A2) B2            act works on each column alone
 #
 #           +-> act(x A1) B1 -+
 #      x -f-+                 +-g-> y             rank r computes act(x Ar) Br alone
@@ -233,10 +233,22 @@ class WithGradient(torch.autograd.Function):
 # gradient there, and a sum would count it tp times.
 #
 # Attention is cut the same way: each rank has some heads instead of some columns. nn.Linear stores
-# its weight as (out, in), so "by columns" cuts dimension 0.
-#
-# In code f and g call `gather_positions` and `sum_over_ranks`. Read the first as x itself and the
-# second as an all-reduce: they do more only with sequence parallelism, at the end of this section.
+# its weight as (out, in), so "by columns" cuts dimension 0. The whole idea:
+
+
+def plain_mlp(x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, group) -> torch.Tensor:
+    """act(x A) B. x (B, T, C) is equal on all ranks, A (C, 4C / tp) and B (4C / tp, C) are cut."""
+    x = WithGradient.apply(x, torch.clone, lambda dx: all_reduce(dx.clone(), group).wait())     # f
+    return add_up(F.gelu(x @ A) @ B, group)                                                     # g
+
+
+def add_up(x: torch.Tensor, group) -> torch.Tensor:
+    """The sum over the ranks, which all compute the same with it."""
+    return WithGradient.apply(x, lambda x: all_reduce(x.clone(), group).wait(), lambda dy: dy)
+
+
+# The forms that train.py runs also serve sequence parallelism, at the end of this section. Without
+# it `gather_positions` returns x itself, and `sum_over_ranks` is an all-reduce in place.
 
 
 def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -256,8 +268,9 @@ def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
 class TensorParallel(nn.Module):
     """Takes over the parameters of a module. `partition_dim` says in which dimension they are cut
     (those it does not name are whole), `stacked` how many matrices are stacked there, as q, k and v
-    are: each is cut by itself, (3C, C) -> (3C / tp, C). Here the parameters are whole, but without
-    memory. ParamSpec.cut leaves this rank's part (parallelism/parameters.py)."""
+    are: each is cut by itself, (3C, C) -> (3C / tp, C). Here the parameters are whole, but on the
+    meta device, without memory. `DataParallel` then replaces them by this rank's part, of one
+    matrix weight.chunk(tp, dim)[tp_rank] (ParamSpec.cut in parallelism/parameters.py)."""
     partition_dim = {}
 
     def __init__(self, whole: nn.Module, grid: Grid):
@@ -327,15 +340,16 @@ class RowParallelLinear(TensorParallel):
 
 
 class AttentionOutput(RowParallelLinear):
-    """Its input is always by sequences. By ranks, backward would keep it twice."""
+    """Its input is by sequences, as attention returns it, and saves. In the order of the ranks it
+    would be a copy, which backward would save, too."""
 
     def sum(self, y):
         return g(by_ranks(y, self.grid), self.grid)
 
 
 def find_local(tokens: torch.Tensor, first, n: int) -> tuple:
-    """The token matrix, which embedding and head share, is cut by rows: a rank has n of the tokens,
-    from `first` on. Returns for each token its row there, or 0, and whether it is there."""
+    """A rank has the rows of n tokens, from `first` on: the token matrix, which embedding and head
+    share, is cut by rows. Returns for each token its row there, or 0, and whether it is there."""
     rows = tokens - first
     is_local = (rows >= 0) & (rows < n)
     return rows.where(is_local, 0), is_local
@@ -380,62 +394,17 @@ class VocabParallelHead(TensorParallel):
         group = self.grid.groups["tp"]
         z = linear(f(x, self.grid), self.weight, self.bias)             # (B, T, V / tp)
         z = z.to(torch.promote_types(z.dtype, torch.float32))
-        tokens = torch.arange(len(self.weight), device=z.device)
-        tokens += self.grid.tp_rank * len(self.weight)                  # this rank's
+        n = len(self.weight)
+        first = self.grid.tp_rank * n                                   # this rank's first token
+        tokens = torch.arange(first, first + n, device=z.device)
         z = z.masked_fill(tokens >= self.vocab_size, -torch.inf)        # padding: probability 0
         largest = all_reduce(z.detach().amax(-1), group, dist.ReduceOp.MAX).wait()      # (B, T)
         total = add_up((z - largest.unsqueeze(-1)).exp().sum(-1), group)
         targets = by_ranks(targets, self.grid)
-        columns, is_local = find_local(targets, tokens[0], len(tokens))
+        columns, is_local = find_local(targets, first, n)
         z_target = z.gather(-1, columns.unsqueeze(-1)).squeeze(-1).where(is_local, 0)
         losses = largest + total.log() - add_up(z_target, group)
         return losses.where(targets != IGNORE_INDEX, 0).sum()
-
-
-def add_up(x: torch.Tensor, group) -> torch.Tensor:
-    """The sum over the ranks, which all compute the same with it."""
-    return WithGradient.apply(x, lambda x: all_reduce(x.clone(), group).wait(), lambda dy: dy)
-
-
-class PositionEmbedding(TensorParallel):
-    """positions 0, 1, ... n - 1 of this rank's part of a sequence -> (n, C): with sequence and
-    context parallelism they are others in the whole sequence. Those of packed texts are given for
-    the whole sequence, (B, T) -> (B, n, C)."""
-
-    def forward(self, positions):
-        if positions.dim() == 2:
-            return lookup(own_positions(positions, self.grid), self.weight)
-        parts = self.grid.tp if self.grid.sequence_parallel else 1
-        T = len(positions) * parts * self.grid.cp
-        whole = torch.arange(T, device=positions.device)
-        return F.embedding(own_positions(whole, self.grid), self.weight)
-
-
-PLAN = {            # which module of a model becomes what
-    "attn.qkv": QKVParallelLinear,
-    "attn.proj": AttentionOutput,
-    "mlp.up": ColumnParallelLinear,
-    "mlp.down": RowParallelLinear,
-    "mlp.shared.up": ColumnParallelLinear,          # of a mixture of experts
-    "mlp.shared.down": RowParallelLinear,
-    "embed.token": VocabParallelEmbedding,
-    "embed.position": PositionEmbedding,
-    "head": VocabParallelHead,
-}
-
-
-def tensor_parallel(model: GPT, grid: Grid) -> None:
-    """Replace every module that has a matrix to cut, or that has to know its positions."""
-    replace_modules(model, PLAN, grid)
-    for block in model.blocks.values():     # different heads need different dropout masks
-        block.attn.core_attention.part = grid.tp_rank
-
-
-def replace_modules(model: GPT, plan: dict, grid: Grid) -> None:
-    for name, module in list(model.named_modules()):
-        name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
-        if name_in_plan in plan:
-            model.set_submodule(name, plan[name_in_plan](module, grid))
 
 
 # Sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f come
@@ -479,6 +448,20 @@ def own_positions(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     return cut_positions(cut_sequence(x, grid.cp_rank, grid.cp), grid, dim=-1)
 
 
+class PositionEmbedding(TensorParallel):
+    """Of `positions` 0, 1, ... n - 1 it only takes the length: in the whole sequence this rank's
+    positions are others. -> (n, C). Those of packed texts are given for the whole sequence, (B, T)
+    -> (B, n, C)."""
+
+    def forward(self, positions):
+        if positions.dim() == 2:
+            return lookup(own_positions(positions, self.grid), self.weight)
+        parts = self.grid.tp if self.grid.sequence_parallel else 1
+        T = len(positions) * parts * self.grid.cp
+        whole = torch.arange(T, device=positions.device)
+        return F.embedding(own_positions(whole, self.grid), self.weight)
+
+
 def cut_positions(x: torch.Tensor, grid: Grid, dim: int = 1) -> torch.Tensor:
     """With sequence parallelism this rank's T / tp of the positions in dimension `dim`; else x."""
     if not grid.sequence_parallel:
@@ -497,7 +480,7 @@ def cut_positions(x: torch.Tensor, grid: Grid, dim: int = 1) -> torch.Tensor:
 #                                         rank b, sequence 1    2 3
 #
 # From f to g activations stay by ranks, because a change of the order copies them. A product does
-# not care. Only attention needs whole sequences.
+# not care, because it treats each position alone. Only attention needs whole sequences.
 
 
 def by_ranks(x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -512,6 +495,33 @@ def by_sequences(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     if not grid.sequence_parallel:
         return x
     return x.unflatten(0, (grid.tp, -1)).transpose(0, 1).flatten(1, 2)
+
+
+PLAN = {            # which module of a model becomes what
+    "attn.qkv": QKVParallelLinear,
+    "attn.proj": AttentionOutput,
+    "mlp.up": ColumnParallelLinear,
+    "mlp.down": RowParallelLinear,
+    "mlp.shared.up": ColumnParallelLinear,          # of a mixture of experts
+    "mlp.shared.down": RowParallelLinear,
+    "embed.token": VocabParallelEmbedding,
+    "embed.position": PositionEmbedding,
+    "head": VocabParallelHead,
+}
+
+
+def tensor_parallel(model: GPT, grid: Grid) -> None:
+    """Replace every module that has a matrix to cut, or that has to know its positions."""
+    replace_modules(model, PLAN, grid)
+    for block in model.blocks.values():     # different heads need different dropout masks
+        block.attn.core_attention.part = grid.tp_rank
+
+
+def replace_modules(model: GPT, plan: dict, grid: Grid) -> None:
+    for name, module in list(model.named_modules()):
+        name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
+        if name_in_plan in plan:
+            model.set_submodule(name, plan[name_in_plan](module, grid))
 
 
 # ---- 3. Pipeline parallelism (GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2021) ----------
@@ -546,7 +556,8 @@ def gpipe(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> li
 def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
     """Warm-up: one forward for each later stage, because no gradient arrives before those have run.
     Steady state: a forward and a backward in turn. Cool-down: the backwards that are left."""
-    forwards, backwards = ([(kind, i, 0) for i in range(num_microbatches)] for kind in "FB")
+    forwards = [("F", i, 0) for i in range(num_microbatches)]
+    backwards = [("B", i, 0) for i in range(num_microbatches)]
     return in_turn(forwards, backwards, ahead=stages - 1 - stage)
 
 
@@ -599,9 +610,9 @@ def plain_pipeline(stage: GPT, batch: list, schedule: list[tuple], grid: Grid) -
     return loss_sum
 
 
-# `Pipeline` below, which train.py runs, computes the same. What it adds: messages travel while a
-# stage computes, and those that cross start together, as NCCL requires; each tp rank sends a part
-# of an activation; the last backward sums the gradients over the replicas (section 4).
+# `Pipeline` below, which train.py runs, computes the same. Its messages travel while a stage
+# computes, and those that cross start together, as NCCL requires. Each tp rank sends a part of an
+# activation. After either, a tied matrix is summed: each end stage has a term of its gradient.
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
@@ -682,16 +693,16 @@ class Pipeline:
         """Run a schedule. Raises DistError if another rank is gone or hangs."""
         self.last_backward = {chunk: i for kind, i, chunk in schedule if kind == "B"}
         leaving = {"F": Work(None), "B": Work(None)}        # the last result of each kind
-        arriving, = start_messages(self.grid, [self.input_of(schedule[0])])
+        [arriving] = start_messages(self.grid, [self.input_of(schedule[0])])
         for op, next_op in zip(schedule, [*schedule[1:], None]):
             x = arriving
             receive_early = self.may_receive_early(op, next_op)
             if receive_early:
-                arriving, = start_messages(self.grid, [self.input_of(next_op)])
-            result = Message(True, op, self.run_op(op, x))
+                [arriving] = start_messages(self.grid, [self.input_of(next_op)])
+            result = Message(sending=True, op=op, tensor=self.run_op(op, x))
             leaving[op[0]].wait()       # the result before this one, which has traveled meanwhile
             if receive_early or next_op is None:
-                leaving[op[0]], = start_messages(self.grid, [result])
+                [leaving[op[0]]] = start_messages(self.grid, [result])
             else:                       # together: they may cross
                 messages = [result, self.input_of(next_op)]
                 leaving[op[0]], arriving = start_messages(self.grid, messages)
@@ -702,26 +713,19 @@ class Pipeline:
         """Whether the next op's input may be received during this op, not only after it.
 
         F, then F: it comes from the other neighbor than the one that the result goes to, so yes
-        (GPipe is 3 to 10% faster on CPUs). F, then B: both messages are with one neighbor and
-        cross, so they have to start together."""
+        (GPipe is 3 to 10% faster on CPUs). F, then B, or B, then F: both messages are with one
+        neighbor and cross, so they have to start together."""
         return next_op is not None and next_op[0] == op[0]
 
     def input_of(self, op: tuple) -> "Message":
-        return Message(False, op, self.activation_like)
+        return Message(sending=False, op=op, tensor=self.activation_like)
 
     def run_op(self, op: tuple, arriving: Work) -> torch.Tensor | None:
         kind, i, chunk = op
         x = gather_message(arriving.wait(), self.grid)
         run = self.forward if kind == "F" else self.backward
-        try:
+        with errors_during(op):
             return run(i, chunk, x)
-        except dist.DistError as error:
-            raise dist.DistError(f"{name_of(op)}: {error}") from error
-
-
-def name_of(op: tuple) -> str:
-    kind, i, _ = op
-    return f"{dict(F='forward', B='backward')[kind]} of microbatch {i}"
 
 
 @dataclass
@@ -748,10 +752,10 @@ def route(grid: Grid, message: Message) -> tuple[int, int] | None:
 
 
 def start_messages(grid: Grid, messages: list[Message]) -> list[Work]:
-    """Start all messages together, and return a Work for each; its result is None if the message
-    has no `route`. On NCCL they are one operation. If two neighbors send to each other, and each
-    started its send before its receive, NCCL could have both wait forever. gloo starts them one by
-    one; the tag tells them apart.
+    """Start all messages together, by dist.batch_isend_irecv. Returns a Work for each; its result
+    is None if the message has no `route`. On NCCL they are one operation: if two neighbors send to
+    each other, and each started its send before its receive, NCCL could have both wait forever.
+    gloo starts them one by one; the tag tells them apart.
 
     The tp ranks of a stage have the same x for those of the next, which is in another machine. Each
     sends 1 / tp of it. `gather_message` joins the parts (Narayanan et al. 2021, section 4.1)."""
@@ -828,13 +832,44 @@ def plain_replica_step(model, optimizer, tokens, targets):
 #     2   a shard   a shard     all            2 + 16/r    4 + 12/r    4m           2   after AdamW
 #     3   a shard   a shard     a shard        18/r        16/r        4m           4m  in use
 #
-# Gradients are sent in fp32, so a reduce-scatter sends 4 bytes, and an all-reduce, which is two
-# collectives, 8. ZeRO 2 sums the gradients of each microbatch, to keep only a shard of them. ZeRO 3
-# gathers the parameters for each forward and each backward: 2 x 2 bytes, m times.
+# 18 is 2 for the parameter, 4 its gradient, 4 its master and 8 the moments. Gradients are sent in
+# fp32: a reduce-scatter sends 4 bytes, and an all-reduce, which is two collectives, 8. So ZeRO 1 is
 #
+#     own = reduce_scatter(grad, group).wait()    in place of plain_replica_step's all_reduce
+#     AdamW of `own` and of this rank's shard of the master
+#     all_gather(data, group).wait()              the parameters, in which each has its shard
+#
+# ZeRO 2 sums the gradients of each microbatch, to keep only a shard of them. ZeRO 3 (FSDP, Zhao et
+# al. 2023) gathers parameters for each forward and each backward, 2 x 2 bytes, m times: those of a
+# block exist only while it runs. The whole idea is a gather whose gradient is a reduce-scatter:
+
+
+def plain_zero3_forward(module: nn.Module, shards: list, group, *inputs):
+    """module(*inputs). The module, on the meta device, gives names and shapes. `shards` has this
+    rank's part of each parameter, flat and padded: (n / ranks,). Backward adds to shard.grad."""
+    def gather(shard):
+        whole = shard.new_empty(group.size(), len(shard))
+        whole[group.rank()] = shard
+        return all_gather(whole.flatten(), group).wait()                    # (n,)
+
+    def scatter(dwhole):
+        return reduce_scatter(dwhole.clone(), group).wait()                 # (n / ranks,)
+
+    def gather_and_run(*inputs):
+        parameters = {}
+        for shard, (name, empty) in zip(shards, module.named_parameters()):
+            whole = WithGradient.apply(shard, gather, scatter)
+            parameters[name] = whole[:empty.numel()].view(empty.shape)
+        return torch.func.functional_call(module, parameters, inputs)
+
+    # Backward has only the inputs: it gathers and runs the module again.
+    return checkpoint(gather_and_run, *inputs, use_reentrant=False)
+
+
 # A spec (parameters.ParamSpec) says what this rank has of a parameter: `name` and `shape` in the
 # whole model, `partition_dim`, `local_shape` and `numel` of this rank's part, `owners`, the modules
-# that use it, and `ep`, the number of replicas that divide its experts.
+# that use it, `is_tied` and `is_tied_copy` of embedding and head, `ep`, the number of replicas that
+# divide its experts, and how AdamW treats it: `decays`, `sign_step`.
 
 
 class Bucket:
@@ -849,9 +884,9 @@ class Bucket:
                     shard[kind][shard_slice] belongs to parameter.flatten()[param_slice]
     data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
     grad            (numel,) their gradients; with ZeRO 2 and 3, None from a sum to the next one
-    shard           {kind: (numel / num_shards,)} of what this rank updates: views "data" and "grad"
-                    (with ZeRO 3, and from ZeRO 2 on, own memory), "exp_avg", "exp_avg_sq", and
-                    "master", the same tensor as data if their types are equal
+    shard           {kind: (numel / num_shards,)}, what this rank updates: "data" (a view, with ZeRO
+                    3 own memory), "grad" (a view, from ZeRO 2 on own memory), "exp_avg",
+                    "exp_avg_sq", and "master" (is "data" if the types are equal)
     pending_grads   number of gradients that backward has not computed yet
     unsharding      the all-gather of `data` under way, or None
     """
@@ -986,9 +1021,9 @@ class DataParallel:
                               for bucket in self.buckets])
 
     def prepare_grad_sync(self, chunk: nn.Module, last: bool) -> None:
-        """Before each backward of a chunk of the model. Only the `last` of a step communicates,
-        from ZeRO 2 on each. Everything is a sum: the loss is already a share of the batch's. Every
-        parameter must get a gradient in every backward, or its bucket would never be complete."""
+        """Before each backward of a chunk of the model. Only the step's `last` one sums over the
+        replicas, from ZeRO 2 on each. In every backward every parameter must get a gradient, or its
+        bucket would never be complete."""
         for parameter in chunk.parameters():
             parameter.bucket.pending_grads += 1
         self.buckets_to_sync = []
@@ -1167,33 +1202,8 @@ def adamw_update(buckets: list[Bucket], grads: list[torch.Tensor], updates: int,
                   weight_decay=weight_decay if decays else 0.0)
 
 
-# ZeRO 3 (FSDP, Zhao et al. 2023): the parameters of a block exist only while it runs. The whole
-# idea is a gather whose gradient is a reduce-scatter:
-
-
-def plain_zero3_forward(module: nn.Module, shards: list, group, *inputs):
-    """module(*inputs). The module is on the meta device: it gives names and shapes. `shards` has
-    this rank's part of each parameter, flat and padded: (n / ranks,). Backward adds to shard.grad.
-    """
-    def gather(shard):
-        whole = shard.new_empty(group.size(), len(shard))
-        whole[group.rank()] = shard
-        return all_gather(whole.flatten(), group).wait()                    # (n,)
-
-    def gather_and_run(*inputs):
-        parameters = {}
-        for shard, (name, empty) in zip(shards, module.named_parameters()):
-            whole = WithGradient.apply(shard, gather,
-                                       lambda dw: reduce_scatter(dw.clone(), group).wait())
-            parameters[name] = whole[:empty.numel()].view(empty.shape)
-        return torch.func.functional_call(module, parameters, inputs)
-
-    # Backward has only the inputs: it gathers and runs the module again.
-    return checkpoint(gather_and_run, *inputs, use_reentrant=False)
-
-
-# In train.py parameters are views into a bucket, whose memory comes and goes. So backward gathers
-# again, but does not run the block again. Gathers start one block ahead:
+# ZeRO 3 in train.py: the memory of a bucket comes and goes, and parameters are views into it. So
+# backward gathers again, but does not run the block again. Gathers start one block ahead:
 #
 #     forward    unshard block i, prefetch i + 1, run, reshard
 #     backward   unshard block i, prefetch i - 1, run; start_grad_sync sums and reshards
@@ -1202,22 +1212,22 @@ def plain_zero3_forward(module: nn.Module, shards: list, group, *inputs):
 def gather_before_use(model: GPT, flat: DataParallel) -> None:
     """Wrap the forward of the embedding, each block and the head in unshard and reshard. ZeRO 1 and
     2 await there, bucket by bucket, the all-gather after AdamW."""
-    def of(name):           # its buckets: of tied, embed, ends, head, or the number of a block
+    def buckets_of(name):       # tied, embed, ends, head, or the number of a block
         return [bucket for bucket in flat.buckets if bucket.name.split(".")[0] == name]
 
-    def wrap(module, needed, freed, kept=(), previous=None, following=()):
+    def wrap(module, needed, freed, kept=(), prefetch=(), prefetch_in_backward=None):
         """needed        the buckets that the module reads, unless they are whole already
         freed, kept      of these, what it frees, and what only if no backward follows
-        previous         what backward prefetches; None: backward needs no parameters but `kept`
-        following        what forward prefetches"""
+        prefetch         what forward begins to gather
+        prefetch_in_backward    the same; None: backward gathers nothing, `kept` is there"""
         run = module.forward
 
         def forward(*args):
-            flat.unshard(needed, prefetch=following)
+            flat.unshard(needed, prefetch=prefetch)
             y = run(*args)
-            if y.requires_grad and previous is not None:
+            if y.requires_grad and prefetch_in_backward is not None:
                 # The hook runs when y's gradient is there, before the module's backward.
-                y.register_hook(lambda dy: flat.unshard(needed, prefetch=previous))
+                y.register_hook(lambda dy: flat.unshard(needed, prefetch=prefetch_in_backward))
             flat.reshard(freed)
             if not y.requires_grad:
                 flat.reshard(kept)
@@ -1226,16 +1236,17 @@ def gather_before_use(model: GPT, flat: DataParallel) -> None:
 
     # The tied matrix stays from the embedding to the head, whose forward computes its gradient, too
     # (loss.py). The other parameters of the ends, and the last block's, stay until backward.
-    tied, embed, ends, head = map(of, ("tied", "embed", "ends", "head"))
-    blocks = [of(number) for number in model.blocks]            # [[attention, MLP ...]]
+    tied, embed, ends, head = map(buckets_of, ("tied", "embed", "ends", "head"))
+    blocks = [buckets_of(number) for number in model.blocks]            # [[attention, MLP ...]]
     if model.embed is not None:
-        wrap(model.embed, tied + embed + ends, freed=embed, following=blocks[0])
+        wrap(model.embed, tied + embed + ends, freed=embed, prefetch=blocks[0])
     for i, block in enumerate(model.blocks.values()):
-        previous = blocks[i - 1] if i > 0 else []
+        earlier = blocks[i - 1] if i > 0 else []
         if i + 1 < len(blocks):
-            wrap(block, blocks[i], freed=blocks[i], previous=previous, following=blocks[i + 1])
+            wrap(block, blocks[i], freed=blocks[i], prefetch=blocks[i + 1],
+                 prefetch_in_backward=earlier)
         else:
-            wrap(block, blocks[i], freed=[], kept=blocks[i], previous=previous)
+            wrap(block, blocks[i], freed=[], kept=blocks[i], prefetch_in_backward=earlier)
     if model.head is not None:
         wrap(model.head, tied + head + ends, freed=tied + head, kept=ends)
 
@@ -1292,8 +1303,8 @@ class ContextParallelAttention(CoreAttention):
         return super().forward(q, k, v, dropout_seed, mask)
 
     def attend(self, q, k, v, mask):
-        """A piece of q attends to the keys before its end. With all keys, and a mask, there would
-        be about twice the products."""
+        """A piece of q is the last n of the keys up to its end, to which it attends causally. With
+        all keys, and a mask, there would be about twice the products."""
         outputs = []
         p = self.p if self.training else 0.0
         rank, cp = self.grid.cp_rank, self.grid.cp
@@ -1320,30 +1331,20 @@ class ContextParallelAttention(CoreAttention):
 
 
 def run_on_their_ranks(experts: nn.Module, grid: Grid, x: torch.Tensor, counts: torch.Tensor):
-    """The `run` of a moe.Experts of which this rank has E / ep. x (n, C) are this rank's tokens,
-    sorted by the expert that they chose, and counts (E,) says how many rows each has. Returns what
-    the experts compute for these rows, (n, C)."""
-    group, one_each = grid.groups["ep"], [1] * grid.ep
-    leaving = counts.view(grid.ep, -1)                                          # (to, E / ep)
-    arriving = all_to_all(leaving, one_each, one_each, group).wait()            # (from, E / ep)
-    leaving, arriving = torch.stack([leaving, arriving]).cpu()
+    """The `run` of experts of which this rank has E / ep. x (n, C) are this rank's tokens, each K
+    times, sorted by the expert that they chose, and counts (E,) says how many rows each expert has.
+    Returns what the experts compute for these rows, (n, C)."""
+    group, ep = grid.groups["ep"], grid.ep
+    leaving = counts.view(ep, -1)                                               # (to, E / ep)
+    arriving = all_to_all(leaving, [1] * ep, [1] * ep, group).wait()            # (from, E / ep)
+    leaving, arriving = torch.stack([leaving, arriving]).cpu()      # one copy to the host
     sent, received = leaving.sum(1).tolist(), arriving.sum(1).tolist()
     rows = exchange_rows(x, sent, received, group)
-    return exchange_rows(run_blocks(experts, rows, arriving), received, sent, group)
+    y = experts.run_blocks(rows, arriving)          # of each rank a block of rows
+    return exchange_rows(y, received, sent, group)
 
 
 def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group) -> torch.Tensor:
     """An all-to-all of rows. Backward sends the gradients of the rows back."""
     return WithGradient.apply(x, lambda x: all_to_all(x, sent, received, group).wait(),
                               lambda dy: all_to_all(dy, received, sent, group).wait())
-
-
-def run_blocks(experts: nn.Module, rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """What the experts compute for rows (n, C) that are in blocks, each sorted by expert. blocks
-    (number, E / ep), on the host, says how many rows of each expert a block has."""
-    # Sort them by expert alone, so that an expert multiplies all its rows at once.
-    expert = torch.arange(blocks.shape[1]).repeat(len(blocks)).repeat_interleave(blocks.flatten())
-    order = expert.to(rows.device).argsort(stable=True)
-    back = order.argsort()
-    y = experts.mlp(experts.permute(rows, order, back), blocks.sum(0).to(rows.device))
-    return experts.permute(y, back, order)

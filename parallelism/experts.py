@@ -38,7 +38,7 @@ from model import GPT
 from models.moe import Experts, Router
 from parallel import (TensorParallel, WithGradient, all_reduce, all_to_all, cut_positions,
                       cut_sequence, exchange_rows, f, g, gather_positions, replace_modules,
-                      run_blocks, run_on_their_ranks)
+                      run_on_their_ranks)
 from parallelism.collectives import sum_dtype
 from parallelism.kernels import expert_linear
 
@@ -241,12 +241,23 @@ class ParallelExperts(Experts):
         gather = partial(gather_rows, lengths=lengths, group=grid.groups["tp"])
         add = partial(sum_rows, lengths=lengths, count=len(rows), group=grid.groups["tp"])
         rows = WithGradient.apply(rows, gather, add)                    # as f
-        y = run_blocks(self, rows, arriving.flatten(0, 1))
+        y = self.run_blocks(rows, arriving.flatten(0, 1))
         y = WithGradient.apply(y, add, gather)                          # as g
         y = exchange_rows(y, from_ranks, to_ranks, grid.groups["ep"])
         # The rows of other tp ranks are zero here: g adds them.
         places = torch.arange(grid.tp_rank, len(x), grid.tp, device=x.device)
         return torch.zeros_like(x).index_copy(0, places, y)
+
+    def run_blocks(self, rows, blocks):
+        """What the experts compute for rows (n, C) that are in blocks, each sorted by expert.
+        blocks (number, E / ep), on the host, says how many rows of each expert a block has."""
+        # Sort them by expert alone, so that an expert multiplies all its rows at once.
+        expert = torch.arange(blocks.shape[1]).repeat(len(blocks))
+        expert = expert.repeat_interleave(blocks.flatten())         # of each row
+        order = expert.to(rows.device).argsort(stable=True)
+        back = order.argsort()                                      # the inverse permutation
+        y = self.mlp(self.permute(rows, order, back), blocks.sum(0).to(rows.device))
+        return self.permute(y, back, order)
 
     def sizes(self, counts):
         """counts (E,) of this rank's rows -> (tp, ep, ep, E / ep), on the host: [tp rank, from, to,

@@ -8,8 +8,8 @@ A parameter is cut twice:
     piece | piece | piece | piece  ZeRO: a part is flattened, then cut where the shards of its
                                    bucket end
 
-Each number of the model has one owner (parallel.is_owner). A file has the pieces joined again. For a
-folder each rank cuts its own into chunks of the full tensor (base/checkpoint_folder.py).
+Each number of the model has one owner (parallel.is_owner). A file has the pieces joined again. For
+a folder each rank cuts its own into chunks of the full tensor (base/checkpoint_folder.py).
 """
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -8,10 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 import parallel
 from base import processes
-from tests.harness import CFG, assert_close, on_ranks, random_gpt, relative, tokens_of
+from parallelism.parameters import TIED
+from tests.harness import (CFG, assert_close, gridded, on_ranks, random_gpt, random_tensor, relative,
+                           tokens_of)
 
 
 def sgd(gpt):
@@ -26,7 +30,50 @@ def by_replicas(gpt, tokens, targets):
     return dict(gpt.named_parameters())
 
 
-EXAMPLES = dict(plain_replica_step=by_replicas)
+def by_stages(gpt, tokens, targets):
+    batch = list(zip(tokens.split(1), targets.split(1)))
+    with gridded(dist.get_rank(), dist.get_world_size(), tp=1, pp=2) as grid:
+        parallel.keep_stage(gpt, grid)
+        optimizer = sgd(gpt)
+        for schedule in (parallel.gpipe, parallel.one_f_one_b, parallel.one_f_one_b):
+            optimizer.zero_grad()
+            parallel.plain_pipeline(gpt, batch, schedule(grid.stage, 2, len(batch)), grid)
+            (tied,) = [p for name, p in gpt.named_parameters() if name in (*TIED, *TIED.values())]
+            dist.all_reduce(tied.grad)              # embedding and head have a term each
+            for parameter in gpt.parameters():
+                parameter.grad /= targets.numel()   # of the sum -> of the mean
+            optimizer.step()
+        return {TIED.get(name, name): p for name, p in gpt.named_parameters()}
+
+
+def by_gathers(gpt, tokens, targets):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    shards, shapes = [], {}
+    for name, parameter in gpt.named_parameters():
+        flat = F.pad(parameter.detach().flatten(), (0, -parameter.numel() % ranks))
+        shards.append(flat.chunk(ranks)[rank].clone().requires_grad_())
+        shapes[name] = parameter.shape
+    gpt.to("meta")
+    gpt.head.weight = gpt.embed.token.weight        # `to` has made two of it
+    optimizer = torch.optim.SGD(shards, lr=1.0)
+    with gridded(rank, ranks, tp=1, pp=1) as grid:
+        group = grid.groups["replicas"]
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = parallel.plain_zero3_forward(gpt, shards, group, tokens.chunk(ranks)[rank],
+                                                targets.chunk(ranks)[rank])
+            (loss / targets.numel()).backward()
+            optimizer.step()
+        found = {}
+        for shard, (name, shape) in zip(shards, shapes.items()):
+            whole = [torch.empty_like(shard) for _ in range(ranks)]
+            dist.all_gather(whole, shard.detach())
+            found[name] = torch.cat(whole)[:shape.numel()].view(shape)
+        return found
+
+
+EXAMPLES = dict(plain_replica_step=by_replicas, plain_pipeline=by_stages,
+                plain_zero3_forward=by_gathers)
 
 
 def train_whole(gpt, tokens, targets):
@@ -52,3 +99,22 @@ def test_short_examples_train_as_one_process(rank, world=2, *, example):
     assert_close({name: (x, expected[name]) for name, x in found.items()}, 1e-12)
     names = processes.all_gather_object(list(found))
     assert set().union(*names) == set(expected)         # together the ranks have all
+
+
+@on_ranks
+def test_plain_mlp_is_the_mlp_of_the_whole_matrices(rank, world=2):
+    """Its output, and the gradients of x and of this rank's columns and rows, to 1e-12 in fp64."""
+    x, dy = random_tensor(2, 16, 32, seed=1), random_tensor(2, 16, 32, seed=2)
+    A, B = random_tensor(32, 128, seed=3), random_tensor(128, 32, seed=4)
+    for tensor in (x, A, B):
+        tensor.requires_grad_()
+    y = F.gelu(x @ A) @ B
+    dx, dA, dB = torch.autograd.grad(y, (x, A, B), dy)
+    parts = A.chunk(world, 1)[rank].detach(), B.chunk(world, 0)[rank].detach()
+    with gridded(rank, world, tp=world, pp=1) as grid:
+        inputs = x, *(part.clone().requires_grad_() for part in parts)
+        ours = parallel.plain_mlp(*inputs, grid.groups["tp"])
+        gradients = torch.autograd.grad(ours, inputs, dy)
+    expected = dx, dA.chunk(world, 1)[rank], dB.chunk(world, 0)[rank]
+    pairs = dict(zip(("dx", "dA", "dB"), zip(gradients, expected)))
+    assert_close(pairs | dict(y=(ours, y)), 1e-12)
