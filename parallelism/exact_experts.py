@@ -9,9 +9,8 @@
 
 The rows of an expert's product are the tokens of one microbatch that chose the expert, in their
 order. With --ep a rank computes the tokens of each rank by themselves. So products have the same
-shapes as without --ep. Each tp rank sends all rows, not a tp-th as in experts.py. The rows of a
-router's product are all tokens of a microbatch, with sequence parallelism too. A router compares
-numbers that have the same bits, and so chooses the same experts.
+shapes as without --ep. The rows of a router's product are all tokens of a microbatch, with sequence
+parallelism too. A router compares numbers that have the same bits, and so chooses the same experts.
 """
 from functools import partial
 
@@ -19,7 +18,7 @@ import torch
 import torch.nn as nn
 
 from models.moe import Experts, Router
-from parallel import WithGradient, cut_positions, exchange_rows
+from parallel import WithGradient, cut_positions
 from parallelism.exact_strips import all_positions, copy_matrix, copy_to_strips, sum_of_strips
 from parallelism.experts import ExpertColumns, ExpertRows, ParallelExperts, ParallelRouter
 from parallelism.kernels import linear, matmul
@@ -116,18 +115,11 @@ class StripOfExperts(ParallelExperts):
     def forward(self, x, weights, chosen):
         return Experts.forward(self, x, weights, chosen)
 
-    def run(self, x, counts):
-        grid = self.grid
-        if grid.ep == 1:
-            return self.mlp(x, counts)
-        counts = self.all_counts(counts).unflatten(1, (grid.ep, -1))    # (from, to, E / ep)
-        sent = counts[grid.ep_rank].sum(1).tolist()
-        arriving = counts[:, grid.ep_rank]                              # (ep, E / ep)
-        received = arriving.sum(1).tolist()
-        rows = exchange_rows(x, sent, received, grid.groups["ep"])
-        ys = [self.mlp(rows_of_rank, counts_of_rank)
-              for rows_of_rank, counts_of_rank in zip(rows.split(received), arriving)]
-        return exchange_rows(torch.cat(ys), received, sent, grid.groups["ep"])
+    def run_blocks(self, rows, blocks):
+        """The rows of each rank by themselves, as without --ep."""
+        ys = [self.mlp(rows_of_rank, counts)
+              for rows_of_rank, counts in zip(rows.split(blocks.sum(1).tolist()), blocks)]
+        return torch.cat(ys)
 
 
 EXACT_EXPERT_PLAN = {       # instead of those of experts.expert_parallel

@@ -19,8 +19,6 @@ What differs from models/moe.py and section 6:
       gradients of their losses              pipeline
     only counts of tokens are summed over    the balancing loss of whole    ParallelRouter.share
       cp, and with sequence parallelism tp   sequences sends B E integers
-    each tp rank sends a tp-th of the        all-to-all / tp; the tp ranks  ParallelExperts.run
-      rows. Those that arrive are gathered   share a machine
     the router's parameters are in the       16 bits do not choose other    Bucket.is_wide
       type of the masters                    experts
     a router's bias moves by the sign of     no state, and no message of    count_in,
@@ -36,9 +34,8 @@ import torch.nn as nn
 
 from model import GPT
 from models.moe import Experts, Router
-from parallel import (TensorParallel, WithGradient, all_reduce, all_to_all, cut_positions,
-                      cut_sequence, exchange_rows, f, g, gather_positions, replace_modules,
-                      run_on_their_ranks)
+from parallel import (TensorParallel, all_reduce, cut_positions, cut_sequence, f, g,
+                      gather_positions, replace_modules, run_on_their_ranks)
 from parallelism.collectives import sum_dtype
 from parallelism.kernels import expert_linear
 
@@ -181,28 +178,6 @@ class _Permute(torch.autograd.Function):
         return dy[inverse], None, None
 
 
-def gather_rows(x: torch.Tensor, lengths: list[int], group) -> torch.Tensor:
-    """The rows of all ranks, in the order of the ranks. `lengths`: how many each has."""
-    sent = [len(x)] * len(lengths)
-    return all_to_all(x.repeat(len(lengths), 1), sent, lengths, group).wait()
-
-
-def sum_rows(x: torch.Tensor, lengths: list[int], count: int, group) -> torch.Tensor:
-    """The reverse of `gather_rows`: the sum of all ranks' x, at the rows that it took from this
-    rank."""
-    terms = all_to_all(x, lengths, [count] * len(lengths), group).wait()
-    return terms.unflatten(0, (len(lengths), count)).sum(0)
-
-
-def counts_of_part(counts: torch.Tensor, part: int, parts: int) -> torch.Tensor:
-    """counts (..., E) of rows that are sorted by expert -> how many of each expert are among rows
-    part, part + parts, part + 2 parts ..."""
-    # Among the first n rows are ceil((n - part) / parts) such.
-    ends = counts.cumsum(-1)
-    starts = ends - counts
-    return (ends - part + parts - 1) // parts - (starts - part + parts - 1) // parts
-
-
 class ParallelExperts(Experts):
     """This rank's part of the experts: E / ep of them, and of each its F / tp hidden channels."""
 
@@ -225,28 +200,9 @@ class ParallelExperts(Experts):
 
     def run(self, x, counts):
         """x (n, C), sorted by expert, the same on all tp ranks -> this rank's term of the sum."""
-        grid = self.grid
-        if grid.ep == 1:
+        if self.grid.ep == 1:
             return super().run(x, counts)
-        if grid.tp == 1:
-            return run_on_their_ranks(self, grid, x, counts)
-        part = x[grid.tp_rank::grid.tp]                     # a tp-th of the rows
-        sizes = self.sizes(counts)                          # (tp rank, from, to, expert)
-        to_ranks = sizes[grid.tp_rank, grid.ep_rank].sum(1).tolist()
-        arriving = sizes[:, :, grid.ep_rank]                # (tp rank, from, expert)
-        from_ranks = arriving[grid.tp_rank].sum(1).tolist()
-        lengths = arriving.sum((1, 2)).tolist()             # of what each tp rank receives
-
-        rows = exchange_rows(part, to_ranks, from_ranks, grid.groups["ep"])
-        gather = partial(gather_rows, lengths=lengths, group=grid.groups["tp"])
-        add = partial(sum_rows, lengths=lengths, count=len(rows), group=grid.groups["tp"])
-        rows = WithGradient.apply(rows, gather, add)                    # as f
-        y = self.run_blocks(rows, arriving.flatten(0, 1))
-        y = WithGradient.apply(y, add, gather)                          # as g
-        y = exchange_rows(y, from_ranks, to_ranks, grid.groups["ep"])
-        # The rows of other tp ranks are zero here: g adds them.
-        places = torch.arange(grid.tp_rank, len(x), grid.tp, device=x.device)
-        return torch.zeros_like(x).index_copy(0, places, y)
+        return run_on_their_ranks(self, self.grid, x, counts)
 
     def run_blocks(self, rows, blocks):
         """What the experts compute for rows (n, C) that are in blocks, each sorted by expert.
@@ -258,19 +214,6 @@ class ParallelExperts(Experts):
         back = order.argsort()                                      # the inverse permutation
         y = self.mlp(self.permute(rows, order, back), blocks.sum(0).to(rows.device))
         return self.permute(y, back, order)
-
-    def sizes(self, counts):
-        """counts (E,) of this rank's rows -> (tp, ep, ep, E / ep), on the host: [tp rank, from, to,
-        expert] is how many rows this tp rank of replica `from` has for an expert of `to`."""
-        grid = self.grid
-        counts = self.all_counts(counts)
-        parts = [counts_of_part(counts, part, grid.tp) for part in range(grid.tp)]
-        return torch.stack(parts).unflatten(2, (grid.ep, -1))
-
-    def all_counts(self, counts):
-        """The counts (E,) of each rank of the ep group, (ep, E), on the host."""
-        ep, group = self.grid.ep, self.grid.groups["ep"]
-        return all_to_all(counts.repeat(ep, 1), [1] * ep, [1] * ep, group).wait().cpu()
 
 
 def expert_parallel(model: GPT, grid) -> None:

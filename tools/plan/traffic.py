@@ -59,10 +59,8 @@ def traffic_bytes(stage: Stage) -> dict:
         counts = forwards(stage) * config.micro_batch * stage.cfg.n_expert * INTEGER
         tp += tensor_parallel_bytes_of_experts(stage)
     if grid.ep > 1:
-        # tp ranks also need what other ranks tell each other.
-        readers = grid.ep if grid.tp > 1 else 1
         ep = ring(grid.ep, expert_row_bytes(stage)
-                  + forwards(stage) * readers * stage.cfg.n_expert * INTEGER)
+                  + forwards(stage) * stage.cfg.n_expert * INTEGER)
     embedding = 0
     if grid.pp > 1 and stage.buckets[0][0].name == "tied":
         embedding = config.master_size * stage.buckets[0][0].numel
@@ -99,13 +97,12 @@ def expert_row_bytes(stage: Stage) -> float:
     """Bytes of the rows that go to experts and come back in a step, if all are used alike."""
     trips = 2 * (forwards(stage) + stage.microbatches * stage.layers)
     rows = trips * stage.cfg.n_active * stage.positions
-    return rows * stage.cfg.n_embd * stage.config.size / stage.grid.tp
+    return rows * stage.cfg.n_embd * stage.config.size
 
 
 def tensor_parallel_bytes_of_experts(stage: Stage) -> float:
     """What a mixture adds to `tensor_parallel_bytes`:
 
-        rows        with --ep the tp ranks gather those that arrive, and sum those that go back
         choice      an all-reduce of (B, T / cp, K) integers. Sequence parallelism: a gather, and
                     an all-reduce of how many tokens chose each expert, (B, E) integers
         weights     the sum of their gradients, (B, T / cp, K). Sequence parallelism also gathers
@@ -118,7 +115,7 @@ def tensor_parallel_bytes_of_experts(stage: Stage) -> float:
     again = forwards(stage)                     # with those of recomputation
     numbers = stage.positions * cfg.n_active
     x = stage.x * config.size
-    total = ring(grid.tp, grid.tp * expert_row_bytes(stage)) if grid.ep > 1 else 0
+    total = 0
     if grid.sequence_parallel:
         total += again * ring(grid.tp, numbers * (INTEGER + config.size))
         total += once * ring(grid.tp, numbers * config.size)
