@@ -23,7 +23,7 @@ There is no parallelism here. Four conventions let other files cut the model int
     1. Head counts come from tensor shapes, never from the config.
     2. Each end of the model, `embed` and `head`, may be None.
     3. The head owns the projection to the vocabulary and the loss.
-    4. A block is named by its number in the whole model.
+    4. Names of modules are an API ("attn.qkv", "embed.token"); a block's is its number in the model.
 """
 import hashlib
 import math
@@ -82,8 +82,8 @@ class GPTConfig:
 
 
 class Dropout(nn.Module):
-    """F.dropout of x (B, ...) in training mode. The mask of row i is a function of
-    (dropout_seed + i, name), whatever other rows are beside it."""
+    """F.dropout of x (B, ...) in training mode. The mask of row i is a function of (dropout_seed + i,
+    name) alone. No other module of a block may draw: recomputation restores no generator."""
 
     def __init__(self, p: float, *name):
         super().__init__()
@@ -120,7 +120,7 @@ class Embed(nn.Module):
 
 
 class CoreAttention(Dropout):
-    """q, k and v (B, H, T, D) -> (B, H, T, D). In its plain form:
+    """q, k and v (B, H, T, D) -> (B, H, T, D):
 
         scores = q @ k.mT / sqrt(D)                     # (B, H, T, T): a row for each q
         scores = scores.masked_fill(future, -inf)       # each q attends to itself and before

@@ -55,7 +55,7 @@ class Config:
     beta2: float = flag(0.95, "AdamW beta2: the same of their squares", low=0, below=1)
     clip: float = flag(1.0, "maximum global gradient norm; 0: no clipping", low=0)
     seed: int = flag(1337, "random seed of initial weights, data order and dropout", low=0)
-    plain: bool = flag(False, "train by the plain forms alone, in one process: the program to read",
+    plain: bool = flag(False, "train by the plain program, in one process: the program to read",
                        group="layout")
     tp: int = flag(1, "tensor-parallel ranks", low=1)
     pp: int = flag(1, "pipeline stages", low=1)

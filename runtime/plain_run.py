@@ -47,7 +47,7 @@ def check_flags(given: dict, world: int) -> None:
 def begin(given: dict, stack: ExitStack) -> tuple[Config, GPTConfig, "OutputFolder"]:
     """The config and the model of a run with the flags `given`, and its folder, which `stack`
     unlocks. A value comes from the command line, else from the newest undamaged checkpoint in
-    --out, else from the default. Raises RunError if the plain forms cannot train it."""
+    --out, else from the default. Raises RunError if the plain program cannot train it."""
     start = find_start(Path(given.get("out", Config.out)))
     config, model_config = all_ranks(lambda: checks.validate(
         given, start.state, world=1, device_type="cpu", file=start.path))
