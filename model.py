@@ -23,7 +23,7 @@ There is no parallelism here. Four conventions let other files cut the model int
     1. Head counts come from tensor shapes, never from the config.
     2. Each end of the model, `embed` and `head`, may be None.
     3. The head owns the projection to the vocabulary and the loss.
-    4. Names of modules are an API ("attn.qkv", "embed.token"); a block's is its number in the model.
+    4. Names of modules are an API: "attn.qkv", "embed.token", a block's number in the whole model.
 """
 import hashlib
 import math
@@ -82,8 +82,8 @@ class GPTConfig:
 
 
 class Dropout(nn.Module):
-    """F.dropout of x (B, ...) in training mode. The mask of row i is a function of (dropout_seed + i,
-    name) alone. No other module of a block may draw: recomputation restores no generator."""
+    """F.dropout of x (B, ...) in training mode. The mask of row i is a function of dropout_seed + i
+    and the name. Nothing else in a block may draw: recomputation restores no generator."""
 
     def __init__(self, p: float, *name):
         super().__init__()
