@@ -23,6 +23,8 @@ import torch
 
 from base.disk import first_cause, remove, retry_transient
 from base.errors import first_line, warn
+from model import OF_VOCABULARY, GPTConfig
+from models import make_config
 
 FACTS = "facts.pt"          # in a folder: its entries other than tensors, and CRCs
 # A folder has no suffix. One with ".old" is about to be replaced (disk.rename_folder).
@@ -133,6 +135,29 @@ def verify_zip(path: Path) -> None:
         for entry in archive.infolist():
             if entry.external_attr != 0:        # a directory's bit: torch.load would not read it
                 raise ValueError(f"the attributes of {entry.filename} are not 0")
+
+
+def check_entries(state: dict, keys: set, optional: Container, kinds: Container) -> None:
+    """Raise ValueError if the `keys` of a checkpoint, or the names and shapes of its tensors of each
+    of the `kinds`, are not those of its model. A file of weights alone has no moments."""
+    difference = (set(state) - set(optional)) ^ keys
+    if difference:
+        raise ValueError(f"its keys differ: {sorted(difference)}")
+    shapes = parameter_shapes(make_config(**state["model"]))
+    for key in kinds:
+        tensors = getattr(state[key], "like", state[key])       # those of a folder are not read
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if found != shapes and (key == "parameters" or state["exp_avg"] or state["exp_avg_sq"]):
+            raise ValueError(f"its {key} are not those of its model")
+
+
+def parameter_shapes(model_config: GPTConfig) -> dict[str, tuple]:
+    """{global name: shape} of the full parameters, without the padding of the vocabulary."""
+    with torch.device("meta"):
+        model = model_config.build()
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return shapes | {name: (model_config.vocab_size, *shapes[name][1:]) for name in OF_VOCABULARY
+                     if name in shapes}
 
 
 # ---- The files of a directory ----------------------------------------------------------------

@@ -4,21 +4,18 @@
 
 (Chowdhery et al. 2022, "PaLM", appendix B.)
 """
+import math
 import re
 from dataclasses import replace
 from functools import cache
 
-import torch
-
-from model import OF_VOCABULARY, GPTConfig
+from base.checkpoint_files import parameter_shapes
+from model import GPTConfig
 
 
 def parameters(cfg: GPTConfig) -> dict[str, int]:
     """{name: numbers} of the full parameters of a model, without padding."""
-    with torch.device("meta"):
-        model = cfg.build()
-    return {name: (p[:cfg.vocab_size] if name in OF_VOCABULARY else p).numel()
-            for name, p in model.named_parameters()}
+    return {name: math.prod(shape) for name, shape in parameter_shapes(cfg).items()}
 
 
 @cache

@@ -26,7 +26,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -40,7 +39,7 @@ from base.checkpoint_files import LATEST, list_checkpoints, step_file
 from base.flops import parameter_count
 from base.processes import RunError
 from runtime import directory, folder_writer, run_state
-from runtime.checkpoint_writer import Streamed, copy_pieces
+from runtime.checkpoint_writer import Streamed
 from tests.commands import TINY, kinds, read_metrics
 from tests.harness import (CFG, Memory, after_backward, assert_same_state, gridded, names_in,
                            no_file_above, nothing, on_ranks, poison, run_steps, saved, settings,
@@ -275,7 +274,7 @@ def test_a_disk_that_the_ranks_do_not_share_is_told(rank, world=2, *, tmp_path):
 def streamed(state):
     """The state as a run saves it: each tensor exists while it is written."""
     def stand_in(tensor):
-        return Streamed(tensor.shape, tensor.dtype, SimpleNamespace(read=lambda: tensor))
+        return Streamed(tensor.shape, tensor.dtype, itertools.repeat(tensor))
     return tree_map_only(torch.Tensor, stand_in, state)
 
 
@@ -357,7 +356,8 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4,
     config = settings(tmp_path, pp=2, micro_batch=1, zero=1)
     with gridded(rank, world, 1, config.pp) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
-        own = sum(x.nbytes for x in copy_pieces(run.flat, checkpoint.STATE.values(), 60))
+        own = sum(x.nbytes for x in checkpoint.copy_pieces(run.writer.owned_slices(),
+                                                           checkpoint.STATE.values(), 60))
         allowed = own
         if rank == 0:       # its part of the largest tensor, the first, then leaves the copies
             largest = 4 * cfg.padded_vocab * cfg.n_embd
