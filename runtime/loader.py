@@ -53,13 +53,11 @@ class Loader:
         own_windows = window_ids.reshape(-1, grid.dp, self.config.micro_batch)[:, grid.dp_rank]
         microbatches = []
         for m, ids in enumerate(own_windows):
-            inputs, targets, positions = None, None, None
+            inputs = targets = positions = None
             if reads_rows:
-                inputs, targets, positions = as_tensors(dataset.rows(ids))
+                inputs, targets, positions = (to_device(x, self.device) for x in dataset.rows(ids))
                 inputs = cut_sequence(inputs, grid.cp_rank, grid.cp)
                 targets = cut_sequence(targets, grid.cp_rank, grid.cp)
-                inputs, targets, positions = (to_device(x, self.device)
-                                              for x in (inputs, targets, positions))
             microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))
         return microbatches
 
@@ -81,15 +79,11 @@ class Loader:
         return derive_seed(*key) + first_row
 
 
-def as_tensors(rows: tuple) -> list:
-    """Arrays to tensors. None stays None."""
-    return [None if x is None else torch.from_numpy(x) for x in rows]
-
-
-def to_device(x: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """Copy a CPU tensor to the device; a GPU's copy runs beside its other work."""
-    if x is None:
+def to_device(array: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
+    """Copy an array to the device; a GPU's copy runs beside its other work. None stays None."""
+    if array is None:
         return None
+    x = torch.from_numpy(array)
     if device.type == "cuda":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)

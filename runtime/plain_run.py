@@ -15,10 +15,11 @@ from base.options import SHAPE, Config
 from base.processes import all_ranks, print_rank0
 from data import TokenDataset
 from model import GPT, GPTConfig
-from runtime import checks, console, run_state
+from runtime import checks, run_state
+from runtime.console import report_begin, report_end
 from runtime.directory import Metrics, Start, find_start, lock_output_dir
 from runtime.divergence import DivergenceMonitor
-from runtime.evaluation import describe_data
+from runtime.run_log import RunLog
 
 # The flags that --plain takes. A run that it continues may have had others. They are ignored.
 FLAGS = {"plain", "data", "out", "model", *SHAPE, "batch_size", "steps", "epochs", "lr",
@@ -80,38 +81,30 @@ def begin(given: dict, stack: ExitStack) -> tuple[Config, GPTConfig, "OutputFold
     stack.enter_context(lock_output_dir(Path(config.out), start.found))
     facts = run_state.make_facts(config, model_config, train_data, start.run,
                                  make_scaler(config.dtype), DivergenceMonitor())    # a new one
-    out = OutputFolder(config, start, facts, val_data)
+    out = OutputFolder(config, start, facts)
     if out.step < config.steps:
-        out.report_begin(model_config)
+        out.report_begin(model_config, val_data)
     return config, model_config, out
 
 
 class OutputFolder:
     """The folder --out of a plain run, with its checkpoints and metrics.jsonl."""
 
-    def __init__(self, config: Config, start: Start, facts: dict, val_data: TokenDataset):
-        self.config, self.start, self.val_data = config, start, val_data
+    def __init__(self, config: Config, start: Start, facts: dict):
+        self.config, self.start = config, start
         self.facts = facts              # what all checkpoints hold besides tensors
+        self.seq_len = facts["model"]["seq_len"]
         self.step = start.step          # the last one that is finished
-        self.metrics = None             # unless the run has steps to make
+        self.run_log = None             # unless the run has steps to make
 
-    def report_begin(self, model_config: GPTConfig) -> None:
+    def report_begin(self, model_config: GPTConfig, val_data: TokenDataset) -> None:
         """Open metrics.jsonl. Tell how the run begins."""
-        config, start = self.config, self.start
-        self.metrics = all_ranks(lambda: Metrics(Path(config.out)))
+        config = self.config
+        metrics = all_ranks(lambda: Metrics(Path(config.out)))
+        self.run_log = RunLog(metrics, config, val_data, model_config, torch.device("cpu"), world=1)
         print_rank0(f"model    {parameter_count(model_config):,} parameters, {config.dtype}; "
                     f"{config.data} -> {config.out}")
-        event = dict(event="start")
-        if start.state is not None:
-            for damaged in start.events:
-                self.metrics.write(**damaged, step=self.step)
-            changed = console.changed_flags(config, start.state)
-            event = dict(event="resume", path=str(start.path), changed=changed)
-            print_rank0(", ".join([f"resume   {start.path}, after step {self.step}",
-                                   *console.describe(changed)]))
-        self.metrics.write(**event, step=self.step, config=dataclasses.asdict(config),
-                           data=describe_data(self.val_data, config),
-                           environment=console.environment([socket.gethostname()]))
+        report_begin(self.run_log, self.start, self.facts["data"], [socket.gethostname()])
 
     def load(self, model: GPT, optimizer: torch.optim.AdamW) -> None:
         """Fill both from the newest whole checkpoint, if there is one."""
@@ -121,34 +114,31 @@ class OutputFolder:
     def log(self, step: int, loss: float, norm: float, lr: float, seconds: float,
             val_loss: float | None) -> None:
         """Write and print a step that took `seconds`. `val_loss`: None without an evaluation."""
-        config, seq_len = self.config, self.val_data.seq_len
+        config = self.config
         self.step = step
-        speed = config.batch_size * seq_len / seconds
-        row = dict(step=step, tokens=step * config.batch_size * seq_len, loss=loss, grad_norm=norm,
-                   lr=lr, loss_scale=1.0, tokens_per_second=speed)
+        tokens = config.batch_size * self.seq_len
+        row = dict(step=step, tokens=step * tokens, loss=loss, grad_norm=norm, lr=lr,
+                   loss_scale=1.0, tokens_per_second=tokens / seconds)
         if step == 1 or config.is_nth_or_last(step, config.log_every or 10):
             print_rank0(f"step {step}/{config.steps}  loss {loss:.4f}  lr {lr:.2e}  "
-                        f"norm {norm:.3f}  {speed:,.0f} tok/s")
+                        f"norm {norm:.3f}  {tokens / seconds:,.0f} tok/s")
         if val_loss is not None:
             row["val_loss"] = val_loss
             print_rank0(f"step {step}/{config.steps}  validation {val_loss:.4f}")
-        self.metrics.write(**row)
+        self.run_log.metrics.write(**row)
 
     def save(self, model: GPT, optimizer: torch.optim.AdamW) -> None:
         """Write a checkpoint of the last finished step."""
         consumed = self.step * self.config.batch_size
-        facts = self.facts | dict(step=self.step, tokens=consumed * self.val_data.seq_len,
+        facts = self.facts | dict(step=self.step, tokens=consumed * self.seq_len,
                                   consumed_samples=consumed)
         checkpoint.plain_save(model, optimizer, facts, Path(self.config.out), self.config.keep)
 
     def report_end(self) -> None:
         """Tell how the run has ended: before it began, by a signal, or after its last step."""
         config = self.config
-        if self.metrics is None:
+        if self.run_log is None:
             print_rank0(f"{self.start.path} is step {self.step} of {config.steps}: raise --steps")
-        elif self.step < config.steps:
-            self.metrics.write(event="stop", step=self.step)
-            print_rank0(f"stopped and saved after step {self.step}; run the same command to go on")
-        else:
-            self.metrics.write(event="end", step=self.step)
-            print_rank0(f"Now sample from it:\npython sample.py --ckpt {config.out}/latest.pt")
+        else:       # its checkpoints are files, also where the run that it continues had folders
+            report_end(self.run_log, self.step,
+                       dataclasses.replace(config, checkpoint_format="file"), self.facts)

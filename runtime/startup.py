@@ -21,7 +21,7 @@ from data import TokenDataset
 from model import GPTConfig
 from parallel import Grid
 from parallelism.build import make_groups
-from runtime import checks, console, dashboards, plain_run, run_state
+from runtime import checks, console, dashboards, evaluation, plain_run, run_state
 from runtime.directory import (Metrics, Start, find_start, last_line, lock_output_dir,
                                start_branch)
 from runtime.run_log import RunLog
@@ -59,9 +59,10 @@ def launch(make_run: Callable, learning_rate: Callable, given: dict, device: tor
     run = make_run(config, model_config, grid, device, train_data, val_data, begin.state)
     try:
         if config.eval_only:
-            console.print_evaluation(run, begin)
-        elif has_ended(run):
-            console.print_finished(run, begin)
+            row = evaluation.evaluate(run.model, val_data, run.loader, run.stop)
+            console.print_evaluation(row, begin, config, model_config, val_data)
+        elif has_ended(begin.step, config):
+            console.print_finished(begin, config, train_data.mixture.phases)
         else:
             begin_training(run, begin, learning_rate, stack)
             run.train()
@@ -175,17 +176,23 @@ def begin_training(run, begin: Start, learning_rate: Callable, stack: ExitStack)
         metrics.dashboards = {name: dashboards.KINDS[name]() for name in config.log.split(",")}
         metrics.send(lambda dashboard: dashboard.open(Path(config.out), begin.run["id"], run.step))
         stack.callback(metrics.send, lambda dashboard: dashboard.close())
-    console.print_summary(run)
-    console.report_begin(run, begin, learning_rate)
+    console.print_summary(config, run.model_config, run.flat, run.device, run.batches,
+                          config.steps - begin.step)
+    note, fields = "", {}
+    if begin.kind in ("continue", "resume"):
+        factor = run.divergence.lr_factor
+        note = console.note_of_rate(begin, config, factor, learning_rate)
+        fields = dict(given=begin.given, lr_factor=factor)
+    console.report_begin(run.log, begin, run.train_data.mixture.phases, run.grid.hosts, note,
+                         **fields)
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
 
 
-def has_ended(run) -> bool:
-    """Whether a run has made all steps, and reported its end. If it has not, a crash came after the
-    last save. Every rank calls it."""
-    done = run.step - 1
-    if done != run.config.steps:
-        return done > run.config.steps
-    line = on_rank0(lambda: last_line(Path(run.config.out)))
+def has_ended(step: int, config: Config) -> bool:
+    """Whether a run has made all steps, of which `step` is the last one in its checkpoint, and
+    reported its end. If it has not, a crash came after the last save. Every rank calls it."""
+    if step != config.steps:
+        return step > config.steps
+    line = on_rank0(lambda: last_line(Path(config.out)))
     return not line or line.get("event") == "end"
