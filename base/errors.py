@@ -27,13 +27,20 @@ class WriteFailed(RunError, OSError):
     """A file could not be written. The error of the system, if there is one, is in the message."""
 
 
-def print_error(message) -> None:
+def refuse(rules: list[tuple]) -> None:
+    """Raise a ValueError that names all problems of these rules (is it a problem?, which one)."""
+    text = "; ".join(problem for is_problem, problem in rules if is_problem)
+    if text:
+        raise ValueError(text)
+
+
+def print_error(message, program: str = "train.py") -> None:
     with suppress(OSError):                 # a closed pipe does not stop the run
-        print(f"train.py: {message}", file=sys.stderr, flush=True)
+        print(f"{program}: {message}", file=sys.stderr, flush=True)
 
 
-def warn(text: str) -> None:
-    print_error(f"warning: {text}")
+def warn(text: str, program: str = "train.py") -> None:
+    print_error(f"warning: {text}", program)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import re
 
 from amp import PRECISIONS
 from base.commandline import Parser, add_flags, flag, flag_name
+from base.errors import refuse
 from models import SIZES, make_config
 
 
@@ -142,16 +143,17 @@ def parse_flags(arguments) -> dict:
     for name in ("batch_ramp", "skip_steps"):       # "none" unsets what a checkpoint has stored
         if given.get(name) == "none":
             given[name] = None
-    if given.get("skip_steps") is not None:
-        step_range(given["skip_steps"])
-    ramp = given.get("batch_ramp")
-    if ramp is not None and not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", ramp):
-        raise ValueError(f"argument --batch-ramp: {ramp} is not START:INCREMENT:SEQUENCES, all > 0")
-    if {"steps", "epochs"} <= set(given):
-        raise ValueError("--steps cannot be combined with --epochs: both say when the run ends")
-    if "init_from" in given and given.get("resume", "auto") not in ("auto", "never"):
-        raise ValueError("--init-from cannot be combined with --resume FILE: drop --resume to "
-                         "begin a new run from the weights, or --init-from to branch")
+    config = Config(**given)
+    if config.skip_steps is not None:
+        step_range(config.skip_steps)
+    refuse([
+        (not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", config.batch_ramp or "1:1:1"),
+         f"argument --batch-ramp: {config.batch_ramp} is not START:INCREMENT:SEQUENCES, all > 0"),
+        ({"steps", "epochs"} <= set(given),
+         "--steps cannot be combined with --epochs: both say when the run ends"),
+        (config.init_from is not None and config.resume not in ("auto", "never"),
+         "--init-from cannot be combined with --resume FILE: drop --resume to begin a new run from "
+         "the weights, or --init-from to branch")])
     return given
 
 

@@ -5,7 +5,7 @@ import math
 import os
 
 from base.batch_ramp import batch_sizes, steps_of_epochs
-from base.errors import warn
+from base.errors import refuse, warn
 from base.options import Config, merge_config, new_run_advice
 from corpus.templates import is_own
 from data import TokenDataset
@@ -128,13 +128,6 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
 
 
 # ---- Layouts ---------------------------------------------------------------------------------
-
-def refuse(rules: list[tuple]) -> None:
-    """Raise a ValueError that names all problems of these rules (is it a problem?, which one)."""
-    text = "; ".join(problem for is_problem, problem in rules if is_problem)
-    if text:
-        raise ValueError(text)
-
 
 def check_grid(world: int, config) -> None:
     """Raise a ValueError if no model can run in this layout."""

@@ -29,8 +29,6 @@ from base.errors import RunError, warn
 from base.processes import all_ranks, on_rank0
 from checkpoint import STATE
 from parallelism.collectives import comm_errors, on_hosts
-from parallelism.pieces import owned_slices
-from parallelism.zero import FlatParameters
 from runtime.checkpoint_writer import Writer
 
 SHARED = "--out must be on a disk that all machines share"
@@ -100,15 +98,17 @@ class FolderWriter(Writer):
     """Writes folders, on all ranks at the same time. `submit` returns when the folder is whole, or
     could not be written."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.aside = self.out / "step.tmp"
+    @property
+    def aside(self) -> Path:
+        return self.out / "step.tmp"
 
     def submit(self, facts: dict, protected: Container[str]) -> None:
         path = step_file(self.out, facts["step"], "folder")
         reason = None
         try:
-            self._write(path, facts, protected)
+            on_rank0(self._begin)
+            parts = self._gather(all_ranks(self._write_part))
+            on_rank0(lambda: self._end(path, facts, protected, parts))
         except RunError as error:               # training goes on: earlier folders are whole
             reason = f"{path} could not be written: {error}"
             if self.grid.rank == 0:
@@ -117,16 +117,6 @@ class FolderWriter(Writer):
         self.pending = Future()                 # for `wait`
         self.pending.set_result(reason)
 
-    def _write(self, path: Path, facts: dict, protected: Container[str]) -> None:
-        """Raises RunError, on every rank."""
-        on_rank0(self._begin)
-        part = all_ranks(self._write_part)
-        parts = [part] * self.grid.world                # on rank 0 those of all ranks
-        if self.grid.world > 1:
-            with comm_errors("save, send to rank 0"):
-                dist.gather_object(part, parts if self.grid.rank == 0 else None)
-        on_rank0(lambda: self._end(path, facts, protected, parts))
-
     def _begin(self) -> None:
         remove(self.aside)                      # a killed save has left it
         self.aside.mkdir(parents=True)
@@ -134,25 +124,31 @@ class FolderWriter(Writer):
     def _write_part(self) -> tuple[list[Entry], int]:
         if not self.aside.exists():
             raise OSError(f"there is no {self.aside} here: {SHARED}")
-        return write_part(self.aside / part_file(self.grid.rank), chunks_of(self.flat))
+        return write_part(self.aside / part_file(self.grid.rank), self._chunks())
+
+    def _gather(self, part: tuple) -> list[tuple]:
+        """On rank 0 the parts of all ranks."""
+        parts = [part] * self.grid.world
+        if self.grid.world > 1:
+            with comm_errors("save, send to rank 0"):
+                dist.gather_object(part, parts if self.grid.rank == 0 else None)
+        return parts
 
     def _end(self, path: Path, facts: dict, protected: Container[str], parts: list[tuple]) -> None:
         for rank in range(self.grid.world):
             if not (self.aside / part_file(rank)).exists():
                 raise OSError(f"the file of rank {rank}{on_hosts([rank], self.grid.hosts)} is not "
                               f"in {self.aside}: {SHARED}")
-        write_table(self.aside, parts, self.flat.buckets[0].shard["master"].dtype, facts)
+        write_table(self.aside, parts, self.dtype, facts)
         flush_folder(self.aside)
         rename_folder(self.aside, path, self.out / LATEST["folder"])
         remove_old(path, self.keep, protected)
 
-
-def chunks_of(flat: FlatParameters) -> Iterator[tuple]:
-    """What a rank writes, in the order of its file: (name, shape of the full tensor, offsets,
-    chunk). One piece at a time is copied to host memory."""
-    for key, kind in STATE.items():
-        for bucket, spec, shard_slice, where in owned_slices(flat.buckets, flat.grid,
-                                                             flat.num_shards):
-            numbers = bucket.shard[kind][shard_slice].cpu()
-            for offsets, chunk in chunks(spec, flat.grid, numbers, where):
-                yield f"{key}.{spec.name}", spec.shape, offsets, chunk
+    def _chunks(self) -> Iterator[tuple]:
+        """What a rank writes, in the order of its file: (name, shape of the full tensor, offsets,
+        chunk). One piece at a time is copied to host memory."""
+        for key, kind in STATE.items():
+            for bucket, spec, shard_slice, where in self.owned_slices():
+                numbers = bucket.shard[kind][shard_slice].cpu()
+                for offsets, chunk in chunks(spec, self.grid, numbers, where):
+                    yield f"{key}.{spec.name}", spec.shape, offsets, chunk

@@ -2,24 +2,29 @@
 
 The next batch is loaded while the GPU computes, and its windows are announced to the disk before.
 """
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
+from base.options import Config
 from data import Batch, Batches, TokenDataset
 from model import GPTConfig, derive_seed
 from parallel import Grid, cut_sequence
 
 
+@dataclass
 class Loader:
-    """Loads the batches that `batches` names, where the run is in its data.
+    """Loads the batches that `batches` names, where the run is in its data."""
+    batches: Batches
+    model_config: GPTConfig
+    grid: Grid
+    device: torch.device
+    prefetched: Batch | None = None     # the batch of the next step, once it is loaded
 
-    prefetched      the batch of the next step, once it is loaded
-    """
-
-    def __init__(self, batches: Batches, model_config: GPTConfig, grid: Grid, device: torch.device):
-        self.batches, self.config = batches, batches.config
-        self.model_config, self.grid, self.device = model_config, grid, device
-        self.prefetched = None
+    @property
+    def config(self) -> Config:
+        return self.batches.config
 
     def next(self, step: int) -> Batch:
         """The batch of this step. It is usually loaded during the step before, and loaded again if

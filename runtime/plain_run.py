@@ -9,7 +9,8 @@ import torch
 
 import checkpoint
 from amp import make_scaler
-from base.errors import RunError
+from base.commandline import flag_name
+from base.errors import RunError, refuse
 from base.flops import parameter_count
 from base.options import SHAPE, Config
 from base.processes import all_ranks, print_rank0
@@ -31,25 +32,23 @@ OF_OTHERS = ("dropout", "batch_ramp", "skip_steps")
 
 def check_flags(given: dict, world: int) -> None:
     """Raise ValueError unless --plain has all flags that were given."""
-    if world > 1:
-        raise ValueError(f"--plain is for one process, not {world}: drop --plain, or start without "
-                         f"torchrun")
-    if set(given) - FLAGS:
-        names = ", ".join("--" + name.replace("_", "-") for name in sorted(set(given) - FLAGS))
-        raise ValueError(f"--plain has no {names}: drop one or the other")
-    if given.get("dtype") in ("bf16", "fp16"):
-        raise ValueError(f"--plain has no --dtype {given['dtype']}: give fp32 or fp64, or drop "
-                         f"--plain")
-    if set("=,") & set(given.get("data", "")) and not Path(given["data"]).is_dir():
-        raise ValueError("--plain reads one directory, not a mixture: drop --plain, or give one "
-                         "directory")
+    config = Config(**given)
+    names = ", ".join(map(flag_name, sorted(set(given) - FLAGS)))
+    refuse([
+        (world > 1,
+         f"--plain is for one process, not {world}: drop --plain, or start without torchrun"),
+        (names, f"--plain has no {names}: drop one or the other"),
+        (config.dtype in ("bf16", "fp16"),
+         f"--plain has no --dtype {config.dtype}: give fp32 or fp64, or drop --plain"),
+        (set("=,") & set(config.data) and not Path(config.data).is_dir(),
+         "--plain reads one directory, not a mixture: drop --plain, or give one directory")])
 
 
 def begin(given: dict, stack: ExitStack) -> tuple[Config, GPTConfig, "OutputFolder"]:
     """The config and the model of a run with the flags `given`, and its folder, which `stack`
     unlocks. A value comes from the command line, else from the newest undamaged checkpoint in
     --out, else from the default. Raises RunError if the plain forms cannot train it."""
-    start = find_start(Path(given.get("out", Config.out)))
+    start = find_start(given)
     config, model_config = all_ranks(lambda: checks.validate(
         given, start.state, world=1, device_type="cpu", file=start.path))
     train_data, val_data = (TokenDataset(config.data, split, model_config.seq_len)
@@ -59,7 +58,7 @@ def begin(given: dict, stack: ExitStack) -> tuple[Config, GPTConfig, "OutputFold
         (train_data.has_conversations, f"reads text, and {config.data} has conversations"),
         (bias > 0, f"moves no bias of a router, and this model has --balance-bias {bias:g}")]
     problems += [(getattr(config, name) != getattr(Config(), name),
-                  f"has no --{name.replace('_', '-')}, and this run has") for name in OF_OTHERS]
+                  f"has no {flag_name(name)}, and this run has") for name in OF_OTHERS]
     if start.state is not None:
         # So far each step has read one batch of the same data, as the steps to come will.
         state, stored = start.state, start.state["config"]["batch_size"]

@@ -57,23 +57,17 @@ def report(batch: Batch, stats: StepStats, divergence: Divergence | None,
 
 
 def go_back(run, divergence: Divergence) -> None:
-    """Take a run that has diverged back to an older checkpoint, or end it. Every rank calls it."""
+    """Take a run that has diverged back to a healthy checkpoint, skip the batches that led there,
+    and save at once, so that a kill does not undo the rollback. Or end it. Every rank calls it."""
     # Was a flipped bit the cause, not the data or the learning rate?
     if flipped_bits.go_back_if_found(run):
         return
-    if run.config.rollback == "off":
-        fail(run.step, divergence.reason, run.divergence, run.config, run.log)
-    roll_back(run, divergence)
-
-
-def roll_back(run, divergence: Divergence) -> None:
-    """Return to a healthy checkpoint, skip the batches that led to the divergence, and save at
-    once, so that a kill does not undo the rollback."""
-    config, monitor = run.config, run.divergence
-    diverged_at = run.step
+    config, monitor, diverged_at = run.config, run.divergence, run.step
+    reason = divergence.reason
+    if config.rollback == "off":
+        fail(diverged_at, reason, monitor, config, run.log)
     if monitor.rollbacks >= config.max_rollbacks:
-        fail(diverged_at,
-             f"{divergence.reason}, and --max-rollbacks {config.max_rollbacks} are used up",
+        fail(diverged_at, f"{reason}, and --max-rollbacks {config.max_rollbacks} are used up",
              monitor, config, run.log)
     excluded, data_to_blame = monitor.to_exclude(divergence.steps, run.batches.consumed)
     first_skipped = diverged_at - divergence.steps + 1
@@ -90,7 +84,7 @@ def roll_back(run, divergence: Divergence) -> None:
     run.log.event(
         "rollback", f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: back to step "
         f"{run.step - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
-        reason=divergence.reason, to=run.step - 1, sequences=excluded, lr_factor=monitor.lr_factor,
+        reason=reason, to=run.step - 1, sequences=excluded, lr_factor=monitor.lr_factor,
         rollbacks=monitor.rollbacks, step=diverged_at)
     run_state.submit(run)
     run_state.wait_for_last_save(run.writer)

@@ -81,9 +81,7 @@ def prepare(given: dict, job: Job, device: torch.device,
         assert_own_gpu(device)
     store = launch_store() if job.rank == 0 else None
     restarted = on_rank0(lambda: store.check(["begun"]))    # a refused start leaves no key
-    config = Config(**given)
-    begin = find_start(Path(config.out), config.resume, config.init_from, config.eval_only,
-                       restarted)._replace(given=given)
+    begin = find_start(given, restarted)
     config, model_config = on_rank0(lambda: resolve(begin, job, device, store, stack))
     if begin.kind == "resume":
         start_branch(begin.state, "lr" in given)
@@ -153,8 +151,9 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
         TokenDataset(config.data, split, model_config.seq_len) for split in ("train", "val")])
     fingerprints = list(train_data.mixture.sources)
     assert_equal_across_ranks(fingerprints, f"{config.data} differs between ranks: copy it")
-    known = {} if state is None else state["data"][-1][1]           # of the last phase
+    known = {}
     if state is not None:
+        _, known = state["data"][-1]            # the last phase
         train_data.mixture.resume(state["data"], state["consumed_samples"])
     rows = min(train_data.meta["vocab_size"], model_config.vocab_size)  # an import may have fewer
     if not set(fingerprints) <= set(known):

@@ -235,7 +235,7 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
             for path in found[:rng.randint(1, 3)]:
                 part = path / "facts.pt" if path.is_dir() else path
                 part.write_bytes(part.read_bytes()[:rng.randrange(part.stat().st_size)])
-        file = directory.find_start(chained, "auto", None, False, False).path
+        file = directory.find_start(dict(out=str(chained))).path
         if file is not None:
             step = checkpoint.load(file)["step"]
     one, two = ({row["step"]: row for row in read_metrics(folder)[0]}         # the last row counts
