@@ -63,7 +63,7 @@ import data
 import parallel
 import sample
 import train
-from base import checkpoint_files, processes
+from base import agreement, checkpoint_files
 from corpus.prepare import prepare
 from corpus.shards import SPLITS
 from corpus.tokenizers import get_tokenizer
@@ -311,7 +311,7 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
                                  if name != "head.weight"}      # the tied matrix's memory
     assert_close({form: (comparable(ours), expected) for form, ours in forms.items()}, 1e-12)
     for form, ours in forms.items():
-        ranks = processes.all_gather_object({name: x.tolist() for name, x in ours.items()})
+        ranks = agreement.all_gather_object({name: x.tolist() for name, x in ours.items()})
         assert ranks[0] == ranks[1], form
 
 

@@ -4,7 +4,8 @@ Every room above calls it. It calls model.py, the models' tables and amp.py:
     commandline, options, sample_flags  flags, and the mistakes in them
     errors                              which of them end a program in one line
     batch_ramp                          the sizes of batches that grow
-    processes, devices                  ranks, and what they compute on
+    agreement                           what the ranks know and fail at together
+    processes, devices                  the life of a process, and what it computes on
     checkpoint_files                    the files of checkpoints: find, read, remove
     checkpoint_folder                   a checkpoint as a folder, of which each rank writes a part
     disk                                whole files and folders on a disk that may fail

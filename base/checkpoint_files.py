@@ -138,8 +138,8 @@ def verify_zip(path: Path) -> None:
 
 
 def check_entries(state: dict, keys: set, optional: Container, kinds: Container) -> None:
-    """Raise ValueError if the `keys` of a checkpoint, or the names and shapes of its tensors of each
-    of the `kinds`, are not those of its model. A file of weights alone has no moments."""
+    """Raise ValueError if the `keys` of a checkpoint, or the names and shapes of its tensors of the
+    `kinds`, are not those of its model. A file of weights alone has no moments."""
     difference = (set(state) - set(optional)) ^ keys
     if difference:
         raise ValueError(f"its keys differ: {sorted(difference)}")

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import torch
 
+from base.agreement import all_ranks
 from base.disk import retry_transient
-from base.processes import all_ranks
 
 TABLE = ".metadata"
 # What a pickle of DCP's table consists of, beside dtypes.

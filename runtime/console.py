@@ -12,11 +12,11 @@ from typing import Callable
 import torch
 
 from amp import PRECISIONS
+from base.agreement import is_rank0, print_rank0
 from base.batch_ramp import sequences_after
 from base.checkpoint_files import LATEST
 from base.flops import flops_per_token, parameter_count
 from base.options import OF_TRAINING, Config, flags_of_writer, restored_flags
-from base.processes import is_rank0, print_rank0
 from corpus.tokenizers import is_named
 from data import Batches, TokenDataset
 from model import GPTConfig
@@ -63,25 +63,19 @@ def print_summary(config: Config, model_config: GPTConfig, flat: FlatParameters,
 
 def layout_in_words(config: Config, grid: Grid, device: torch.device) -> str:
     """The ranks, what they compute on and in which precision, and the flags of the layout."""
-    multiplies = {
-        f" (multiplies {config.dtype} in fp32)":
-            multiplies_in_fp32(PRECISIONS[config.dtype].parameters, device),
-        " (multiplies fp32 in TF32)":
-            config.dtype == "fp32" and torch.get_float32_matmul_precision() == "high"}
+    note = ""
+    if multiplies_in_fp32(PRECISIONS[config.dtype].parameters, device):
+        note = f" (multiplies {config.dtype} in fp32)"
+    elif config.dtype == "fp32" and torch.get_float32_matmul_precision() == "high":
+        note = " (multiplies fp32 in TF32)"
     cp = f" x cp {grid.cp}" if grid.cp > 1 else ""
-    schedule = config.pp_schedule + (f" in {grid.chunks} chunks" if grid.chunks > 1 else "")
-    others = {f"ep {grid.ep}": grid.ep > 1, schedule: grid.pp > 1}
+    chunks = f" in {grid.chunks} chunks" if grid.chunks > 1 else ""
+    others = {f"ep {grid.ep}": grid.ep > 1, config.pp_schedule + chunks: grid.pp > 1}
     others |= {name.replace("_", " "): getattr(config, name) for name in
                ("recompute", "sequence_parallel", "offload", "compile", "exact")}
-    return ", ".join([f"dp {grid.dp} x pp {grid.pp}{cp} x tp {grid.tp}",
-                      device.type + "".join(true_ones(multiplies)), config.dtype,
-                      f"zero {config.zero}", *true_ones(others)]
-                     ) + on_hosts(range(grid.world), grid.hosts)
-
-
-def true_ones(notes: dict) -> list[str]:
-    """The texts of {text: whether it is true}."""
-    return [text for text, is_true in notes.items() if is_true]
+    words = [f"dp {grid.dp} x pp {grid.pp}{cp} x tp {grid.tp}", device.type + note, config.dtype,
+             f"zero {config.zero}", *(text for text, is_set in others.items() if is_set)]
+    return ", ".join(words) + on_hosts(range(grid.world), grid.hosts)
 
 
 def memory_in_words(config: Config, flat: FlatParameters, device: torch.device) -> str:

@@ -12,10 +12,10 @@ from typing import Callable, NamedTuple
 
 import torch.distributed as dist
 
+from base.agreement import all_gather_object, all_ranks, is_rank0, on_rank0
 from base.checkpoint_files import CorruptCheckpoint, facts_file, list_checkpoints, verify
 from base.errors import RunError, first_line, warn
 from base.options import Config
-from base.processes import all_gather_object, all_ranks, is_rank0, on_rank0
 from checkpoint import load
 
 

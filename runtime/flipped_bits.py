@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
+from base.agreement import all_gather_object
 from base.checkpoint_files import list_checkpoints
 from base.errors import RunError
 from base.options import Config
-from base.processes import all_gather_object
 from model import ceil_div
 from parallelism.collectives import to_host
 from parallelism.zero import FlatParameters

@@ -6,7 +6,7 @@ base/checkpoint_folder.py says what a folder holds.
     3. end      rank 0 gets from all what is where in their files, writes the table and the facts,
                 and renames the folder
 
-The ranks do each of these together (processes.all_ranks): if one cannot, as on a full disk, all
+The ranks do each of these together (agreement.all_ranks): if one cannot, as on a full disk, all
 hear of it, rank 0 tells it in one line, and training goes on. A rank that is lost ends the run. In
 both cases the folder never gets its name. The next save removes what is left of it.
 """
@@ -22,11 +22,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from base.agreement import all_ranks, on_rank0
 from base.checkpoint_files import FACTS, LATEST, remove_old, step_file
 from base.checkpoint_folder import TABLE, chunks, part_file
 from base.disk import flush_folder, flushed_file, remove, rename_folder
 from base.errors import RunError, warn
-from base.processes import all_ranks, on_rank0
 from checkpoint import STATE
 from parallelism.collectives import comm_errors, on_hosts
 from runtime.checkpoint_writer import Writer

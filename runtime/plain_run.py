@@ -1,4 +1,4 @@
-"""What `train.py --plain` needs beside training: the flags that it refuses, where a run begins, and
+"""What `train.py --plain` needs beside training: where a run begins, what it cannot continue, and
 the folder that it writes, as a train.Run does."""
 import dataclasses
 import socket
@@ -9,50 +9,29 @@ import torch
 
 import checkpoint
 from amp import make_scaler
+from base.agreement import all_ranks, print_rank0
 from base.commandline import flag_name
-from base.errors import RunError, refuse
+from base.errors import RunError
 from base.flops import parameter_count
-from base.options import SHAPE, Config
-from base.processes import all_ranks, print_rank0
+from base.options import Config
+from base.processes import Job
 from data import TokenDataset
 from model import GPT, GPTConfig
-from runtime import checks, run_state
+from runtime import run_state, startup
 from runtime.console import report_begin, report_end
-from runtime.directory import Metrics, Start, find_start, lock_output_dir
+from runtime.directory import Metrics, Start
 from runtime.divergence import DivergenceMonitor
 from runtime.run_log import RunLog
 
-# The flags that --plain takes. A run that it continues may have had others. They are ignored.
-FLAGS = {"plain", "data", "out", "model", *SHAPE, "batch_size", "steps", "epochs", "lr",
-         "min_lr_ratio", "warmup_steps", "lr_schedule", "decay_ratio", "weight_decay", "beta1",
-         "beta2", "clip", "seed", "device", "dtype", "save_every", "keep", "eval_every",
-         "eval_tokens", "log_every"}
 OF_OTHERS = ("dropout", "batch_ramp", "skip_steps")
 
 
-def check_flags(given: dict, world: int) -> None:
-    """Raise ValueError unless --plain has all flags that were given."""
-    config = Config(**given)
-    names = ", ".join(map(flag_name, sorted(set(given) - FLAGS)))
-    refuse([
-        (world > 1,
-         f"--plain is for one process, not {world}: drop --plain, or start without torchrun"),
-        (names, f"--plain has no {names}: drop one or the other"),
-        (config.dtype in ("bf16", "fp16"),
-         f"--plain has no --dtype {config.dtype}: give fp32 or fp64, or drop --plain"),
-        (set("=,") & set(config.data) and not Path(config.data).is_dir(),
-         "--plain reads one directory, not a mixture: drop --plain, or give one directory")])
-
-
-def begin(given: dict, stack: ExitStack) -> tuple[Config, GPTConfig, "OutputFolder"]:
+def begin(given: dict, job: Job, device: torch.device,
+          stack: ExitStack) -> tuple[Config, GPTConfig, "OutputFolder"]:
     """The config and the model of a run with the flags `given`, and its folder, which `stack`
-    unlocks. A value comes from the command line, else from the newest undamaged checkpoint in
-    --out, else from the default. Raises RunError if the plain forms cannot train it."""
-    start = find_start(given)
-    config, model_config = all_ranks(lambda: checks.validate(
-        given, start.state, world=1, device_type="cpu", file=start.path))
-    train_data, val_data = (TokenDataset(config.data, split, model_config.seq_len)
-                            for split in ("train", "val"))
+    unlocks. Raises RunError if the plain program cannot train it."""
+    config, model_config, start = startup.prepare(given, job, device, stack)
+    train_data, val_data = startup.open_data(config, model_config, start.state, job)
     bias = getattr(model_config, "balance_bias", 0)
     problems = [
         (train_data.has_conversations, f"reads text, and {config.data} has conversations"),
@@ -70,14 +49,9 @@ def begin(given: dict, stack: ExitStack) -> tuple[Config, GPTConfig, "OutputFold
              "sequences, or had another --batch-size"),
             (len(state["data"]) > 1, "cannot continue a run that has read a mixture, or other data "
                                      "before")]
-    else:
-        rows = min(train_data.meta["vocab_size"], model_config.vocab_size)
-        for data in (train_data, val_data):         # for tokens beyond the vocabulary
-            all_ranks(lambda: data.mixture.check(rows, part=0, parts=1))
     for is_problem, problem in problems:
         if is_problem:
             raise RunError(f"--plain {problem}: drop --plain", 2)
-    stack.enter_context(lock_output_dir(Path(config.out), start.found))
     facts = run_state.make_facts(config, model_config, train_data, start.run,
                                  make_scaler(config.dtype), DivergenceMonitor())    # a new one
     out = OutputFolder(config, start, facts)

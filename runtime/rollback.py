@@ -17,30 +17,11 @@ from runtime.step_stats import StepStats
 
 def judge(batch: Batch, stats: StepStats, monitor: DivergenceMonitor, batches: Batches,
           log: RunLog) -> Divergence | None:
-    """Let the monitor observe a step. Write events of what it has found. Returns a divergence on
+    """Let the monitor observe a step. Write events if it is not finite, or diverged: from their
+    windows TokenDataset.tokens_of rebuilds the batch, or the last batches. Returns a divergence on
     which the run has to act."""
     forget_other_mixture(monitor, batches, batch.start)
     divergence = monitor.observe(batch.start, stats)
-    report(batch, stats, divergence, monitor, batches, log)
-    if batches.config.rollback == "on":
-        return divergence
-    if monitor.skipped >= MAX_SKIPPED and not scale_may_help(stats):
-        return Divergence(f"{MAX_SKIPPED} steps in a row were not finite", MAX_SKIPPED)
-    return None
-
-
-def forget_other_mixture(monitor: DivergenceMonitor, batches: Batches, first: int) -> None:
-    """Forget the losses if the weights of a mixture change at one of the sequences from `first` to
-    where the run is in its data."""
-    changes = batches.data.mixture.phase_begins(first, batches.consumed)
-    if changes and not monitor.rate_is_suspect:
-        monitor.forget_losses()
-
-
-def report(batch: Batch, stats: StepStats, divergence: Divergence | None,
-           monitor: DivergenceMonitor, batches: Batches, log: RunLog) -> None:
-    """Write events for a step that is not finite, or diverged. TokenDataset.tokens_of rebuilds the
-    batch, or the last batches, from the windows in the event."""
     seen = dict(step=batch.step, loss=stats.loss, grad_norm=stats.grad_norm,
                 loss_scale=stats.loss_scale)
     if stats.skipped:
@@ -54,6 +35,19 @@ def report(batch: Batch, stats: StepStats, divergence: Divergence | None,
             windows += batches.data.window_ids(batches.config.seed, start, size).tolist()
         log.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
                   limit=monitor.limit(), windows=windows, **seen)
+    if batches.config.rollback == "on":
+        return divergence
+    if monitor.skipped >= MAX_SKIPPED and not scale_may_help(stats):
+        return Divergence(f"{MAX_SKIPPED} steps in a row were not finite", MAX_SKIPPED)
+    return None
+
+
+def forget_other_mixture(monitor: DivergenceMonitor, batches: Batches, first: int) -> None:
+    """Forget the losses if the weights of a mixture change at one of the sequences from `first` to
+    where the run is in its data."""
+    changes = batches.data.mixture.phase_begins(first, batches.consumed)
+    if changes and not monitor.rate_is_suspect:
+        monitor.forget_losses()
 
 
 def go_back(run, divergence: Divergence) -> None:

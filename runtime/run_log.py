@@ -11,10 +11,10 @@ from itertools import zip_longest
 
 import torch
 
+from base.agreement import print_rank0
 from base.batch_ramp import sequences_after
 from base.flops import flops_per_token, peak_flops
 from base.options import Config
-from base.processes import print_rank0
 from data import Batch, TokenDataset
 from model import GPTConfig, ceil_div
 from runtime.directory import Metrics

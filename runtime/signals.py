@@ -17,8 +17,8 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from base.agreement import is_rank0
 from base.errors import RunError, first_line, print_error
-from base.processes import is_rank0
 
 # A terminal sends the first and, when it is closed, the third; a launcher the second; Slurm, before
 # the time limit, what its --signal says, such as USR1.

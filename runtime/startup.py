@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from base import devices
+from base.agreement import all_gather_object, all_ranks, assert_equal_across_ranks, on_rank0
 from base.errors import RunError, out_of_memory
 from base.options import Config, parse_flags
-from base.processes import (Job, all_gather_object, all_ranks, assert_equal_across_ranks,
-                            exit_for_mistake, on_rank0, refuse_tasks_without_ranks)
+from base.processes import Job, exit_for_mistake, refuse_tasks_without_ranks
 from data import TokenDataset
 from model import GPTConfig
 from parallel import Grid
 from parallelism.build import make_groups
-from runtime import checks, console, dashboards, evaluation, plain_run, run_state
+from runtime import checks, console, dashboards, evaluation, run_state
 from runtime.directory import (Metrics, Start, find_start, last_line, lock_output_dir,
                                start_branch)
 from runtime.run_log import RunLog
@@ -44,7 +44,7 @@ def read_flags(job: Job) -> tuple[dict, torch.device, timedelta]:
     given = parse_flags(sys.argv[1:])
     config = Config(**given)
     if config.plain:
-        plain_run.check_flags(given, job.world)
+        checks.check_plain(given, job.world)
     checks.check_grid(job.world, config)
     return given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
 
@@ -78,7 +78,10 @@ def prepare(given: dict, job: Job, device: torch.device,
         (given, device.type), "the ranks have different flags or devices: start all with one "
         "command")
     if device.type == "cuda":
-        assert_own_gpu(device)
+        gpus = all_gather_object(str(torch.cuda.get_device_properties(device).uuid))
+        if len(set(gpus)) < len(gpus):
+            raise RunError(f"{len(gpus)} processes, but {len(set(gpus))} CUDA devices: lower "
+                           f"--nproc_per_node, or give --device cpu", 2)
     store = launch_store() if job.rank == 0 else None
     restarted = on_rank0(lambda: store.check(["begun"]))    # a refused start leaves no key
     begin = find_start(given, restarted)
@@ -88,14 +91,6 @@ def prepare(given: dict, job: Job, device: torch.device,
     if begin.kind == "init-from":               # the run reads the file itself
         begin = begin._replace(state=None)
     return config, model_config, begin
-
-
-def assert_own_gpu(device: torch.device) -> None:
-    """Every rank raises a RunError if two processes have the same GPU."""
-    gpus = all_gather_object(str(torch.cuda.get_device_properties(device).uuid))
-    if len(set(gpus)) < len(gpus):
-        raise RunError(f"{len(gpus)} processes, but {len(set(gpus))} CUDA devices: lower "
-                       f"--nproc_per_node, or give --device cpu", 2)
 
 
 def launch_store() -> dist.Store:

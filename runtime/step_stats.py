@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from amp import NOT_FINITE
-from base.processes import all_gather_object
+from base.agreement import all_gather_object
 from data import Batch
 from model import GPT
 from parallel import Grid, all_reduce

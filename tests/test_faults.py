@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 
 import checkpoint
 import train
-from base import checkpoint_files, disk, processes
+from base import agreement, checkpoint_files, disk
 from base.checkpoint_files import LATEST, list_checkpoints, step_file
 from base.flops import parameter_count
 from base.processes import RunError
@@ -246,7 +246,7 @@ def test_a_full_disk_of_one_rank_costs_the_save_of_all(rank, world=2, *, tmp_pat
             run_steps(rank, world, (2, 1, 1), replace(config, steps=6), SMALL, state=state,
                       prepare=full_on_rank_1)
         assert stop.value.status == 1
-        processes.all_gather_object(None)
+        agreement.all_gather_object(None)
         assert names_in(tmp_path) == ["latest", "step_00000004", "warnings"]
         *_, said = (tmp_path / "warnings").read_text().splitlines()
         assert re.match(lost % 6 + ".*untouched", said)
@@ -376,7 +376,7 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4,
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, limits)
     whole = 12 * (parameter_count(cfg) + (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd)
-    assert sum(processes.all_gather_object(own)) == whole
+    assert sum(agreement.all_gather_object(own)) == whole
     grown = max(seen) - seen[0]
     assert 0.9 * allowed - 1e7 < grown < 1.1 * allowed + 1e7 < 0.7 * whole, (allowed, grown)
     checkpoint.verify(tmp_path / "latest.pt")

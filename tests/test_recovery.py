@@ -29,7 +29,7 @@ import torch
 import checkpoint
 import data
 import train
-from base import checkpoint_files, processes
+from base import agreement, checkpoint_files
 from base.checkpoint_files import LATEST, list_checkpoints, step_file
 from base.options import Config
 from runtime import directory
@@ -99,16 +99,16 @@ def test_an_error_of_one_rank_is_raised_while_others_still_act():
     """For example too little memory: the others wait for it."""
     def fail():
         raise MemoryError("too little")
-    with mock.patch.object(processes, "all_gather_object", side_effect=3 * [[None]]), \
+    with mock.patch.object(agreement, "all_gather_object", side_effect=3 * [[None]]), \
             pytest.raises(MemoryError, match="too little"):
-        processes.all_ranks(fail)
+        agreement.all_ranks(fail)
 
 
 def test_an_error_that_all_ranks_raise_names_rank_and_machine():
     ended = [("node0", None), ("node1", ("too little", 2))]
-    with mock.patch.object(processes, "all_gather_object", return_value=ended), \
-            pytest.raises(processes.RunError, match="^rank 1 on node1: too little$"):
-        processes.all_ranks(lambda: None)
+    with mock.patch.object(agreement, "all_gather_object", return_value=ended), \
+            pytest.raises(agreement.RunError, match="^rank 1 on node1: too little$"):
+        agreement.all_ranks(lambda: None)
 
 
 def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(run_train, shards,
