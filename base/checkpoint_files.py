@@ -4,7 +4,7 @@ one is read from a disk that may fail. (What they hold: checkpoint.py, checkpoin
 Reading fails in three ways, which differ in what to do:
 
     FileNotFoundError       there is no such file: the message says which to give
-    ReadFailed              the disk, or the network to it, failed in each attempt
+    DiskFailed              the disk, or the network to it, failed in each attempt
     CorruptCheckpoint       the file is damaged: a run passes over it to an older one
 """
 import errno
@@ -114,7 +114,13 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
     call this; a file is for rank 0. Raises CorruptCheckpoint."""
     with errors_as_corrupt(path, "is damaged, cut off, or no checkpoint"):
         if rank == 0:
-            verify_zip(facts_file(path))
+            with zipfile.ZipFile(facts_file(path)) as archive:
+                bad = archive.testzip()
+                if bad is not None:
+                    raise ValueError(f"the CRC of {bad} does not match")
+                for entry in archive.infolist():
+                    if entry.external_attr != 0:    # a directory's bit: torch.load would not read
+                        raise ValueError(f"the attributes of {entry.filename} are not 0")
         crcs = read_state(path)["crcs"] if path.is_dir() else {}
         for name in sorted(crcs)[rank::world]:
             if not (path / name).exists():
@@ -125,16 +131,6 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
                     crc = zlib.crc32(block, crc)
             if crc != crcs[name]:
                 raise ValueError(f"the CRC of {name} does not match")
-
-
-def verify_zip(path: Path) -> None:
-    with zipfile.ZipFile(path) as archive:
-        bad = archive.testzip()
-        if bad is not None:
-            raise ValueError(f"the CRC of {bad} does not match")
-        for entry in archive.infolist():
-            if entry.external_attr != 0:        # a directory's bit: torch.load would not read it
-                raise ValueError(f"the attributes of {entry.filename} are not 0")
 
 
 def check_entries(state: dict, keys: set, optional: Container, kinds: Container) -> None:
@@ -207,11 +203,12 @@ def remove_old(path: Path, keep: int, protected: Container[str]) -> None:
         remove(out / LATEST["file" if path.is_dir() else "folder"])
         for name in ASIDE:
             remove(out / name)
-        files = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
-        replaced = [file for file in files
-                    if file.suffix == ".old" and file.with_suffix("").exists()]
-        others = [file for file in files if file not in replaced]
-        for file in replaced + [file for file in others[keep:] if file.name not in protected]:
-            remove(file)
+        steps = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
+        kept = 0
+        for file in steps:
+            is_replaced = file.suffix == ".old" and file.with_suffix("").exists()
+            if is_replaced or (kept >= keep and file.name not in protected):
+                remove(file)
+            kept += not is_replaced
     except OSError as error:
         warn(f"old checkpoints in {out} could not be removed: {error}")

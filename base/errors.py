@@ -23,8 +23,9 @@ class RunError(Exception):
         self.status = status
 
 
-class WriteFailed(RunError, OSError):
-    """A file could not be written. The error of the system, if there is one, is in the message."""
+class DiskFailed(RunError, OSError):
+    """A file could not be read or written. The system's error, if there is one, is in the message.
+    What is read may be whole."""
 
 
 def refuse(rules: list[tuple]) -> None:
@@ -94,9 +95,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 def is_failure(error: BaseException) -> bool:
     """Whether an error is no mistake of the user."""
-    if isinstance(error, (ConnectionError, MemoryError, FloatingPointError)):
-        return True
-    return getattr(error, "errno", None) in FAILURES
+    kinds = (ConnectionError, MemoryError, FloatingPointError)
+    return isinstance(error, kinds) or getattr(error, "errno", None) in FAILURES
 
 
 @contextmanager

@@ -121,7 +121,7 @@ LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "log_every", 
          "zero", "recompute", "sequence_parallel", "offload", "dtype", "exact", "epochs"}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 OF_TRAINING = [*RESTORED, "dtype", "exact"]     # a note of a resume names their changes
-# Losses under different values of these flags are not compared (`losses_stay_comparable`).
+# Losses under different values of these flags are not compared (DivergenceMonitor.restored).
 FLAGS_THAT_CHANGE_THE_LOSS = (
     "dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio", "warmup_steps",
     "lr_schedule", "decay_ratio", "weight_decay", "beta1", "beta2", "clip", "dtype")
@@ -159,11 +159,8 @@ def parse_flags(arguments) -> dict:
 
 def model_shape(flags: dict) -> dict:
     """The fields of the model's shape that these flags set."""
-    shape = dict(SIZES[flags["model"]]) if "model" in flags else {}
-    for name in SHAPE:
-        if flags.get(name) is not None:
-            shape[name] = flags[name]
-    return shape
+    size = SIZES[flags["model"]] if "model" in flags else {}
+    return size | {name: flags[name] for name in SHAPE if flags.get(name) is not None}
 
 
 def refuse_flags_of_others(given: dict, base: dict, source) -> None:

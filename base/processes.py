@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from base.agreement import all_gather_object
-from base.errors import RunError, first_line, out_of_memory, print_error
+from base.errors import RunError, first_line, out_of_memory, print_error, refuse
 
 
 def fatal_message(error: Exception) -> str | None:
@@ -93,21 +93,19 @@ class Job:
         """Raises ValueError if its variables cannot be those of one job, as after an `export`."""
         def read(name, default, low=0, below=2 ** 31):
             text = os.environ.get(name) or str(default)
-            if not text.isdecimal() or not low <= int(text) < below:
-                limit = "" if below == 2 ** 31 else f" and below {below}"
-                raise ValueError(f"{name} is {text}, but must be at least {low}{limit}: start "
-                                 f"several processes by torchrun, which sets it, and unset it to "
-                                 f"start one")
+            limit = "" if below == 2 ** 31 else f" and below {below}"
+            refuse([(not text.isdecimal() or not low <= int(text) < below,
+                     f"{name} is {text}, but must be at least {low}{limit}: start several "
+                     f"processes by torchrun, which sets it, and unset it to start one")])
             return int(text)
 
         world = read("WORLD_SIZE", 1, low=1)
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")
-                   if world > 1 and not os.environ.get(name)]
-        if missing:
-            raise ValueError(f"WORLD_SIZE is {world}, but {', '.join(missing)} not set: start "
-                             f"{world} processes by torchrun --nproc_per_node={world} train.py, "
-                             f"which sets them all, and unset WORLD_SIZE to start one")
         if world > 1:
+            missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")
+                       if not os.environ.get(name)]
+            refuse([(missing, f"WORLD_SIZE is {world}, but {', '.join(missing)} not set: start "
+                              f"{world} processes by torchrun --nproc_per_node={world} train.py, "
+                              f"which sets them all, and unset WORLD_SIZE to start one")])
             read("MASTER_PORT", "", low=1, below=2 ** 16)
         return cls(read("RANK", 0, below=world), world, read("LOCAL_RANK", 0, below=world),
                    read("LOCAL_WORLD_SIZE", 1, low=1), os.getppid())

@@ -70,8 +70,10 @@ class Writer:
         full_tensors = (checkpoint.full_tensor(parameter, self.dtype, copies, self.grid,
                                                facts["step"])
                         for _ in STATE for parameter in self.order)
-        tensors = {key: {spec.name: Streamed(spec.shape, self.dtype, full_tensors)
-                         for spec, _ in self.order} for key in STATE}
+        shapes = {spec.name: torch.empty(spec.shape, dtype=self.dtype, device="meta")
+                  for spec, _ in self.order}
+        tensors = {key: {name: Streamed(like, full_tensors) for name, like in shapes.items()}
+                   for key in STATE}
         try:
             checkpoint.save(facts | tensors, self.out, self.keep, protected)
             return None
@@ -106,13 +108,12 @@ class Writer:
 # torch.save pickles all objects first, then writes their storages one by one in the same order. The
 # file is that of the tensors themselves, byte for byte.
 
+@dataclass
 class Streamed:
     """Stands in a state for a tensor. When torch.save comes to its bytes, next(source) must be the
     tensor, contiguous from the start of its storage."""
-
-    def __init__(self, shape: tuple, dtype: torch.dtype, source: Iterator[torch.Tensor]):
-        self.like = torch.empty(shape, dtype=dtype, device="meta")
-        self.source = source
+    like: torch.Tensor          # of the device `meta`, which has no memory
+    source: Iterator[torch.Tensor]
 
     def __reduce__(self):
         """What torch.Tensor.__reduce_ex__ returns for a tensor on the CPU: a function that builds

@@ -177,24 +177,22 @@ def new_run(kind: str, state: dict | None = None) -> dict:
     return dict(id=secrets.token_hex(8), origin=[kind, *origin])
 
 
-def start_branch(state: dict, new_lr: bool) -> None:
-    """Reset the history of rollbacks in a state with which a branch begins and, if the branch has a
-    learning rate of its own (`new_lr`), the corrections of the learning rate."""
-    state["monitor"].update(checkpoints=[], rollbacks=0, returned_to=[], last_cut=1.0, bad=0,
-                            accused=[])
-    if new_lr:
-        state["monitor"]["lr_factor"] = 1.0
-
-
-def last_line(out: Path) -> dict:
-    """The last line of metrics.jsonl that is whole; {} without one."""
-    line = {}
-    with suppress(FileNotFoundError), open(out / "metrics.jsonl", "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 2 ** 20))
-        for text in file:
-            with suppress(ValueError):
-                line = json.loads(text)
-    return line
+def has_ended(step: int, config: Config) -> bool:
+    """Whether a run has made all steps, of which `step` is the last one in its checkpoint, and
+    reported its end in the last whole line of metrics.jsonl. If it has not, a crash came after the
+    last save. Every rank calls it."""
+    def last_line() -> dict | None:
+        line = None
+        with suppress(FileNotFoundError), open(Path(config.out, "metrics.jsonl"), "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 2 ** 20))
+            for text in file:
+                with suppress(ValueError):
+                    line = json.loads(text)
+        return line
+    if step != config.steps:
+        return step > config.steps
+    line = on_rank0(last_line)
+    return line is None or line.get("event") == "end"
 
 
 class Metrics:

@@ -31,18 +31,16 @@ def evaluate(model: GPT, data: TokenDataset, loader: Loader, stop: StopSignal) -
     the data among the ranks. If one of these has a signal, all have stop.agreed then."""
     sources = list(data.mixture.sources.values())
     losses = [evaluate_source(model, data, source, loader, stop) for source in sources]
-    # (what ends the keys, loss, bytes of a token)
-    numbers = [("", data.mixture.average(losses), data.meta["bytes_per_token"])]
-    epochs = {}
+    mean = data.mixture.average(losses)
+    row = dict(val_loss=mean, bits_per_byte=bits_per_byte(mean, data.meta["bytes_per_token"]))
     if len(sources) > 1:
-        numbers += [(f"/{source.name}", loss, source.meta["bytes_per_token"])
-                    for source, loss in zip(sources, losses)]
+        for source, loss in zip(sources, losses):
+            row[f"val_loss/{source.name}"] = loss
+            row[f"bits_per_byte/{source.name}"] = bits_per_byte(loss,
+                                                                source.meta["bytes_per_token"])
         epochs = loader.batches.data.mixture.epochs(loader.batches.consumed)
-    row = {}
-    for key, loss, bytes_per_token in numbers:
-        row["val_loss" + key] = loss
-        row["bits_per_byte" + key] = bits_per_byte(loss, bytes_per_token)
-    return row | {f"epochs/{name}": count for name, count in epochs.items()}
+        row.update({f"epochs/{name}": count for name, count in epochs.items()})
+    return row
 
 
 @torch.no_grad()

@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,16 +33,6 @@ from runtime.checkpoint_writer import Writer
 SHARED = "--out must be on a disk that all machines share"
 
 
-class Entry(NamedTuple):
-    """A chunk in a rank's file."""
-    name: str
-    shape: tuple            # of the full tensor
-    offsets: tuple          # of the chunk in it
-    sizes: tuple
-    start: int              # bytes in the file
-    length: int
-
-
 def saved(value) -> memoryview:
     """The bytes of torch.save. (Behind its own errors it would hide those of a disk.)"""
     file = io.BytesIO()
@@ -51,22 +40,23 @@ def saved(value) -> memoryview:
     return file.getbuffer()
 
 
-def write_part(path: Path, named_chunks: Iterable[tuple]) -> tuple[list[Entry], int]:
+def write_part(path: Path, named_chunks: Iterable[tuple]) -> tuple[list[tuple], int]:
     """Write this rank's file. `named_chunks`: (name, shape of the full tensor, offsets, tensor).
-    Returns what is where in the file, and the file's CRC."""
+    Returns what is where, [(name, shape, offsets, sizes of the chunk, start in the file, length in
+    bytes)], and the file's CRC."""
     entries, crc = [], 0
     # "x": the file is new. A rank of an ended job that still hangs in a disk cannot empty it later.
     with flushed_file(path, "xb") as file:
         for name, shape, offsets, tensor in named_chunks:
             content = saved(tensor.clone())         # of a view it would be the whole memory
-            entries.append(Entry(name, tuple(shape), offsets, tuple(tensor.shape), file.tell(),
-                                 len(content)))
+            entries.append((name, tuple(shape), offsets, tuple(tensor.shape), file.tell(),
+                            len(content)))
             file.write(content)
             crc = zlib.crc32(content, crc)
     return entries, crc
 
 
-def make_table(parts: list[list[Entry]], dtype: torch.dtype) -> bytes:
+def make_table(parts: list[list[tuple]], dtype: torch.dtype) -> bytes:
     """`.metadata`, DCP's table, from what is where in each rank's file."""
     from torch.distributed.checkpoint import filesystem, metadata       # takes more than a second
     tensors, where = {}, {}
@@ -121,7 +111,7 @@ class FolderWriter(Writer):
         remove(self.aside)                      # a killed save has left it
         self.aside.mkdir(parents=True)
 
-    def _write_part(self) -> tuple[list[Entry], int]:
+    def _write_part(self) -> tuple[list[tuple], int]:
         if not self.aside.exists():
             raise OSError(f"there is no {self.aside} here: {SHARED}")
         return write_part(self.aside / part_file(self.grid.rank), self._chunks())

@@ -11,7 +11,7 @@ import checkpoint
 from amp import make_scaler
 from base.agreement import all_ranks, print_rank0
 from base.commandline import flag_name
-from base.errors import RunError
+from base.errors import refuse
 from base.flops import parameter_count
 from base.options import Config
 from base.processes import Job
@@ -49,26 +49,25 @@ def begin(given: dict, job: Job, device: torch.device,
              "sequences, or had another --batch-size"),
             (len(state["data"]) > 1, "cannot continue a run that has read a mixture, or other data "
                                      "before")]
-    for is_problem, problem in problems:
-        if is_problem:
-            raise RunError(f"--plain {problem}: drop --plain", 2)
+    all_ranks(lambda: refuse([(is_problem, f"--plain {problem}: drop --plain")
+                              for is_problem, problem in problems]))
     facts = run_state.make_facts(config, model_config, train_data, start.run,
                                  make_scaler(config.dtype), DivergenceMonitor())    # a new one
-    out = OutputFolder(config, start, facts)
+    out = OutputFolder(config, model_config.seq_len, start, facts, start.step)
     if out.step < config.steps:
         out.report_begin(model_config, val_data)
     return config, model_config, out
 
 
+@dataclasses.dataclass
 class OutputFolder:
     """The folder --out of a plain run, with its checkpoints and metrics.jsonl."""
-
-    def __init__(self, config: Config, start: Start, facts: dict):
-        self.config, self.start = config, start
-        self.facts = facts              # what all checkpoints hold besides tensors
-        self.seq_len = facts["model"]["seq_len"]
-        self.step = start.step          # the last one that is finished
-        self.run_log = None             # unless the run has steps to make
+    config: Config
+    seq_len: int
+    start: Start
+    facts: dict                     # what all checkpoints hold besides tensors
+    step: int                       # the last one that is finished
+    run_log: RunLog | None = None   # unless the run has steps to make
 
     def report_begin(self, model_config: GPTConfig, val_data: TokenDataset) -> None:
         """Open metrics.jsonl. Tell how the run begins."""

@@ -22,8 +22,7 @@ from model import GPTConfig
 from parallel import Grid
 from parallelism.build import make_groups
 from runtime import checks, console, dashboards, evaluation, run_state
-from runtime.directory import (Metrics, Start, find_start, last_line, lock_output_dir,
-                               start_branch)
+from runtime.directory import Metrics, Start, find_start, has_ended, lock_output_dir
 from runtime.run_log import RunLog
 
 
@@ -78,19 +77,27 @@ def prepare(given: dict, job: Job, device: torch.device,
         (given, device.type), "the ranks have different flags or devices: start all with one "
         "command")
     if device.type == "cuda":
-        gpus = all_gather_object(str(torch.cuda.get_device_properties(device).uuid))
-        if len(set(gpus)) < len(gpus):
-            raise RunError(f"{len(gpus)} processes, but {len(set(gpus))} CUDA devices: lower "
-                           f"--nproc_per_node, or give --device cpu", 2)
+        assert_own_gpu(device)
     store = launch_store() if job.rank == 0 else None
     restarted = on_rank0(lambda: store.check(["begun"]))    # a refused start leaves no key
     begin = find_start(given, restarted)
     config, model_config = on_rank0(lambda: resolve(begin, job, device, store, stack))
-    if begin.kind == "resume":
-        start_branch(begin.state, "lr" in given)
+    if begin.kind == "resume":                  # a branch has had no rollback
+        begin.state["monitor"].update(checkpoints=[], rollbacks=0, returned_to=[], last_cut=1.0,
+                                      bad=0, accused=[])
+        if "lr" in given:                       # its own rate has had no correction
+            begin.state["monitor"]["lr_factor"] = 1.0
     if begin.kind == "init-from":               # the run reads the file itself
         begin = begin._replace(state=None)
     return config, model_config, begin
+
+
+def assert_own_gpu(device: torch.device) -> None:
+    """Every rank raises a RunError if two processes have the same GPU."""
+    gpus = all_gather_object(str(torch.cuda.get_device_properties(device).uuid))
+    if len(set(gpus)) < len(gpus):
+        raise RunError(f"{len(gpus)} processes, but {len(set(gpus))} CUDA devices: lower "
+                       f"--nproc_per_node, or give --device cpu", 2)
 
 
 def launch_store() -> dist.Store:
@@ -181,12 +188,3 @@ def begin_training(run, begin: Start, learning_rate: Callable, stack: ExitStack)
                          **fields)
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
-
-
-def has_ended(step: int, config: Config) -> bool:
-    """Whether a run has made all steps, of which `step` is the last one in its checkpoint, and
-    reported its end. If it has not, a crash came after the last save. Every rank calls it."""
-    if step != config.steps:
-        return step > config.steps
-    line = on_rank0(lambda: last_line(Path(config.out)))
-    return not line or line.get("event") == "end"

@@ -259,7 +259,7 @@ def test_a_disk_that_the_ranks_do_not_share_is_told(rank, world=2, *, tmp_path):
     """In a save, which is lost. Where a run continues, nothing is taken for damaged."""
     def on_own_disk(run):
         if rank == 1:
-            run.writer.aside = tmp_path / "other" / "step.tmp"
+            run.writer.out = tmp_path / "other"
     config = settings(tmp_path, steps=2, save_every=2, checkpoint_format="folder")
     shared = "--out must be on a disk that all machines share"
     with pytest.raises(RunError, match=f"rank 1: there is no {tmp_path}/other/step.tmp here: "
@@ -274,7 +274,7 @@ def test_a_disk_that_the_ranks_do_not_share_is_told(rank, world=2, *, tmp_path):
 def streamed(state):
     """The state as a run saves it: each tensor exists while it is written."""
     def stand_in(tensor):
-        return Streamed(tensor.shape, tensor.dtype, itertools.repeat(tensor))
+        return Streamed(tensor.to("meta"), itertools.repeat(tensor))
     return tree_map_only(torch.Tensor, stand_in, state)
 
 

@@ -117,7 +117,7 @@ def test_data_py_needs_neither_torch_nor_the_model():
 
 # Lines at most, of folders, of files of the book and of the program. A change that raises one says
 # what it is worth.
-LINES = {"base": 1600, "corpus": 2610, "models": 845, "parallelism": 2890, "runtime": 2910,
+LINES = {"base": 1610, "corpus": 2610, "models": 845, "parallelism": 2890, "runtime": 2775,
          "tools": 3645, "parallel.py": 1265, "model.py": 350, "train.py": 311, "checkpoint.py": 200,
          "data.py": 228, "sample.py": 115, "amp.py": 105}
 PROGRAM = 17_050
