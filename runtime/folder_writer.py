@@ -56,12 +56,14 @@ def write_part(path: Path, named_chunks: Iterable[tuple]) -> tuple[list[tuple], 
     return entries, crc
 
 
-def make_table(parts: list[list[tuple]], dtype: torch.dtype) -> bytes:
-    """`.metadata`, DCP's table, from what is where in each rank's file."""
+def write_table(folder: Path, parts: list[tuple], dtype: torch.dtype, facts: dict) -> None:
+    """Write `.metadata`, DCP's table, and facts.pt. `parts`: what `write_part` has returned on each
+    rank."""
     from torch.distributed.checkpoint import filesystem, metadata       # takes more than a second
-    tensors, where = {}, {}
+    tensors, where, crcs = {}, {}, {}
     properties = metadata.TensorProperties(dtype)
-    for rank, entries in enumerate(parts):
+    for rank, (entries, crc) in enumerate(parts):
+        crcs[part_file(rank)] = crc
         for name, shape, offsets, sizes, start, length in entries:
             if name not in tensors:
                 tensors[name] = metadata.TensorStorageMetadata(properties, torch.Size(shape), [])
@@ -69,19 +71,12 @@ def make_table(parts: list[list[tuple]], dtype: torch.dtype) -> bytes:
             tensors[name].chunks.append(chunk)
             where[metadata.MetadataIndex(name, chunk.offsets)] = filesystem._StorageInfo(
                 part_file(rank), start, length)
-    return pickle.dumps(metadata.Metadata(tensors, storage_data=where,
-                                          version=filesystem.CURRENT_DCP_VERSION))
-
-
-def write_table(folder: Path, parts: list[tuple], dtype: torch.dtype, facts: dict) -> None:
-    """Write `.metadata` and facts.pt. `parts`: what `write_part` has returned on each rank."""
-    entries, crcs = zip(*parts)
-    table = make_table(entries, dtype)
-    of_files = {part_file(rank): crc for rank, crc in enumerate(crcs)} | {TABLE: zlib.crc32(table)}
+    table = pickle.dumps(metadata.Metadata(tensors, storage_data=where,
+                                           version=filesystem.CURRENT_DCP_VERSION))
     with flushed_file(folder / TABLE) as file:
         file.write(table)
     with flushed_file(folder / FACTS) as file:
-        file.write(saved(facts | dict(crcs=of_files)))
+        file.write(saved(facts | dict(crcs=crcs | {TABLE: zlib.crc32(table)})))
 
 
 class FolderWriter(Writer):
