@@ -181,7 +181,6 @@ def full_tensor(scattered, dtype: torch.dtype, copies: deque, grid, step: int) -
     return spec.join(parts.view(-1, *spec.local_shape).unbind())
 
 
-
 def restore(state: dict, flat) -> None:
     """Load this rank's slices of a checkpoint's full tensors into a zero.FlatParameters. Takes the
     tensors out of `state`."""
