@@ -34,23 +34,30 @@ def begin(given: dict, job: Job, device: torch.device,
     train_data, val_data = startup.open_data(config, model_config, start.state, job)
     bias = getattr(model_config, "balance_bias", 0)
     problems = [
-        (train_data.has_conversations, f"reads text, and {config.data} has conversations"),
-        (bias > 0, f"moves no bias of a router, and this model has --balance-bias {bias:g}")]
+        (train_data.has_conversations,
+         f"--plain reads text, and {config.data} has conversations: drop --plain, or give another "
+         f"--data"),
+        (bias > 0,
+         f"--plain moves no bias of a router, and this model has --balance-bias {bias:g}: drop "
+         f"--plain, or give --balance-bias 0 in a new run")]
     problems += [(getattr(config, name) != getattr(Config(), name),
-                  f"has no {flag_name(name)}, and this run has") for name in OF_OTHERS]
+                  f"this run has {flag_name(name)}, which --plain has not: drop --plain")
+                 for name in OF_OTHERS]
     if start.state is not None:
         # So far each step has read one batch of the same data, as the steps to come will.
         state, stored = start.state, start.state["config"]["batch_size"]
         problems += [
             (config.batch_size != stored,
-             f"cannot change the --batch-size {stored} of a run to {config.batch_size}"),
+             f"this run has --batch-size {stored}, not {config.batch_size}: give --batch-size "
+             f"{stored}, or drop --plain"),
             (state["consumed_samples"] != state["step"] * stored
-             or state["monitor"].get("excluded"), "cannot continue a run that has left out "
-             "sequences, or had another --batch-size"),
-            (len(state["data"]) > 1, "cannot continue a run that has read a mixture, or other data "
-                                     "before")]
-    all_ranks(lambda: refuse([(is_problem, f"--plain {problem}: drop --plain")
-                              for is_problem, problem in problems]))
+             or state["monitor"].get("excluded"),
+             "this run has left out sequences, or had another --batch-size, which --plain cannot "
+             "continue: drop --plain"),
+            (len(state["data"]) > 1,
+             "this run has read a mixture, or other data before, which --plain cannot continue: "
+             "drop --plain")]
+    all_ranks(lambda: refuse(problems))
     facts = run_state.make_facts(config, model_config, train_data, start.run,
                                  make_scaler(config.dtype), DivergenceMonitor())    # a new one
     out = OutputFolder(config, model_config.seq_len, start, facts, start.step)
