@@ -26,20 +26,27 @@ Reading it runs no code from it.
 
 A file of weights alone has no moments and is for `train.py --init-from`.
 
-`save` writes and `load` reads a state. For the plain program `plain_save` makes the state of an
-AdamW, and `plain_load` takes it back. Of a run in any layout runtime/checkpoint_writer.py moves the
-pieces to rank 0, and `restore` takes back each rank's slices. base/checkpoint_folder.py has a
-format for larger models: a folder, of which every rank writes a part.
+`save` writes a state, `load` reads it, and `verify` compares a file's bytes with their checksums.
+For the plain program `plain_save` makes the state of an AdamW, and `plain_load` takes it back. In
+any layout `copy_pieces`, `send_pieces` and `full_tensor` bring the pieces to rank 0, in threads of
+runtime/checkpoint_writer.py while training goes on, and `restore` takes back each rank's slices.
+base/checkpoint_folder.py has a format for larger models: a folder, of which every rank writes a
+part.
 """
-from collections.abc import Container, Iterator, Mapping
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from base.checkpoint_files import errors_as_corrupt, read_state, remove_old, step_file, verify
+from base.checkpoint_files import (check_entries, errors_as_corrupt, parameter_shapes, read_state,
+                                   remove_old, step_file, verify)
 from base.disk import flush_folder, link_file, retry_transient, write_file
-from model import GPT, OF_VOCABULARY, GPTConfig
+from model import GPT
 from models import make_config
+from parallelism.collectives import comm_errors, on_hosts, to_host
 
 FORMAT = 7
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -77,34 +84,11 @@ def load(path: Path) -> dict:
         if not isinstance(state, dict) or "format" not in state:
             raise ValueError("it is not a checkpoint of this project")
         if state["format"] == FORMAT:
-            check_entries(state)
+            check_entries(state, KEYS, OPTIONAL, STATE)
     if state["format"] != FORMAT:               # no damage: no older file may be taken instead
         raise ValueError(f"{path} has format {state['format']}, this code reads format {FORMAT}: "
                          f"use the version of the code that wrote it")
     return state
-
-
-def check_entries(state: dict) -> None:
-    """Raise ValueError if the keys of a checkpoint, or the names and shapes of its tensors, are not
-    those of its model. A file of weights alone has no moments."""
-    difference = (set(state) - set(OPTIONAL)) ^ KEYS
-    if difference:
-        raise ValueError(f"its keys differ: {sorted(difference)}")
-    shapes = parameter_shapes(make_config(**state["model"]))
-    for key in STATE:
-        tensors = getattr(state[key], "like", state[key])       # those of a folder are not read
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if found != shapes and (key == "parameters" or state["exp_avg"] or state["exp_avg_sq"]):
-            raise ValueError(f"its {key} are not those of its model")
-
-
-def parameter_shapes(model_config: GPTConfig) -> dict[str, tuple]:
-    """{global name: shape} of the full parameters, without the padding of the vocabulary."""
-    with torch.device("meta"):
-        model = model_config.build()
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return shapes | {name: (model_config.vocab_size, *shapes[name][1:]) for name in OF_VOCABULARY
-                     if name in shapes}
 
 
 # ---- The tensors of one process -------------------------------------------------------------
@@ -156,7 +140,46 @@ def load_model(path: Path) -> tuple[GPT, dict]:
     return model.eval(), state
 
 
-# ---- The tensors of any layout: each rank reads its slices ----------------------------------
+# ---- The tensors of any layout --------------------------------------------------------------
+#
+# A piece is what the file takes from one rank of one tensor (parallelism/pieces.py).
+
+def copy_pieces(owned: Iterable[tuple], names: Iterable[str], timeout: float) -> deque:
+    """Copy this rank's pieces to host memory, in the order of the file: of the flat tensors `names`
+    those of pieces.owned_slices. DistError if a GPU hangs for `timeout` seconds."""
+    owned = list(owned)
+    # A copy from CUDA is pinned memory, which may take twice the space. Its clone is not.
+    return deque(to_host(bucket.shard[name][shard_slice], timeout).clone()
+                 for name in names for bucket, _, shard_slice, _ in owned)
+
+
+def send_pieces(copies: deque, grid, step: int) -> None:
+    """Send them to rank 0 and free each once it is sent: a message waits until rank 0 asks for it.
+    If rank 0 dies, the connection breaks. The tag is the step of the save."""
+    while copies:
+        with comm_errors("save, send to rank 0"):
+            dist.isend(copies.popleft(), 0, grid.groups["save"], step).wait(timedelta(days=1))
+
+
+def full_tensor(scattered, dtype: torch.dtype, copies: deque, grid, step: int) -> torch.Tensor:
+    """On rank 0: the full tensor of a pieces.Scattered, from the rank's own `copies` and from what
+    the others send."""
+    spec = scattered.spec
+    parts = torch.empty(spec.num_parts, spec.numel, dtype=dtype)
+    receives = []                       # [(operation, Work)] under way
+    for rank, part, numbers in scattered.pieces:
+        space = parts[part, numbers]
+        if rank == 0:
+            space.copy_(copies.popleft())
+            continue
+        operation = f"save, receive from rank {rank}{on_hosts([rank], grid.hosts)}"
+        with comm_errors(operation):
+            receives.append((operation, dist.irecv(space, rank, grid.groups["save"], step)))
+    for operation, receive in receives:
+        with comm_errors(operation):
+            receive.wait()
+    return spec.join(parts.view(-1, *spec.local_shape).unbind())
+
 
 def restore(state: dict, flat) -> None:
     """Load this rank's slices of a checkpoint's full tensors into a zero.FlatParameters. Takes the

@@ -300,7 +300,7 @@ def main() -> None:
     job, given, device, timeout = startup.parse()       # exits here if a flag is wrong
     with running(job, device, timeout) as stack:        # closes at its end what is opened here
         if given.get("plain"):
-            config, model_config, out = plain_run.begin(given, stack)
+            config, model_config, out = plain_run.begin(given, job, device, stack)
             plain_train(config, model_config, device, out)
         else:
             startup.launch(Run, learning_rate, given, device, job, stack)

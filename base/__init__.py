@@ -1,10 +1,10 @@
-"""What every program needs first, before it knows of any run, one concern a file.
-Every room above calls it. It calls model.py, the models' tables and amp.py:
+"""What every program needs before it knows of any run. It calls model.py, models/ and amp.py:
 
     commandline, options, sample_flags  flags, and the mistakes in them
-    errors                              which of them end a program in one line
+    errors                              what ends a program in one line
     batch_ramp                          the sizes of batches that grow
-    processes, devices                  ranks, and what they compute on
+    agreement                           what the ranks know and fail at together
+    processes, devices                  the life of a process, and what it computes on
     checkpoint_files                    the files of checkpoints: find, read, remove
     checkpoint_folder                   a checkpoint as a folder, of which each rank writes a part
     disk                                whole files and folders on a disk that may fail

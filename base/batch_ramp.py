@@ -49,8 +49,7 @@ def sequences_after(config, sequences_trained: int, steps: int) -> int:
 
 def steps_of_epochs(config, data, state: dict | None) -> int:
     """The steps of a run that trains on the data.TokenDataset --epochs times."""
-    step = 0
-    sequences_trained = 0
+    step = sequences_trained = 0
     if state is not None:
         step = state["step"]
         sequences_trained = state["tokens"] // state["model"]["seq_len"]

@@ -4,7 +4,7 @@ one is read from a disk that may fail. (What they hold: checkpoint.py, checkpoin
 Reading fails in three ways, which differ in what to do:
 
     FileNotFoundError       there is no such file: the message says which to give
-    ReadFailed              the disk, or the network to it, failed in each attempt
+    DiskFailed              the disk, or the network to it, failed in each attempt
     CorruptCheckpoint       the file is damaged: a run passes over it to an older one
 """
 import errno
@@ -23,6 +23,8 @@ import torch
 
 from base.disk import first_cause, remove, retry_transient
 from base.errors import first_line, warn
+from model import OF_VOCABULARY, GPTConfig
+from models import make_config
 
 FACTS = "facts.pt"          # in a folder: its entries other than tensors, and CRCs
 # A folder has no suffix. One with ".old" is about to be replaced (disk.rename_folder).
@@ -112,7 +114,13 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
     call this; a file is for rank 0. Raises CorruptCheckpoint."""
     with errors_as_corrupt(path, "is damaged, cut off, or no checkpoint"):
         if rank == 0:
-            verify_zip(facts_file(path))
+            with zipfile.ZipFile(facts_file(path)) as archive:
+                bad = archive.testzip()
+                if bad is not None:
+                    raise ValueError(f"the CRC of {bad} does not match")
+                for entry in archive.infolist():
+                    if entry.external_attr != 0:    # a directory's bit: torch.load would not read
+                        raise ValueError(f"the attributes of {entry.filename} are not 0")
         crcs = read_state(path)["crcs"] if path.is_dir() else {}
         for name in sorted(crcs)[rank::world]:
             if not (path / name).exists():
@@ -125,14 +133,27 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
                 raise ValueError(f"the CRC of {name} does not match")
 
 
-def verify_zip(path: Path) -> None:
-    with zipfile.ZipFile(path) as archive:
-        bad = archive.testzip()
-        if bad is not None:
-            raise ValueError(f"the CRC of {bad} does not match")
-        for entry in archive.infolist():
-            if entry.external_attr != 0:        # a directory's bit: torch.load would not read it
-                raise ValueError(f"the attributes of {entry.filename} are not 0")
+def check_entries(state: dict, keys: set, optional: Container, kinds: Container) -> None:
+    """Raise ValueError if the `keys` of a checkpoint, or the names and shapes of its tensors of the
+    `kinds`, are not those of its model. A file of weights alone has no moments."""
+    difference = (set(state) - set(optional)) ^ keys
+    if difference:
+        raise ValueError(f"its keys differ: {sorted(difference)}")
+    shapes = parameter_shapes(make_config(**state["model"]))
+    for key in kinds:
+        tensors = getattr(state[key], "like", state[key])       # those of a folder are not read
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if found != shapes and (key == "parameters" or state["exp_avg"] or state["exp_avg_sq"]):
+            raise ValueError(f"its {key} are not those of its model")
+
+
+def parameter_shapes(model_config: GPTConfig) -> dict[str, tuple]:
+    """{global name: shape} of the full parameters, without the padding of the vocabulary."""
+    with torch.device("meta"):
+        model = model_config.build()
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return shapes | {name: (model_config.vocab_size, *shapes[name][1:]) for name in OF_VOCABULARY
+                     if name in shapes}
 
 
 # ---- The files of a directory ----------------------------------------------------------------
@@ -182,11 +203,12 @@ def remove_old(path: Path, keep: int, protected: Container[str]) -> None:
         remove(out / LATEST["file" if path.is_dir() else "folder"])
         for name in ASIDE:
             remove(out / name)
-        files = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
-        replaced = [file for file in files
-                    if file.suffix == ".old" and file.with_suffix("").exists()]
-        others = [file for file in files if file not in replaced]
-        for file in replaced + [file for file in others[keep:] if file.name not in protected]:
-            remove(file)
+        steps = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
+        kept = 0
+        for file in steps:
+            is_replaced = file.suffix == ".old" and file.with_suffix("").exists()
+            if is_replaced or (kept >= keep and file.name not in protected):
+                remove(file)
+            kept += not is_replaced
     except OSError as error:
         warn(f"old checkpoints in {out} could not be removed: {error}")

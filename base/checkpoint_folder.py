@@ -14,8 +14,8 @@ file. A rank holds a range of the flattened part of a parameter (pieces.owned_sl
 box. So `chunks` cuts it into few: the end of a row, whole rows, the beginning of a row.
 
 DCP's own functions open such a folder, and read it in one process or in many. Two things differ
-when this file reads. The table is a pickle, which may run any code: `read_table` knows only the
-classes of the table. And facts.pt has the CRC of each other file (checkpoint_files.verify): a
+when this file reads. The table is a pickle, which may run any code: `TableUnpickler` knows only
+the classes of the table. And facts.pt has the CRC of each other file (checkpoint_files.verify): a
 file that is damaged, or is of another save or another rank, is found.
 """
 import io
@@ -27,8 +27,8 @@ from pathlib import Path
 
 import torch
 
+from base.agreement import all_ranks
 from base.disk import retry_transient
-from base.processes import all_ranks
 
 TABLE = ".metadata"
 # What a pickle of DCP's table consists of, beside dtypes.
@@ -44,7 +44,7 @@ def part_file(rank: int) -> str:
 
 
 class TableUnpickler(pickle.Unpickler):
-    """Loads nothing but the classes of DCP's table."""
+    """Loads DCP's table, a Metadata, and nothing but its classes."""
 
     def find_class(self, module, name):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -53,15 +53,10 @@ class TableUnpickler(pickle.Unpickler):
         raise ValueError(f"{TABLE} names {module}.{name}")
 
 
-def read_table(folder: Path):
-    """DCP's Metadata of a folder."""
-    return TableUnpickler(io.BytesIO((folder / TABLE).read_bytes())).load()
-
-
 def add_tensors(facts: dict, folder: Path, kinds) -> dict:
     """The state in a folder: its facts, and {name: tensor} for each kind, as a file has them."""
     facts = {key: value for key, value in facts.items() if key != "crcs"}
-    table = read_table(folder)
+    table = TableUnpickler(io.BytesIO((folder / TABLE).read_bytes())).load()
     return facts | {kind: FolderTensors(folder, table, f"{kind}.") for kind in kinds}
 
 

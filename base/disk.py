@@ -15,18 +15,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from base.errors import RunError, WriteFailed, is_failure, out_of_memory, warn
+from base.errors import DiskFailed, is_failure, out_of_memory, warn
 
 RETRY_SECONDS = (0, 0.2, 1, 3)      # waits before each attempt to read
 
 
-class ReadFailed(RunError, OSError):
-    """The file system failed repeatedly. The file itself may be whole."""
-
-
 def retry_transient(read):
     """Decorator of functions that read a path: try again after an error of the file system, which
-    a network may cause for a while. Raises ReadFailed if the error persists: the file must not be
+    a network may cause for a while. Raises DiskFailed if the error persists: the file must not be
     passed over as damaged."""
     @wraps(read)
     def read_with_retries(path: Path, *args):
@@ -40,7 +36,7 @@ def retry_transient(read):
                 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):        # a mistake in the path
                     raise
                 reason = error.strerror
-        raise ReadFailed(f"{path} could not be read ({reason}): start again when the file system "
+        raise DiskFailed(f"{path} could not be read ({reason}): start again when the file system "
                          f"works")
     return read_with_retries
 
@@ -87,7 +83,7 @@ def writing(aside: Path, path: Path):
         if isinstance(cause, dist.DistError) or out_of_memory(cause):
             raise cause
         status = 1 if is_failure(cause) else 2
-        raise WriteFailed(f"{path} could not be written: {cause}", status) from error
+        raise DiskFailed(f"{path} could not be written: {cause}", status) from error
 
 
 def link_file(path: Path, name: Path) -> None:

@@ -23,17 +23,25 @@ class RunError(Exception):
         self.status = status
 
 
-class WriteFailed(RunError, OSError):
-    """A file could not be written. The error of the system, if there is one, is in the message."""
+class DiskFailed(RunError, OSError):
+    """A file could not be read or written. The system's error, if there is one, is in the message.
+    What is read may be whole."""
 
 
-def print_error(message) -> None:
+def refuse(rules: list[tuple]) -> None:
+    """Raise a ValueError that names all problems of these rules (is it a problem?, which one)."""
+    text = "; ".join(problem for is_problem, problem in rules if is_problem)
+    if text:
+        raise ValueError(text)
+
+
+def print_error(message, program: str = "train.py") -> None:
     with suppress(OSError):                 # a closed pipe does not stop the run
-        print(f"train.py: {message}", file=sys.stderr, flush=True)
+        print(f"{program}: {message}", file=sys.stderr, flush=True)
 
 
-def warn(text: str) -> None:
-    print_error(f"warning: {text}")
+def warn(text: str, program: str = "train.py") -> None:
+    print_error(f"warning: {text}", program)
 
 
 @contextmanager
@@ -87,9 +95,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 def is_failure(error: BaseException) -> bool:
     """Whether an error is no mistake of the user."""
-    if isinstance(error, (ConnectionError, MemoryError, FloatingPointError)):
-        return True
-    return getattr(error, "errno", None) in FAILURES
+    kinds = (ConnectionError, MemoryError, FloatingPointError)
+    return isinstance(error, kinds) or getattr(error, "errno", None) in FAILURES
 
 
 @contextmanager

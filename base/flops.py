@@ -4,28 +4,21 @@
 
 (Chowdhery et al. 2022, "PaLM", appendix B.)
 """
+import math
 import re
 from dataclasses import replace
 from functools import cache
 
-import torch
-
-from model import OF_VOCABULARY, GPTConfig
-
-
-def parameters(cfg: GPTConfig) -> dict[str, int]:
-    """{name: numbers} of the full parameters of a model, without padding."""
-    with torch.device("meta"):
-        model = cfg.build()
-    return {name: (p[:cfg.vocab_size] if name in OF_VOCABULARY else p).numel()
-            for name, p in model.named_parameters()}
+from base.checkpoint_files import parameter_shapes
+from model import GPTConfig
 
 
 @cache
 def parameter_count(cfg: GPTConfig) -> int:
     """Parameters without padding. A GPT has (V + T) C in the embeddings, 12 C^2 + 13 C in a block,
     and 2 C in the last LayerNorm."""
-    one, two = (sum(parameters(replace(cfg, n_layer=n)).values()) for n in (1, 2))
+    one, two = (sum(map(math.prod, parameter_shapes(replace(cfg, n_layer=n)).values()))
+                for n in (1, 2))
     return one + (cfg.n_layer - 1) * (two - one)        # all blocks have as many
 
 
@@ -68,9 +61,9 @@ def flops_per_token(cfg: GPTConfig, recompute: bool = False) -> int:
 @cache
 def looked_up(cfg: GPTConfig) -> int:
     """The parameters of the embeddings, without those that the head multiplies with."""
-    sizes = parameters(replace(cfg, n_layer=1))
-    tokens = 0 if cfg.tied else sizes["embed.token.weight"]
-    return tokens + sizes.get("embed.position.weight", 0)
+    shapes = parameter_shapes(replace(cfg, n_layer=1))
+    tokens = 0 if cfg.tied else math.prod(shapes["embed.token.weight"])
+    return tokens + math.prod(shapes.get("embed.position.weight", [0]))
 
 
 # Dense 16-bit TFLOP/s of matrix products that sum in fp32, from the makers' data sheets and, for

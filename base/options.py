@@ -5,6 +5,7 @@ import re
 
 from amp import PRECISIONS
 from base.commandline import Parser, add_flags, flag, flag_name, groups_of
+from base.errors import refuse
 from models import SIZES, make_config
 
 
@@ -120,7 +121,7 @@ LOCAL = {"resume", "init_from", "eval_only", "log_every", "epochs", *PRECISION, 
     name for name, group in groups_of(Config).items() if group in ("paths", "layout", "memory"))}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 OF_TRAINING = [*RESTORED, *PRECISION]           # a note of a resume names their changes
-# Losses under different values of these flags are not compared (`losses_stay_comparable`).
+# Losses under different values of these flags are not compared (DivergenceMonitor.restored).
 FLAGS_THAT_CHANGE_THE_LOSS = (
     "dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio", "warmup_steps",
     "lr_schedule", "decay_ratio", "weight_decay", "beta1", "beta2", "clip", "dtype")
@@ -142,26 +143,24 @@ def parse_flags(arguments) -> dict:
     for name in ("batch_ramp", "skip_steps"):       # "none" unsets what a checkpoint has stored
         if given.get(name) == "none":
             given[name] = None
-    if given.get("skip_steps") is not None:
-        step_range(given["skip_steps"])
-    ramp = given.get("batch_ramp")
-    if ramp is not None and not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", ramp):
-        raise ValueError(f"argument --batch-ramp: {ramp} is not START:INCREMENT:SEQUENCES, all > 0")
-    if {"steps", "epochs"} <= set(given):
-        raise ValueError("--steps cannot be combined with --epochs: both say when the run ends")
-    if "init_from" in given and given.get("resume", "auto") not in ("auto", "never"):
-        raise ValueError("--init-from cannot be combined with --resume FILE: drop --resume to "
-                         "begin a new run from the weights, or --init-from to branch")
+    config = Config(**given)
+    if config.skip_steps is not None:
+        step_range(config.skip_steps)
+    refuse([
+        (not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", config.batch_ramp or "1:1:1"),
+         f"argument --batch-ramp: {config.batch_ramp} is not START:INCREMENT:SEQUENCES, all > 0"),
+        ({"steps", "epochs"} <= set(given),
+         "--steps cannot be combined with --epochs: both say when the run ends"),
+        (config.init_from is not None and config.resume not in ("auto", "never"),
+         "--init-from cannot be combined with --resume FILE: drop --resume to begin a new run from "
+         "the weights, or --init-from to branch")])
     return given
 
 
 def model_shape(flags: dict) -> dict:
     """The fields of the model's shape that these flags set."""
-    shape = dict(SIZES[flags["model"]]) if "model" in flags else {}
-    for name in SHAPE:
-        if flags.get(name) is not None:
-            shape[name] = flags[name]
-    return shape
+    size = SIZES[flags["model"]] if "model" in flags else {}
+    return size | {name: flags[name] for name in SHAPE if flags.get(name) is not None}
 
 
 def refuse_flags_of_others(given: dict, base: dict, source) -> None:

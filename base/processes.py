@@ -1,5 +1,5 @@
-"""The processes of a run: start together, fail together. A run is a block of `running`; what must
-fail alike on all ranks goes through `all_ranks`.
+"""The life of a run's process, from the launcher's variables to its exit status: a run is a block
+of `running`.
 
 Exit status: 0 done; 1 the run failed; 2 usage error, reported in one line. A run that has saved
 after a signal exits with 0 under torchrun, and by that signal without.
@@ -13,16 +13,15 @@ import sys
 import time
 import traceback
 import uuid
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Callable
 
 import torch
 import torch.distributed as dist
 
-from base.errors import RunError, first_line, out_of_memory, print_error
+from base.agreement import all_gather_object
+from base.errors import RunError, first_line, out_of_memory, print_error, refuse
 
 
 def fatal_message(error: Exception) -> str | None:
@@ -35,75 +34,6 @@ def fatal_message(error: Exception) -> str | None:
         return (f"{reason}; another rank has failed, was killed, or does not answer: see its own "
                 f"message, then give the same command again")
     return None
-
-
-def all_gather_object(value) -> list:
-    """The value of every rank, in the order of the ranks."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    try:
-        dist.all_gather_object(values, value)
-    except RuntimeError as error:
-        raise dist.DistError(f"exchange with all ranks: {error}") from error
-    return values
-
-
-def is_rank0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def print_rank0(line: str, end="\n") -> None:
-    """Print one line on rank 0. A closed pipe (`| head`) does not stop the run."""
-    if is_rank0():
-        try:
-            print(line, end=end, flush=True)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def all_ranks(action: Callable, status: int = 2):
-    """Run action() on every rank and return its result here. If it raises a ValueError, OSError or
-    RunError on any rank, every rank raises the same RunError, with the message of the first such
-    rank and its status (`status` for a ValueError or OSError).
-
-    The action may take longer than --timeout, on a slow disk: it runs in a thread, and meanwhile
-    the ranks exchange messages, which show that each is alive. It must not communicate. Another
-    error is raised at once, on its rank alone: the actions of the others may wait for it."""
-    def attempt() -> tuple:
-        try:
-            return action(), None
-        except (ValueError, OSError, RunError) as error:
-            return None, (str(error), getattr(error, "status", status))
-
-    future = ThreadPoolExecutor(1).submit(attempt)
-    ended = [None]                          # of each rank whose action has: (machine, failure)
-    while None in ended:
-        wait([future], timeout=1)
-        outcome = (socket.gethostname(), future.result()[1]) if future.done() else None
-        ended = all_gather_object(outcome)
-    hosts, failures = zip(*ended)
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            message, status = failure
-            if rank > 0:
-                host = f" on {hosts[rank]}" if len(set(hosts)) > 1 else ""
-                message = f"rank {rank}{host}: {message}"
-            raise RunError(message, status)
-    return future.result()[0]
-
-
-def on_rank0(action: Callable):
-    """Run action() on rank 0 and return its result on every rank; errors as in `all_ranks`."""
-    result = all_ranks(lambda: action() if is_rank0() else None)
-    return all_gather_object(result)[0]
-
-
-def assert_equal_across_ranks(value, message: str) -> None:
-    """Every rank raises a RunError with this message unless all ranks have the same value."""
-    values = all_gather_object(value)
-    if values.count(value) < len(values):
-        raise RunError(message, 2)
 
 
 def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
@@ -163,21 +93,19 @@ class Job:
         """Raises ValueError if its variables cannot be those of one job, as after an `export`."""
         def read(name, default, low=0, below=2 ** 31):
             text = os.environ.get(name) or str(default)
-            if not text.isdecimal() or not low <= int(text) < below:
-                limit = "" if below == 2 ** 31 else f" and below {below}"
-                raise ValueError(f"{name} is {text}, but must be at least {low}{limit}: start "
-                                 f"several processes by torchrun, which sets it, and unset it to "
-                                 f"start one")
+            limit = "" if below == 2 ** 31 else f" and below {below}"
+            refuse([(not text.isdecimal() or not low <= int(text) < below,
+                     f"{name} is {text}, but must be at least {low}{limit}: start several "
+                     f"processes by torchrun, which sets it, and unset it to start one")])
             return int(text)
 
         world = read("WORLD_SIZE", 1, low=1)
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")
-                   if world > 1 and not os.environ.get(name)]
-        if missing:
-            raise ValueError(f"WORLD_SIZE is {world}, but {', '.join(missing)} not set: start "
-                             f"{world} processes by torchrun --nproc_per_node={world} train.py, "
-                             f"which sets them all, and unset WORLD_SIZE to start one")
         if world > 1:
+            missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")
+                       if not os.environ.get(name)]
+            refuse([(missing, f"WORLD_SIZE is {world}, but {', '.join(missing)} not set: start "
+                              f"{world} processes by torchrun --nproc_per_node={world} train.py, "
+                              f"which sets them all, and unset WORLD_SIZE to start one")])
             read("MASTER_PORT", "", low=1, below=2 ** 16)
         return cls(read("RANK", 0, below=world), world, read("LOCAL_RANK", 0, below=world),
                    read("LOCAL_WORLD_SIZE", 1, low=1), os.getppid())

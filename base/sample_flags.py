@@ -3,6 +3,7 @@ import sys
 from dataclasses import dataclass
 
 from base.commandline import Parser, add_flags, flag
+from base.errors import refuse
 
 LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
 
@@ -37,17 +38,16 @@ def parse_flags(arguments) -> SampleFlags:
     parser = Parser("sample.py", "python sample.py [FLAG ...]", "Sample text from a checkpoint.")
     add_flags(parser, SampleFlags)
     flags = SampleFlags(**parser.parse(arguments))
-    if 0 < flags.temperature < LOWEST:
-        raise ValueError(f"argument --temperature: {flags.temperature:g} must be 0 (greedy) or at "
-                         f"least {LOWEST:g}")
-    if flags.top_p > 1:
-        raise ValueError(f"argument --top-p: {flags.top_p:g} must be at most 1")
-    if flags.chat and sys.stdin is None:
-        raise ValueError("--chat reads standard input, which is closed")
-    if flags.chat and (flags.prompt or flags.stop or flags.num_samples is not None):
-        raise ValueError("--chat reads standard input and ends where the model does: drop "
-                         "--prompt, --stop and --num-samples")
-    if sys.stdout is None:
-        raise ValueError("standard output, where the text goes, is closed: give a file or a pipe")
+    refuse([
+        (0 < flags.temperature < LOWEST,
+         f"argument --temperature: {flags.temperature:g} must be 0 (greedy) or at least "
+         f"{LOWEST:g}"),
+        (flags.top_p > 1, f"argument --top-p: {flags.top_p:g} must be at most 1"),
+        (flags.chat and sys.stdin is None, "--chat reads standard input, which is closed"),
+        (flags.chat and (flags.prompt or flags.stop or flags.num_samples is not None),
+         "--chat reads standard input and ends where the model does: drop --prompt, --stop and "
+         "--num-samples"),
+        (sys.stdout is None,
+         "standard output, where the text goes, is closed: give a file or a pipe")])
     sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character
     return flags

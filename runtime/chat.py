@@ -3,9 +3,10 @@ import sys
 
 import torch
 
+from base.errors import warn
 from corpus.chat_records import ASSISTANT, Message
 from corpus.templates import get_template
-from runtime.samples import check_rows, show, warn
+from runtime.samples import check_rows, show
 
 
 def read_lines():
@@ -45,7 +46,7 @@ class Chat:
             try:
                 tokens = self.prompt_tokens()
             except ValueError as error:
-                warn(f"{error}: it is left out, and a new conversation begins")
+                warn(f"{error}: it is left out, and a new conversation begins", "sample.py")
                 self.messages = []
                 continue
             self.stream = self.tokenizer.stream(tokens)

@@ -3,16 +3,24 @@ be by itself, its config refuses."""
 import dataclasses
 import math
 import os
+from pathlib import Path
 
 from base.batch_ramp import batch_sizes, steps_of_epochs
-from base.errors import warn
-from base.options import Config, merge_config, new_run_advice
+from base.commandline import flag_name
+from base.errors import refuse, warn
+from base.options import SHAPE, Config, merge_config, new_run_advice
 from corpus.templates import is_own
 from data import TokenDataset
 from model import GPTConfig
 from models import PEAK_LR, SIZES, make_config
 from parallelism import exact
 from parallelism.shared_heads import can_cut_heads
+
+# The flags that --plain takes. A run that it continues may have had others. They are ignored.
+PLAIN_FLAGS = {
+    "plain", "data", "out", "model", *SHAPE, "batch_size", "steps", "epochs", "lr", "min_lr_ratio",
+    "warmup_steps", "lr_schedule", "decay_ratio", "weight_decay", "beta1", "beta2", "clip", "seed",
+    "device", "dtype", "save_every", "keep", "eval_every", "eval_tokens", "log_every"}
 
 
 def validate(given: dict, state: dict | None, world: int, device_type: str,
@@ -129,14 +137,21 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
     warn(problem)
 
 
+def check_plain(given: dict, world: int) -> None:
+    """Raise ValueError unless --plain has all flags that were given."""
+    config = Config(**given)
+    names = ", ".join(map(flag_name, sorted(set(given) - PLAIN_FLAGS)))
+    refuse([
+        (world > 1,
+         f"--plain is for one process, not {world}: drop --plain, or start without torchrun"),
+        (names, f"--plain has no {names}: drop one or the other"),
+        (config.dtype in ("bf16", "fp16"),
+         f"--plain has no --dtype {config.dtype}: give fp32 or fp64, or drop --plain"),
+        (set("=,") & set(config.data) and not Path(config.data).is_dir(),
+         "--plain reads one directory, not a mixture: drop --plain, or give one directory")])
+
+
 # ---- Layouts ---------------------------------------------------------------------------------
-
-def refuse(rules: list[tuple]) -> None:
-    """Raise a ValueError that names all problems of these rules (is it a problem?, which one)."""
-    text = "; ".join(problem for is_problem, problem in rules if is_problem)
-    if text:
-        raise ValueError(text)
-
 
 def check_grid(world: int, config, model_config: GPTConfig | None = None) -> None:
     """Raise a ValueError if no model can run in this layout, or if not this one."""

@@ -12,9 +12,10 @@ from typing import Callable, NamedTuple
 
 import torch.distributed as dist
 
+from base.agreement import all_gather_object, all_ranks, is_rank0, on_rank0
 from base.checkpoint_files import CorruptCheckpoint, facts_file, list_checkpoints, verify
 from base.errors import RunError, first_line, warn
-from base.processes import all_gather_object, all_ranks, is_rank0, on_rank0
+from base.options import Config
 from checkpoint import load
 
 
@@ -103,7 +104,7 @@ class Start(NamedTuple):
     run: dict               # the run's id and origin, stored in its checkpoints
     found: list             # the checkpoints in --out at this time
     events: list            # of damaged checkpoints that were passed over
-    given: dict = {}        # the flags of the command, before a checkpoint's and defaults
+    given: dict             # the flags of the command, before a checkpoint's and defaults
 
     @property
     def step(self) -> int:
@@ -111,26 +112,26 @@ class Start(NamedTuple):
         return 0 if self.state is None else self.state["step"]
 
 
-def find_start(out: Path, resume: str = "auto", init_from: str | None = None,
-               eval_only: bool = False, restarted: bool = False) -> Start:
-    """Decide where a run begins. `out` is one run:
+def find_start(given: dict, restarted: bool = False) -> Start:
+    """Decide where a run with the flags `given` begins. --out is one run:
 
-    1. If `out` holds checkpoints, the run goes on from the newest whole one.
+    1. If it holds checkpoints, the run goes on from the newest whole one.
     2. If not, it begins from --resume FILE, from --init-from FILE, or from the seed.
 
-    If FILE is given in case 1, the run in `out` must have begun from it, unless torchrun has
+    If FILE is given in case 1, the run in --out must have begun from it, unless torchrun has
     `restarted` the group: FILE may be gone. With --eval-only, FILE is evaluated without a look at
-    `out`. The kind is then "init-from": the weights are enough.
+    --out. The kind is then "init-from": the weights are enough.
 
     Every rank calls it, and decides alike. Raises RunError, with status 2 for a usage error, also
     for a damaged FILE.
     """
-    file = init_from if resume in ("auto", "never") else resume         # one of them at most
-    kind, path = "seed", None
-    if file is not None:
-        kind = "resume" if init_from is None else "init-from"
-        path = Path(file)
-    state, events = None, []
+    config = Config(**given)
+    out, resume, eval_only = Path(config.out), config.resume, config.eval_only
+    kind, path, state, events = "seed", None, None, []
+    if config.init_from is not None:
+        kind, path = "init-from", Path(config.init_from)
+    elif resume not in ("auto", "never"):
+        kind, path = "resume", Path(resume)
     found = on_rank0(lambda: [] if eval_only and path is not None else list_checkpoints(out))
     if found:
         if resume == "never" and not restarted:
@@ -151,7 +152,7 @@ def find_start(out: Path, resume: str = "auto", init_from: str | None = None,
         raise RunError(f"{path} holds weights alone: begin a run with --init-from {path} in "
                        f"another --out", 2)
     run = on_rank0(lambda: state["run"] if kind == "continue" else new_run(kind, state))
-    return Start(kind, path, state, run, found, events)
+    return Start(kind, path, state, run, found, events, given)
 
 
 def check_origin(state: dict, out: Path, kind: str, file: Path) -> None:
@@ -176,24 +177,22 @@ def new_run(kind: str, state: dict | None = None) -> dict:
     return dict(id=secrets.token_hex(8), origin=[kind, *origin])
 
 
-def start_branch(state: dict, new_lr: bool) -> None:
-    """Reset the history of rollbacks in a state with which a branch begins and, if the branch has a
-    learning rate of its own (`new_lr`), the corrections of the learning rate."""
-    state["monitor"].update(checkpoints=[], rollbacks=0, returned_to=[], last_cut=1.0, bad=0,
-                            accused=[])
-    if new_lr:
-        state["monitor"]["lr_factor"] = 1.0
-
-
-def last_line(out: Path) -> dict:
-    """The last line of metrics.jsonl that is whole; {} without one."""
-    line = {}
-    with suppress(FileNotFoundError), open(out / "metrics.jsonl", "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 2 ** 20))
-        for text in file:
-            with suppress(ValueError):
-                line = json.loads(text)
-    return line
+def has_ended(step: int, config: Config) -> bool:
+    """Whether a run has made all steps, of which `step` is the last one in its checkpoint, and
+    reported its end in the last whole line of metrics.jsonl. If it has not, a crash came after the
+    last save. Every rank calls it."""
+    def last_line() -> dict | None:
+        line = None
+        with suppress(FileNotFoundError), open(Path(config.out, "metrics.jsonl"), "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 2 ** 20))
+            for text in file:
+                with suppress(ValueError):
+                    line = json.loads(text)
+        return line
+    if step != config.steps:
+        return step > config.steps
+    line = on_rank0(last_line)
+    return line is None or line.get("event") == "end"
 
 
 class Metrics:

@@ -51,15 +51,6 @@ def scale_may_help(stats) -> bool:
     return stats.not_finite and stats.loss_scale > MIN_SCALE
 
 
-def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:
-    """Whether losses from before a resume or a rollback can be compared with later ones: only under
-    the same flags and on the same data."""
-    stored = flags_of_writer(state)
-    same_flags = all(stored[name] == getattr(config, name) for name in FLAGS_THAT_CHANGE_THE_LOSS)
-    _, weights = state["data"][-1]          # of the last phase
-    return same_flags and weights == data.mixture.phases[-1][1]
-
-
 class Divergence(NamedTuple):
     """What `DivergenceMonitor.observe` has found."""
     reason: str
@@ -107,7 +98,12 @@ class DivergenceMonitor:
             # A peak learning rate that has more than tripled is probably a mistake, and the old
             # losses are the only evidence of it. (Weights alone have no flags.)
             monitor.rate_is_suspect = config.lr > 3 * state["config"].get("lr", math.inf)
-            if not monitor.rate_is_suspect and not losses_stay_comparable(config, data, state):
+            # Losses can be compared only under the same flags and on the same data.
+            stored = flags_of_writer(state)
+            changed = [name for name in FLAGS_THAT_CHANGE_THE_LOSS
+                       if stored[name] != getattr(config, name)]
+            weights, stored_weights = data.mixture.phases[-1][1], state["data"][-1][1]
+            if not monitor.rate_is_suspect and (changed or weights != stored_weights):
                 monitor.forget_losses()
         monitor.least_deviation = ANSWERS_DEVIATION if data.has_conversations else 0.0
         return monitor

@@ -15,17 +15,17 @@ copy. Once a wrong gradient is in the sum, all replicas share it. Checkpoints we
 they were written: from the last one the run repeats its steps, and ends with an undisturbed run's
 bits.
 """
-from collections import Counter
+from collections import Counter, defaultdict
+from itertools import chain
 from pathlib import Path
 
 import torch
 
+from base.agreement import all_gather_object
 from base.checkpoint_files import list_checkpoints
 from base.errors import RunError
 from base.options import Config
-from base.processes import all_gather_object
 from model import ceil_div
-from parallel import Grid, all_gather
 from parallelism.collectives import to_host
 from parallelism.zero import FlatParameters
 from runtime import run_state
@@ -42,7 +42,7 @@ def hash_bits(x: torch.Tensor) -> torch.Tensor:
     highest bits would cancel.)"""
     words = x.view(torch.int64)
     odd = torch.arange(1, 2 * min(len(words), PIECE), 2, device=x.device)
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    total = words.new_zeros(())
     for number, piece in enumerate(words.split(PIECE)):
         total += ((piece ^ (piece >> 32)) * odd[:len(piece)]).sum() * (2 * number + 1)
     return total
@@ -75,48 +75,38 @@ def shared_hashes(flat: FlatParameters) -> dict[str, dict]:
     return shared
 
 
-def all_groups(grid: Grid, kind: str) -> list[list[int]]:
-    """The ranks of each group of a kind, also of those without this rank."""
-    replicas = grid.ranks.permute(0, 3, 1, 2).reshape(-1, grid.replicas)
-    if kind == "replicas":
-        return replicas.tolist()
-    if kind == "same_experts":      # (stage and tp rank, number of the ep group, ep rank)
-        experts = replicas.reshape(len(replicas), -1, grid.ep).transpose(1, 2)
-        return experts.reshape(-1, grid.replicas // grid.ep).tolist()
-    if kind == "tp":
-        return grid.ranks.reshape(-1, grid.tp).tolist()
-    return grid.ranks.permute(1, 2, 3, 0).reshape(-1, grid.pp)[:, [0, -1]].tolist()
-
-
 def find_difference(flat: FlatParameters, config: Config) -> dict | None:
     """The first tensor whose copies differ, the same on every rank; each must call it. `ranks` have
     another copy than the majority of their group; without one all of the group are named. Ranks
-    exchange a number for each kind of group and, only if these differ, all hashes."""
+    exchange a number for each of their groups and, only if these differ, all hashes."""
     grid = flat.grid
     if config.check_every == 0 or grid.world == 1:
         return None
     flat.wait_params()
     shared = shared_hashes(flat)
-    digests = flat.buckets[0].data.new_zeros(grid.world, len(KINDS), dtype=torch.int64)
-    for i, hashes in enumerate(shared.values()):
-        if hashes:
-            digests[grid.rank, i] = hash_bits(torch.stack(list(hashes.values())))
-    digests = to_host(all_gather(digests, grid.groups["world"]).wait(), config.timeout)
-    unequal = [(kind, ranks) for i, kind in enumerate(KINDS) for ranks in all_groups(grid, kind)
-               if len(digests[ranks, i].unique()) > 1]
+    own = [(kind, tuple(grid.members(kind)), digest(hashes, config.timeout))
+           for kind, hashes in shared.items() if hashes]
+    found = defaultdict(set)        # {(kind, ranks of a group): what these have}
+    for kind, ranks, number in chain(*all_gather_object(own)):
+        found[kind, ranks].add(number)
+    unequal = [group for group, numbers in found.items() if len(numbers) > 1]
     if not unequal:
         return None
-    first, _ = unequal[0]
-    hashes = {key: value.item() for key, value in shared[first].items()}
-    tables = all_gather_object(hashes)
-    found = []                      # [(parameter, tensor, rank)]
+    first = min((kind for kind, _ in unequal), key=KINDS.index)
+    tables = all_gather_object({key: value.item() for key, value in shared[first].items()})
+    wrong = []                      # [(parameter, tensor, rank)]
     for ranks in [ranks for kind, ranks in unequal if kind == first]:
         for key in tables[ranks[0]]:
             [(value, count)] = Counter(tables[rank][key] for rank in ranks).most_common(1)
-            found += [(*key, rank) for rank in ranks if count < len(ranks)
+            wrong += [(*key, rank) for rank in ranks if count < len(ranks)
                       and (2 * count <= len(ranks) or tables[rank][key] != value)]
-    parameter, tensor, _ = found[0]
-    return dict(ranks=sorted({rank for *_, rank in found}), parameter=parameter, tensor=tensor)
+    parameter, tensor, _ = wrong[0]
+    return dict(ranks=sorted({rank for *_, rank in wrong}), parameter=parameter, tensor=tensor)
+
+
+def digest(hashes: dict, timeout: float) -> int:
+    """One number of all these hashes. DistError if a GPU hangs for `timeout` seconds."""
+    return to_host(hash_bits(torch.stack(list(hashes.values()))), timeout).item()
 
 
 def go_back_if_found(run) -> bool:
@@ -125,9 +115,9 @@ def go_back_if_found(run) -> bool:
     difference = find_difference(run.flat, run.config)
     if difference is None:
         return False
-    step, all_hosts = run.step, run.grid.hosts
-    hosts = sorted({all_hosts[rank] for rank in difference["ranks"]})
-    ranks = " or ".join(f"rank {rank} on {all_hosts[rank]}" for rank in difference["ranks"])
+    step, host_of = run.step, {rank: run.grid.hosts[rank] for rank in difference["ranks"]}
+    hosts = sorted(set(host_of.values()))
+    ranks = " or ".join(f"rank {rank} on {host}" for rank, host in host_of.items())
     reason = f"{ranks} has a wrong {difference['parameter']} ({difference['tensor']})"
     run.log.event("replicas", step=run.finished_step, hosts=hosts, **difference)
     if again := [host for host in hosts if host in run.divergence.accused]:

@@ -6,7 +6,7 @@ base/checkpoint_folder.py says what a folder holds.
     3. end      rank 0 gets from all what is where in their files, writes the table and the facts,
                 and renames the folder
 
-The ranks do each of these together (processes.all_ranks): if one cannot, as on a full disk, all
+The ranks do each of these together (agreement.all_ranks): if one cannot, as on a full disk, all
 hear of it, rank 0 tells it in one line, and training goes on. A rank that is lost ends the run. In
 both cases the folder never gets its name. The next save removes what is left of it.
 """
@@ -17,33 +17,20 @@ import zlib
 from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from base.agreement import all_ranks, on_rank0
 from base.checkpoint_files import FACTS, LATEST, remove_old, step_file
 from base.checkpoint_folder import TABLE, chunks, part_file
 from base.disk import flush_folder, flushed_file, remove, rename_folder
 from base.errors import RunError, warn
-from base.processes import all_ranks, on_rank0
 from checkpoint import STATE
 from parallelism.collectives import comm_errors, on_hosts
-from parallelism.pieces import owned_slices
-from parallelism.zero import FlatParameters
 from runtime.checkpoint_writer import Writer
 
 SHARED = "--out must be on a disk that all machines share"
-
-
-class Entry(NamedTuple):
-    """A chunk in a rank's file."""
-    name: str
-    shape: tuple            # of the full tensor
-    offsets: tuple          # of the chunk in it
-    sizes: tuple
-    start: int              # bytes in the file
-    length: int
 
 
 def saved(value) -> memoryview:
@@ -53,27 +40,30 @@ def saved(value) -> memoryview:
     return file.getbuffer()
 
 
-def write_part(path: Path, named_chunks: Iterable[tuple]) -> tuple[list[Entry], int]:
+def write_part(path: Path, named_chunks: Iterable[tuple]) -> tuple[list[tuple], int]:
     """Write this rank's file. `named_chunks`: (name, shape of the full tensor, offsets, tensor).
-    Returns what is where in the file, and the file's CRC."""
+    Returns what is where, [(name, shape, offsets, sizes of the chunk, start in the file, length in
+    bytes)], and the file's CRC."""
     entries, crc = [], 0
     # "x": the file is new. A rank of an ended job that still hangs in a disk cannot empty it later.
     with flushed_file(path, "xb") as file:
         for name, shape, offsets, tensor in named_chunks:
             content = saved(tensor.clone())         # of a view it would be the whole memory
-            entries.append(Entry(name, tuple(shape), offsets, tuple(tensor.shape), file.tell(),
-                                 len(content)))
+            entries.append((name, tuple(shape), offsets, tuple(tensor.shape), file.tell(),
+                            len(content)))
             file.write(content)
             crc = zlib.crc32(content, crc)
     return entries, crc
 
 
-def make_table(parts: list[list[Entry]], dtype: torch.dtype) -> bytes:
-    """`.metadata`, DCP's table, from what is where in each rank's file."""
+def write_table(folder: Path, parts: list[tuple], dtype: torch.dtype, facts: dict) -> None:
+    """Write `.metadata`, DCP's table, and facts.pt. `parts`: what `write_part` has returned on each
+    rank."""
     from torch.distributed.checkpoint import filesystem, metadata       # takes more than a second
-    tensors, where = {}, {}
+    tensors, where, crcs = {}, {}, {}
     properties = metadata.TensorProperties(dtype)
-    for rank, entries in enumerate(parts):
+    for rank, (entries, crc) in enumerate(parts):
+        crcs[part_file(rank)] = crc
         for name, shape, offsets, sizes, start, length in entries:
             if name not in tensors:
                 tensors[name] = metadata.TensorStorageMetadata(properties, torch.Size(shape), [])
@@ -81,34 +71,29 @@ def make_table(parts: list[list[Entry]], dtype: torch.dtype) -> bytes:
             tensors[name].chunks.append(chunk)
             where[metadata.MetadataIndex(name, chunk.offsets)] = filesystem._StorageInfo(
                 part_file(rank), start, length)
-    return pickle.dumps(metadata.Metadata(tensors, storage_data=where,
-                                          version=filesystem.CURRENT_DCP_VERSION))
-
-
-def write_table(folder: Path, parts: list[tuple], dtype: torch.dtype, facts: dict) -> None:
-    """Write `.metadata` and facts.pt. `parts`: what `write_part` has returned on each rank."""
-    entries, crcs = zip(*parts)
-    table = make_table(entries, dtype)
-    of_files = {part_file(rank): crc for rank, crc in enumerate(crcs)} | {TABLE: zlib.crc32(table)}
+    table = pickle.dumps(metadata.Metadata(tensors, storage_data=where,
+                                           version=filesystem.CURRENT_DCP_VERSION))
     with flushed_file(folder / TABLE) as file:
         file.write(table)
     with flushed_file(folder / FACTS) as file:
-        file.write(saved(facts | dict(crcs=of_files)))
+        file.write(saved(facts | dict(crcs=crcs | {TABLE: zlib.crc32(table)})))
 
 
 class FolderWriter(Writer):
     """Writes folders, on all ranks at the same time. `submit` returns when the folder is whole, or
     could not be written."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.aside = self.out / "step.tmp"
+    @property
+    def aside(self) -> Path:
+        return self.out / "step.tmp"
 
     def submit(self, facts: dict, protected: Container[str]) -> None:
         path = step_file(self.out, facts["step"], "folder")
         reason = None
         try:
-            self._write(path, facts, protected)
+            on_rank0(self._begin)
+            parts = self._gather(all_ranks(self._write_part))
+            on_rank0(lambda: self._end(path, facts, protected, parts))
         except RunError as error:               # training goes on: earlier folders are whole
             reason = f"{path} could not be written: {error}"
             if self.grid.rank == 0:
@@ -117,42 +102,38 @@ class FolderWriter(Writer):
         self.pending = Future()                 # for `wait`
         self.pending.set_result(reason)
 
-    def _write(self, path: Path, facts: dict, protected: Container[str]) -> None:
-        """Raises RunError, on every rank."""
-        on_rank0(self._begin)
-        part = all_ranks(self._write_part)
-        parts = [part] * self.grid.world                # on rank 0 those of all ranks
-        if self.grid.world > 1:
-            with comm_errors("save, send to rank 0"):
-                dist.gather_object(part, parts if self.grid.rank == 0 else None)
-        on_rank0(lambda: self._end(path, facts, protected, parts))
-
     def _begin(self) -> None:
         remove(self.aside)                      # a killed save has left it
         self.aside.mkdir(parents=True)
 
-    def _write_part(self) -> tuple[list[Entry], int]:
+    def _write_part(self) -> tuple[list[tuple], int]:
         if not self.aside.exists():
             raise OSError(f"there is no {self.aside} here: {SHARED}")
-        return write_part(self.aside / part_file(self.grid.rank), chunks_of(self.flat))
+        return write_part(self.aside / part_file(self.grid.rank), self._chunks())
+
+    def _gather(self, part: tuple) -> list[tuple]:
+        """On rank 0 the parts of all ranks."""
+        parts = [part] * self.grid.world
+        if self.grid.world > 1:
+            with comm_errors("save, send to rank 0"):
+                dist.gather_object(part, parts if self.grid.rank == 0 else None)
+        return parts
 
     def _end(self, path: Path, facts: dict, protected: Container[str], parts: list[tuple]) -> None:
         for rank in range(self.grid.world):
             if not (self.aside / part_file(rank)).exists():
                 raise OSError(f"the file of rank {rank}{on_hosts([rank], self.grid.hosts)} is not "
                               f"in {self.aside}: {SHARED}")
-        write_table(self.aside, parts, self.flat.buckets[0].shard["master"].dtype, facts)
+        write_table(self.aside, parts, self.dtype, facts)
         flush_folder(self.aside)
         rename_folder(self.aside, path, self.out / LATEST["folder"])
         remove_old(path, self.keep, protected)
 
-
-def chunks_of(flat: FlatParameters) -> Iterator[tuple]:
-    """What a rank writes, in the order of its file: (name, shape of the full tensor, offsets,
-    chunk). One piece at a time is copied to host memory."""
-    for key, kind in STATE.items():
-        for bucket, spec, shard_slice, where in owned_slices(flat.buckets, flat.grid,
-                                                             flat.num_shards):
-            numbers = bucket.shard[kind][shard_slice].cpu()
-            for offsets, chunk in chunks(spec, flat.grid, numbers, where):
-                yield f"{key}.{spec.name}", spec.shape, offsets, chunk
+    def _chunks(self) -> Iterator[tuple]:
+        """What a rank writes, in the order of its file: (name, shape of the full tensor, offsets,
+        chunk). One piece at a time is copied to host memory."""
+        for key, kind in STATE.items():
+            for bucket, spec, shard_slice, where in self.owned_slices():
+                numbers = bucket.shard[kind][shard_slice].cpu()
+                for offsets, chunk in chunks(spec, self.grid, numbers, where):
+                    yield f"{key}.{spec.name}", spec.shape, offsets, chunk

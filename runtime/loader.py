@@ -2,24 +2,29 @@
 
 The next batch is loaded while the GPU computes, and its windows are announced to the disk before.
 """
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
+from base.options import Config
 from data import Batch, Batches, TokenDataset
 from model import GPTConfig, derive_seed
 from parallel import Grid, cut_sequence
 
 
+@dataclass
 class Loader:
-    """Loads the batches that `batches` names, where the run is in its data.
+    """Loads the batches that `batches` names, where the run is in its data."""
+    batches: Batches
+    model_config: GPTConfig
+    grid: Grid
+    device: torch.device
+    prefetched: Batch | None = None     # the batch of the next step, once it is loaded
 
-    prefetched      the batch of the next step, once it is loaded
-    """
-
-    def __init__(self, batches: Batches, model_config: GPTConfig, grid: Grid, device: torch.device):
-        self.batches, self.config = batches, batches.config
-        self.model_config, self.grid, self.device = model_config, grid, device
-        self.prefetched = None
+    @property
+    def config(self) -> Config:
+        return self.batches.config
 
     def next(self, step: int) -> Batch:
         """The batch of this step. It is usually loaded during the step before, and loaded again if
@@ -51,11 +56,9 @@ class Loader:
         own_windows = window_ids.reshape(-1, grid.dp, self.config.micro_batch)[:, grid.dp_rank]
         microbatches = []
         for m, ids in enumerate(own_windows):
-            inputs, targets, positions = as_tensors(dataset.rows(ids))
+            inputs, targets, positions = (to_device(x, self.device) for x in dataset.rows(ids))
             inputs = cut_sequence(inputs, grid.cp_rank, grid.cp)
             targets = cut_sequence(targets, grid.cp_rank, grid.cp)
-            inputs, targets, positions = (to_device(x, self.device)
-                                          for x in (inputs, targets, positions))
             microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))
         return microbatches
 
@@ -77,15 +80,11 @@ class Loader:
         return derive_seed(*key) + first_row
 
 
-def as_tensors(rows: tuple) -> list:
-    """Arrays to tensors. None stays None."""
-    return [None if x is None else torch.from_numpy(x) for x in rows]
-
-
-def to_device(x: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """Copy a CPU tensor to the device; a GPU's copy runs beside its other work."""
-    if x is None:
+def to_device(array: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
+    """Copy an array to the device; a GPU's copy runs beside its other work. None stays None."""
+    if array is None:
         return None
+    x = torch.from_numpy(array)
     if device.type == "cuda":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)

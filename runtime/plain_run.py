@@ -1,4 +1,4 @@
-"""What `train.py --plain` needs beside training: the flags that it refuses, where a run begins, and
+"""What `train.py --plain` needs beside training: where a run begins, what it cannot continue, and
 the folder that it writes, as a train.Run does."""
 import dataclasses
 import socket
@@ -9,109 +9,81 @@ import torch
 
 import checkpoint
 from amp import make_scaler
-from base.errors import RunError
+from base.agreement import all_ranks, print_rank0
+from base.commandline import flag_name
+from base.errors import refuse
 from base.flops import parameter_count
-from base.options import SHAPE, Config
-from base.processes import all_ranks, print_rank0
+from base.options import Config
+from base.processes import Job
 from data import TokenDataset
 from model import GPT, GPTConfig
-from runtime import checks, console, run_state
-from runtime.directory import Metrics, Start, find_start, lock_output_dir
+from runtime import run_state, startup
+from runtime.console import report_begin, report_end
+from runtime.directory import Metrics, Start
 from runtime.divergence import DivergenceMonitor
-from runtime.evaluation import describe_data
+from runtime.run_log import RunLog
 
-# The flags that --plain takes. A run that it continues may have had others. They are ignored.
-FLAGS = {"plain", "data", "out", "model", *SHAPE, "batch_size", "steps", "epochs", "lr",
-         "min_lr_ratio", "warmup_steps", "lr_schedule", "decay_ratio", "weight_decay", "beta1",
-         "beta2", "clip", "seed", "device", "dtype", "save_every", "keep", "eval_every",
-         "eval_tokens", "log_every"}
 OF_OTHERS = ("dropout", "batch_ramp", "skip_steps")
 
 
-def check_flags(given: dict, world: int) -> None:
-    """Raise ValueError unless --plain has all flags that were given."""
-    if world > 1:
-        raise ValueError(f"--plain is for one process, not {world}: drop --plain, or start without "
-                         f"torchrun")
-    if set(given) - FLAGS:
-        names = ", ".join("--" + name.replace("_", "-") for name in sorted(set(given) - FLAGS))
-        raise ValueError(f"--plain has no {names}: drop one or the other")
-    if given.get("dtype") in ("bf16", "fp16"):
-        raise ValueError(f"--plain has no --dtype {given['dtype']}: give fp32 or fp64, or drop "
-                         f"--plain")
-    if set("=,") & set(given.get("data", "")) and not Path(given["data"]).is_dir():
-        raise ValueError("--plain reads one directory, not a mixture: drop --plain, or give one "
-                         "directory")
-
-
-def begin(given: dict, stack: ExitStack) -> tuple[Config, GPTConfig, "OutputFolder"]:
+def begin(given: dict, job: Job, device: torch.device,
+          stack: ExitStack) -> tuple[Config, GPTConfig, "OutputFolder"]:
     """The config and the model of a run with the flags `given`, and its folder, which `stack`
-    unlocks. A value comes from the command line, else from the newest undamaged checkpoint in
-    --out, else from the default. Raises RunError if the plain program cannot train it."""
-    start = find_start(Path(given.get("out", Config.out)))
-    config, model_config = all_ranks(lambda: checks.validate(
-        given, start.state, world=1, device_type="cpu", file=start.path))
-    train_data, val_data = (TokenDataset(config.data, split, model_config.seq_len)
-                            for split in ("train", "val"))
+    unlocks. Raises RunError if the plain program cannot train it."""
+    config, model_config, start = startup.prepare(given, job, device, stack)
+    train_data, val_data = startup.open_data(config, model_config, start.state, job)
     bias = getattr(model_config, "balance_bias", 0)
     problems = [
-        (train_data.has_conversations, f"reads text, and {config.data} has conversations"),
-        (bias > 0, f"moves no bias of a router, and this model has --balance-bias {bias:g}")]
+        (train_data.has_conversations,
+         f"--plain reads text, and {config.data} has conversations: drop --plain, or give another "
+         f"--data"),
+        (bias > 0,
+         f"--plain moves no bias of a router, and this model has --balance-bias {bias:g}: drop "
+         f"--plain, or give --balance-bias 0 in a new run")]
     problems += [(getattr(config, name) != getattr(Config(), name),
-                  f"has no --{name.replace('_', '-')}, and this run has") for name in OF_OTHERS]
+                  f"this run has {flag_name(name)}, which --plain has not: drop --plain")
+                 for name in OF_OTHERS]
     if start.state is not None:
         # So far each step has read one batch of the same data, as the steps to come will.
         state, stored = start.state, start.state["config"]["batch_size"]
         problems += [
             (config.batch_size != stored,
-             f"cannot change the --batch-size {stored} of a run to {config.batch_size}"),
+             f"this run has --batch-size {stored}, not {config.batch_size}: give --batch-size "
+             f"{stored}, or drop --plain"),
             (state["consumed_samples"] != state["step"] * stored
-             or state["monitor"].get("excluded"), "cannot continue a run that has left out "
-             "sequences, or had another --batch-size"),
-            (len(state["data"]) > 1, "cannot continue a run that has read a mixture, or other data "
-                                     "before")]
-    else:
-        rows = min(train_data.meta["vocab_size"], model_config.vocab_size)
-        for data in (train_data, val_data):         # for tokens beyond the vocabulary
-            all_ranks(lambda: data.mixture.check(rows, part=0, parts=1))
-    for is_problem, problem in problems:
-        if is_problem:
-            raise RunError(f"--plain {problem}: drop --plain", 2)
-    stack.enter_context(lock_output_dir(Path(config.out), start.found))
+             or state["monitor"].get("excluded"),
+             "this run has left out sequences, or had another --batch-size, which --plain cannot "
+             "continue: drop --plain"),
+            (len(state["data"]) > 1,
+             "this run has read a mixture, or other data before, which --plain cannot continue: "
+             "drop --plain")]
+    all_ranks(lambda: refuse(problems))
     facts = run_state.make_facts(config, model_config, train_data, start.run,
                                  make_scaler(config.dtype), DivergenceMonitor())    # a new one
-    out = OutputFolder(config, start, facts, val_data)
+    out = OutputFolder(config, model_config.seq_len, start, facts, start.step)
     if out.step < config.steps:
-        out.report_begin(model_config)
+        out.report_begin(model_config, val_data)
     return config, model_config, out
 
 
+@dataclasses.dataclass
 class OutputFolder:
     """The folder --out of a plain run, with its checkpoints and metrics.jsonl."""
+    config: Config
+    seq_len: int
+    start: Start
+    facts: dict                     # what all checkpoints hold besides tensors
+    step: int                       # the last one that is finished
+    run_log: RunLog | None = None   # unless the run has steps to make
 
-    def __init__(self, config: Config, start: Start, facts: dict, val_data: TokenDataset):
-        self.config, self.start, self.val_data = config, start, val_data
-        self.facts = facts              # what all checkpoints hold besides tensors
-        self.step = start.step          # the last one that is finished
-        self.metrics = None             # unless the run has steps to make
-
-    def report_begin(self, model_config: GPTConfig) -> None:
+    def report_begin(self, model_config: GPTConfig, val_data: TokenDataset) -> None:
         """Open metrics.jsonl. Tell how the run begins."""
-        config, start = self.config, self.start
-        self.metrics = all_ranks(lambda: Metrics(Path(config.out)))
+        config = self.config
+        metrics = all_ranks(lambda: Metrics(Path(config.out)))
+        self.run_log = RunLog(metrics, config, val_data, model_config, torch.device("cpu"), world=1)
         print_rank0(f"model    {parameter_count(model_config):,} parameters, {config.dtype}; "
                     f"{config.data} -> {config.out}")
-        event = dict(event="start")
-        if start.state is not None:
-            for damaged in start.events:
-                self.metrics.write(**damaged, step=self.step)
-            changed = console.changed_flags(config, start.state)
-            event = dict(event="resume", path=str(start.path), changed=changed)
-            print_rank0(", ".join([f"resume   {start.path}, after step {self.step}",
-                                   *console.describe(changed)]))
-        self.metrics.write(**event, step=self.step, config=dataclasses.asdict(config),
-                           data=describe_data(self.val_data, config),
-                           environment=console.environment([socket.gethostname()]))
+        report_begin(self.run_log, self.start, self.facts["data"], [socket.gethostname()])
 
     def load(self, model: GPT, optimizer: torch.optim.AdamW) -> None:
         """Fill both from the newest whole checkpoint, if there is one."""
@@ -121,34 +93,31 @@ class OutputFolder:
     def log(self, step: int, loss: float, norm: float, lr: float, seconds: float,
             val_loss: float | None) -> None:
         """Write and print a step that took `seconds`. `val_loss`: None without an evaluation."""
-        config, seq_len = self.config, self.val_data.seq_len
+        config = self.config
         self.step = step
-        speed = config.batch_size * seq_len / seconds
-        row = dict(step=step, tokens=step * config.batch_size * seq_len, loss=loss, grad_norm=norm,
-                   lr=lr, loss_scale=1.0, tokens_per_second=speed)
+        tokens = config.batch_size * self.seq_len
+        row = dict(step=step, tokens=step * tokens, loss=loss, grad_norm=norm, lr=lr,
+                   loss_scale=1.0, tokens_per_second=tokens / seconds)
         if step == 1 or config.is_nth_or_last(step, config.log_every or 10):
             print_rank0(f"step {step}/{config.steps}  loss {loss:.4f}  lr {lr:.2e}  "
-                        f"norm {norm:.3f}  {speed:,.0f} tok/s")
+                        f"norm {norm:.3f}  {tokens / seconds:,.0f} tok/s")
         if val_loss is not None:
             row["val_loss"] = val_loss
             print_rank0(f"step {step}/{config.steps}  validation {val_loss:.4f}")
-        self.metrics.write(**row)
+        self.run_log.metrics.write(**row)
 
     def save(self, model: GPT, optimizer: torch.optim.AdamW) -> None:
         """Write a checkpoint of the last finished step."""
         consumed = self.step * self.config.batch_size
-        facts = self.facts | dict(step=self.step, tokens=consumed * self.val_data.seq_len,
+        facts = self.facts | dict(step=self.step, tokens=consumed * self.seq_len,
                                   consumed_samples=consumed)
         checkpoint.plain_save(model, optimizer, facts, Path(self.config.out), self.config.keep)
 
     def report_end(self) -> None:
         """Tell how the run has ended: before it began, by a signal, or after its last step."""
         config = self.config
-        if self.metrics is None:
+        if self.run_log is None:
             print_rank0(f"{self.start.path} is step {self.step} of {config.steps}: raise --steps")
-        elif self.step < config.steps:
-            self.metrics.write(event="stop", step=self.step)
-            print_rank0(f"stopped and saved after step {self.step}; run the same command to go on")
-        else:
-            self.metrics.write(event="end", step=self.step)
-            print_rank0(f"Now sample from it:\npython sample.py --ckpt {config.out}/latest.pt")
+        else:       # its checkpoints are files, also where the run that it continues had folders
+            report_end(self.run_log, self.step,
+                       dataclasses.replace(config, checkpoint_format="file"), self.facts)

@@ -17,11 +17,24 @@ from runtime.step_stats import StepStats
 
 def judge(batch: Batch, stats: StepStats, monitor: DivergenceMonitor, batches: Batches,
           log: RunLog) -> Divergence | None:
-    """Let the monitor observe a step. Write events of what it has found. Returns a divergence on
+    """Let the monitor observe a step. Write events if it is not finite, or diverged: from their
+    windows TokenDataset.tokens_of rebuilds the batch, or the last batches. Returns a divergence on
     which the run has to act."""
     forget_other_mixture(monitor, batches, batch.start)
     divergence = monitor.observe(batch.start, stats)
-    report(batch, stats, divergence, monitor, batches, log)
+    seen = dict(step=batch.step, loss=stats.loss, grad_norm=stats.grad_norm,
+                loss_scale=stats.loss_scale)
+    if stats.skipped:
+        log.event("skip", reason=stats.skipped, **seen, **stats.where,
+                  windows=batch.window_ids.tolist())
+    if divergence is not None:
+        windows = []
+        starts = monitor.starts[-LEAD_IN - BAD_STEPS:]
+        for start, following in pairwise([*starts, batches.consumed]):
+            size = min(batch.size, following - start)    # skipped batches leave a gap
+            windows += batches.data.window_ids(batches.config.seed, start, size).tolist()
+        log.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
+                  limit=monitor.limit(), windows=windows, **seen)
     if batches.config.rollback == "on":
         return divergence
     if monitor.skipped >= MAX_SKIPPED and not scale_may_help(stats):
@@ -37,43 +50,18 @@ def forget_other_mixture(monitor: DivergenceMonitor, batches: Batches, first: in
         monitor.forget_losses()
 
 
-def report(batch: Batch, stats: StepStats, divergence: Divergence | None,
-           monitor: DivergenceMonitor, batches: Batches, log: RunLog) -> None:
-    """Write events for a step that is not finite, or diverged. TokenDataset.tokens_of rebuilds the
-    batch, or the last batches, from the windows in the event."""
-    seen = dict(step=batch.step, loss=stats.loss, grad_norm=stats.grad_norm,
-                loss_scale=stats.loss_scale)
-    if stats.skipped:
-        log.event("skip", reason=stats.skipped, **seen, **stats.where,
-                  windows=batch.window_ids.tolist())
-    if divergence is not None:
-        windows = []
-        starts = monitor.starts[-LEAD_IN - BAD_STEPS:]
-        for start, following in pairwise([*starts, batches.consumed]):
-            size = min(batch.size, following - start)    # skipped batches leave a gap
-            windows += batches.data.window_ids(batches.config.seed, start, size).tolist()
-        log.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
-                  limit=monitor.limit(), windows=windows, **seen)
-
-
 def go_back(run, divergence: Divergence) -> None:
-    """Take a run that has diverged back to an older checkpoint, or end it. Every rank calls it."""
+    """Take a run that has diverged back to a healthy checkpoint, skip the batches that led there,
+    and save at once, so that a kill does not undo the rollback. Or end it. Every rank calls it."""
     # Was a flipped bit the cause, not the data or the learning rate?
     if flipped_bits.go_back_if_found(run):
         return
-    if run.config.rollback == "off":
-        fail(run.step, divergence.reason, run.divergence, run.config, run.log)
-    roll_back(run, divergence)
-
-
-def roll_back(run, divergence: Divergence) -> None:
-    """Return to a healthy checkpoint, skip the batches that led to the divergence, and save at
-    once, so that a kill does not undo the rollback."""
-    config, monitor = run.config, run.divergence
-    diverged_at = run.step
+    config, monitor, diverged_at = run.config, run.divergence, run.step
+    reason = divergence.reason
+    if config.rollback == "off":
+        fail(diverged_at, reason, monitor, config, run.log)
     if monitor.rollbacks >= config.max_rollbacks:
-        fail(diverged_at,
-             f"{divergence.reason}, and --max-rollbacks {config.max_rollbacks} are used up",
+        fail(diverged_at, f"{reason}, and --max-rollbacks {config.max_rollbacks} are used up",
              monitor, config, run.log)
     excluded, data_to_blame = monitor.to_exclude(divergence.steps, run.batches.consumed)
     first_skipped = diverged_at - divergence.steps + 1
@@ -90,7 +78,7 @@ def roll_back(run, divergence: Divergence) -> None:
     run.log.event(
         "rollback", f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: back to step "
         f"{run.step - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
-        reason=divergence.reason, to=run.step - 1, sequences=excluded, lr_factor=monitor.lr_factor,
+        reason=reason, to=run.step - 1, sequences=excluded, lr_factor=monitor.lr_factor,
         rollbacks=monitor.rollbacks, step=diverged_at)
     run_state.submit(run)
     run_state.wait_for_last_save(run.writer)

@@ -11,10 +11,10 @@ from itertools import zip_longest
 
 import torch
 
+from base.agreement import print_rank0
 from base.batch_ramp import sequences_after
 from base.flops import flops_per_token, peak_flops
 from base.options import Config
-from base.processes import print_rank0
 from data import Batch, TokenDataset
 from model import GPTConfig, ceil_div
 from runtime.directory import Metrics
@@ -144,30 +144,31 @@ def evaluated_sequences(config: Config, data: TokenDataset) -> int:
 
 def format_eval(row: dict, config: Config, model_config: GPTConfig, data: TokenDataset) -> str:
     """The validation loss in three units; of several sources a table, a line for each."""
-    sources = data.mixture.sources.values()
-    uniform = math.log(model_config.vocab_size)
     count = evaluated_sequences(config, data)
     read = f"{count * data.seq_len:,} of {data.n_tokens:,} tokens"
     if data.has_conversations:
         read = f"{count:,} of {data.n_windows:,} windows of conversations"
-    # (name, what ends the keys of its numbers, note)
-    lines = [("validation:", "", f" (on {read})")]
-    if len(sources) > 1:
-        lines += [(f"  {source.name}:", f"/{source.name}", "") for source in sources]
-    cells, notes = [], []
-    for name, key, note in lines:
-        loss = row["val_loss" + key]
-        bits = row.get("bits_per_byte" + key)
-        value = perplexity(loss)
-        cells.append([name, f"{loss:.4f} nats a token,",
-                      f"perplexity {value:{'.2f' if value < 1e4 else '.3g'}}"])
-        if bits is not None:
-            cells[-1][-1] += ","
-            cells[-1].append(f"{bits:.4f} bits a byte")
-        if loss > uniform:
-            note = f" (a uniform guess: {uniform:.4f} nats){note}"
-        notes.append(note)
-    return "\n".join((line + note).rstrip() for line, note in zip(align(cells), notes))
+    names = {"": "validation:"}         # {what ends the keys of its numbers: name}
+    if len(data.mixture.sources) > 1:
+        names |= {f"/{source.name}": f"  {source.name}:"
+                  for source in data.mixture.sources.values()}
+    lines = align([[name, *in_units(row["val_loss" + key], row.get("bits_per_byte" + key))]
+                   for key, name in names.items()])
+    uniform = math.log(model_config.vocab_size)
+    for i, key in enumerate(names):
+        if row["val_loss" + key] > uniform:
+            lines[i] += f" (a uniform guess: {uniform:.4f} nats)"
+    lines[0] += f" (on {read})"
+    return "\n".join(map(str.rstrip, lines))
+
+
+def in_units(loss: float, bits: float | None) -> list[str]:
+    """A loss in nats a token, as perplexity and, if it is known, in `bits` a byte."""
+    value = perplexity(loss)
+    units = [f"{loss:.4f} nats a token", f"perplexity {value:{'.2f' if value < 1e4 else '.3g'}}"]
+    if bits is not None:
+        units.append(f"{bits:.4f} bits a byte")
+    return [unit + "," for unit in units[:-1]] + units[-1:]
 
 
 def align(lines: list[list[str]]) -> list[str]:

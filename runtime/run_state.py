@@ -7,9 +7,9 @@ from typing import Callable
 
 import checkpoint
 from amp import LossScaler, make_scaler
+from base.agreement import all_ranks, on_rank0
 from base.checkpoint_files import step_file
 from base.options import Config
-from base.processes import all_ranks, on_rank0
 from data import Batches, TokenDataset
 from model import GPTConfig
 from parallelism.zero import FlatParameters

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from base.errors import first_line, out_of_memory
+from base.errors import first_line, out_of_memory, warn
 from corpus.tokenizers import decode
 
 AT_ONCE = 16                    # The samples in a batch. It bounds the memory of the cache.
@@ -55,10 +55,6 @@ def check_rows(encoding, tokens: list[int], rows: int) -> None:
                          f"rows for {rows:,} tokens: leave it out of the prompt")
 
 
-def warn(message: str) -> None:
-    print(f"sample.py: warning: {message}", file=sys.stderr)
-
-
 class Samples:
     """--num-samples of each prompt, AT_ONCE as a batch, whose first is printed as it grows."""
     ends = frozenset()                  # tokens that end a sample, besides those of the checkpoint
@@ -81,7 +77,8 @@ class Samples:
         for prompt, tokens in self.tokens_of_prompts:
             self.prompt = prompt
             if len(tokens) > self.seq_len:
-                warn(f"the prompt has {len(tokens)} tokens, the model sees the last {self.seq_len}")
+                warn(f"the prompt has {len(tokens)} tokens, the model sees the last {self.seq_len}",
+                     "sample.py")
             for first in range(0, count, AT_ONCE):
                 generators = [torch.Generator().manual_seed(seed)
                               for seed in seeds[first:first + AT_ONCE]]

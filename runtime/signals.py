@@ -14,32 +14,28 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from base.agreement import is_rank0
 from base.errors import RunError, first_line, print_error
-from base.processes import is_rank0
 
 # A terminal sends the first and, when it is closed, the third; a launcher the second; Slurm, before
 # the time limit, what its --signal says, such as USR1.
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
+@dataclass
 class StopSignal:
     """The signals to this process during the block. The end of the block then ends a process alone
     by the first one, also after a run's last step, so that Ctrl-C ends a shell's loop; ranks go on
     to exit status 0. A second signal ends the process at once, unless it comes within half a
-    second: a launcher may forward what the terminal has already sent.
-
-    number      of the first signal, or None
-    agreed      whether all ranks know that one of them has a signal (train.Run.sum_over_ranks)
-    """
-
-    def __init__(self):
-        self.number = None
-        self.since = None               # time of the first signal, in seconds
-        self.agreed = False
-        self.before = {}                # {number of a signal: its handler before the block}
+    second: a launcher may forward what the terminal has already sent."""
+    number: int | None = None       # of the first signal
+    since: float = 0.0              # time of the first signal, in seconds
+    agreed: bool = False            # all ranks know that one has a signal (Run.sum_over_ranks)
+    before: dict = field(default_factory=dict)      # {signal: its handler before the block}
 
     def __enter__(self) -> "StopSignal":
         for name in NAMES:

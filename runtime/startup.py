@@ -13,17 +13,16 @@ import torch
 import torch.distributed as dist
 
 from base import devices
+from base.agreement import all_gather_object, all_ranks, assert_equal_across_ranks, on_rank0
 from base.errors import RunError, out_of_memory
 from base.options import Config, parse_flags
-from base.processes import (Job, all_gather_object, all_ranks, assert_equal_across_ranks,
-                            exit_for_mistake, on_rank0, refuse_tasks_without_ranks)
+from base.processes import Job, exit_for_mistake, refuse_tasks_without_ranks
 from data import TokenDataset
 from model import GPTConfig
 from parallel import Grid
 from parallelism.build import make_groups
-from runtime import checks, console, dashboards, plain_run, run_state
-from runtime.directory import (Metrics, Start, find_start, last_line, lock_output_dir,
-                               start_branch)
+from runtime import checks, console, dashboards, evaluation, run_state
+from runtime.directory import Metrics, Start, find_start, has_ended, lock_output_dir
 from runtime.run_log import RunLog
 
 
@@ -44,7 +43,7 @@ def read_flags(job: Job) -> tuple[dict, torch.device, timedelta]:
     given = parse_flags(sys.argv[1:])
     config = Config(**given)
     if config.plain:
-        plain_run.check_flags(given, job.world)
+        checks.check_plain(given, job.world)
     checks.check_grid(job.world, config)
     return given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
 
@@ -59,9 +58,10 @@ def launch(make_run: Callable, learning_rate: Callable, given: dict, device: tor
     run = make_run(config, model_config, grid, device, train_data, val_data, begin.state)
     try:
         if config.eval_only:
-            console.print_evaluation(run, begin)
-        elif has_ended(run):
-            console.print_finished(run, begin)
+            row = evaluation.evaluate(run.model, val_data, run.loader, run.stop)
+            console.print_evaluation(row, begin, config, model_config, val_data)
+        elif has_ended(begin.step, config):
+            console.print_finished(begin, config, train_data.mixture.phases)
         else:
             begin_training(run, begin, learning_rate, stack)
             run.train()
@@ -80,12 +80,13 @@ def prepare(given: dict, job: Job, device: torch.device,
         assert_own_gpu(device)
     store = launch_store() if job.rank == 0 else None
     restarted = on_rank0(lambda: store.check(["begun"]))    # a refused start leaves no key
-    config = Config(**given)
-    begin = find_start(Path(config.out), config.resume, config.init_from, config.eval_only,
-                       restarted)._replace(given=given)
+    begin = find_start(given, restarted)
     config, model_config = on_rank0(lambda: resolve(begin, job, device, store, stack))
-    if begin.kind == "resume":
-        start_branch(begin.state, "lr" in given)
+    if begin.kind == "resume":                  # a branch has had no rollback
+        begin.state["monitor"].update(checkpoints=[], rollbacks=0, returned_to=[], last_cut=1.0,
+                                      bad=0, accused=[])
+        if "lr" in given:                       # its own rate has had no correction
+            begin.state["monitor"]["lr_factor"] = 1.0
     if begin.kind == "init-from":               # the run reads the file itself
         begin = begin._replace(state=None)
     return config, model_config, begin
@@ -152,8 +153,9 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
         TokenDataset(config.data, split, model_config.seq_len) for split in ("train", "val")])
     fingerprints = list(train_data.mixture.sources)
     assert_equal_across_ranks(fingerprints, f"{config.data} differs between ranks: copy it")
-    known = {} if state is None else state["data"][-1][1]           # of the last phase
+    known = {}
     if state is not None:
+        _, known = state["data"][-1]            # the last phase
         train_data.mixture.resume(state["data"], state["consumed_samples"])
     rows = min(train_data.meta["vocab_size"], model_config.vocab_size)  # an import may have fewer
     if not set(fingerprints) <= set(known):
@@ -175,17 +177,14 @@ def begin_training(run, begin: Start, learning_rate: Callable, stack: ExitStack)
         metrics.dashboards = {name: dashboards.KINDS[name]() for name in config.log.split(",")}
         metrics.send(lambda dashboard: dashboard.open(Path(config.out), begin.run["id"], run.step))
         stack.callback(metrics.send, lambda dashboard: dashboard.close())
-    console.print_summary(run)
-    console.report_begin(run, begin, learning_rate)
+    console.print_summary(config, run.model_config, run.flat, run.device, run.batches,
+                          config.steps - begin.step)
+    note, fields = "", {}
+    if begin.kind in ("continue", "resume"):
+        factor = run.divergence.lr_factor
+        note = console.note_of_rate(begin, config, factor, learning_rate)
+        fields = dict(given=begin.given, lr_factor=factor)
+    console.report_begin(run.log, begin, run.train_data.mixture.phases, run.grid.hosts, note,
+                         **fields)
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
-
-
-def has_ended(run) -> bool:
-    """Whether a run has made all steps, and reported its end. If it has not, a crash came after the
-    last save. Every rank calls it."""
-    done = run.step - 1
-    if done != run.config.steps:
-        return done > run.config.steps
-    line = on_rank0(lambda: last_line(Path(run.config.out)))
-    return not line or line.get("event") == "end"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from amp import NOT_FINITE
-from base.processes import all_gather_object
+from base.agreement import all_gather_object
 from data import Batch
 from model import GPT
 from parallel import Grid, all_reduce
@@ -94,14 +94,11 @@ def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
         for spec, shard_slice, _ in bucket.shard_ranges:
             if not bucket.shard["grad"][shard_slice].isfinite().all():
                 parameter = spec.name
-    found = all_gather_object((local_loss, parameter))
-    for rank, (loss, name) in enumerate(found):
-        if not math.isfinite(loss):
-            return dict(what="loss", rank=rank, parameter=name)
-    for rank, (_, name) in enumerate(found):
-        if name is not None:
-            return dict(what="gradient", rank=rank, parameter=name)
-    return dict(what="norm", rank=None, parameter=None)
+    found = list(enumerate(all_gather_object((local_loss, parameter))))
+    sources = [("loss", rank, name) for rank, (loss, name) in found if not math.isfinite(loss)]
+    sources += [("gradient", rank, name) for rank, (_, name) in found if name is not None]
+    what, rank, parameter = [*sources, ("norm", None, None)][0]
+    return dict(what=what, rank=rank, parameter=parameter)
 
 
 def expert_sums(model: GPT, grid: Grid, like: torch.Tensor) -> torch.Tensor:

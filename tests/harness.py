@@ -72,7 +72,7 @@ from parallelism.full_tensors import full_gradients
 from parallelism.loss import MAX_LOGITS
 from parallelism.parameters import param_specs
 from parallelism.zero import FlatParameters
-from runtime import checkpoint_writer, loader, run_log, run_state
+from runtime import loader, run_log, run_state
 
 torch.set_num_threads(1)
 
@@ -369,12 +369,13 @@ def gather_full_state(flat, cfg, grid, names):
     """{flat name: {global parameter name: full tensor}} on rank 0, by the parts of a save; None on
     the others."""
     names = list(names)
-    copies = checkpoint_writer.copy_pieces(flat, names, 60)
+    owned = pieces.owned_slices(flat.buckets, grid, flat.num_shards)
+    copies = checkpoint.copy_pieces(owned, names, 60)
     if grid.rank > 0:
-        return checkpoint_writer.send_pieces(copies, grid, 0)
-    order = pieces.file_order(cfg, grid, flat.num_shards)
-    inbox = checkpoint_writer.Inbox(order, copies[0].dtype, copies, grid, 0)
-    return {name: {spec.name: inbox.read() for spec, _ in order} for name in names}
+        return checkpoint.send_pieces(copies, grid, 0)
+    order, dtype = pieces.file_order(cfg, grid, flat.num_shards), copies[0].dtype
+    return {name: {scattered.spec.name: checkpoint.full_tensor(scattered, dtype, copies, grid, 0)
+                   for scattered in order} for name in names}
 
 
 def whole_gradient(run):

@@ -17,7 +17,6 @@ import checkpoint
 from base import checkpoint_files, disk
 from base.options import Config
 from model import GPT, GPTConfig
-from runtime import checkpoint_writer
 from runtime.checkpoint_writer import Writer
 from tests.harness import (CFG, after_backward, assert_same_state, names_in, overflow_in,
                            save_at_the_start, saved, saved_file, settings, small_state, tokens_of,
@@ -118,7 +117,7 @@ def test_plain_save_writes_whole_files_without_padding(tmp_path, safe):
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
     """Each file is written while two more steps run; when the next is due, training waits for it,
     also on a full disk, and no older state is left in memory."""
-    save, copy, wait = checkpoint.save, checkpoint_writer.copy_pieces, Writer.wait
+    save, copy, wait = checkpoint.save, checkpoint.copy_pieces, Writer.wait
     waits = threading.Semaphore(0)
     done, living, states = [], [], []
 
@@ -142,7 +141,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
     fast = settings(tmp_path / "fast", steps=6, save_every=2, keep=9)
     watched(fast)
     with mock.patch.object(checkpoint, "save", save_when_waited_for), \
-            mock.patch.object(checkpoint_writer, "copy_pieces", copy_and_count), \
+            mock.patch.object(checkpoint, "copy_pieces", copy_and_count), \
             mock.patch.object(Writer, "wait", wait_and_tell):
         watched(replace(fast, out=str(tmp_path / "slow")),
                 lambda run: after_backward(run, done.append))

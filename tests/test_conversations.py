@@ -27,7 +27,6 @@ from corpus.shards import BEGINS, LEARNT
 from corpus.templates import PlainTemplate
 from corpus.tokenizers import get_tokenizer
 from models.llama import LlamaConfig
-from runtime import loader
 from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
 from tests.commands import TINY, expect_mistake, meta_of, run_main, write_lines
 from tests.harness import (BOUNDS, CFG, differences, relative, trained, whole_gradient,
@@ -307,7 +306,7 @@ def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_proce
     counts = [dataset.count_targets([i]) for i in ids]
     plain = WORDS.build().initialize(seed).double()
     losses = []
-    for x, y, p in zip(*loader.as_tensors(dataset.rows(ids))):
+    for x, y, p in zip(*map(torch.from_numpy, dataset.rows(ids))):
         loss = plain(x[None], y[None], positions=p[None])
         loss.backward()
         losses.append(loss.item())
@@ -326,7 +325,7 @@ def test_the_loss_of_a_conversation_does_not_depend_on_its_neighbors(reversals, 
     """The summed loss of packed windows is that of their conversations, each alone."""
     plain = cfg.build().initialize(0).double()
     dataset = data.TokenDataset(reversals, "val", 96)
-    inputs, targets, positions = loader.as_tensors(dataset.rows(np.arange(dataset.n_windows)))
+    inputs, targets, positions = map(torch.from_numpy, dataset.rows(np.arange(dataset.n_windows)))
     packed = plain(inputs, targets, positions=positions)
     alone = []
     for row, target, place in zip(inputs, targets, positions):
@@ -392,7 +391,7 @@ def test_the_loss_of_answers_falls_to_nothing_where_that_of_all_tokens_cannot(fi
     trained_model, _ = checkpoint.load_model(file)
     dataset = data.TokenDataset(first_letters / "data", "val", 64)
     ids = np.arange(dataset.n_windows)
-    inputs, targets, positions = loader.as_tensors(dataset.rows(ids))
+    inputs, targets, positions = map(torch.from_numpy, dataset.rows(ids))
     with torch.no_grad():
         of_answers = trained_model(inputs, targets, positions=positions)
         tokens = torch.from_numpy(dataset.read([0])[0])

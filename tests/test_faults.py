@@ -26,7 +26,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -35,12 +34,12 @@ from torch.utils._pytree import tree_map_only
 
 import checkpoint
 import train
-from base import checkpoint_files, disk, processes
+from base import agreement, checkpoint_files, disk
 from base.checkpoint_files import LATEST, list_checkpoints, step_file
 from base.flops import parameter_count
 from base.processes import RunError
 from runtime import directory, folder_writer, run_state
-from runtime.checkpoint_writer import Streamed, copy_pieces
+from runtime.checkpoint_writer import Streamed
 from tests.commands import TINY, kinds, read_metrics
 from tests.harness import (CFG, Memory, after_backward, assert_same_state, gridded, names_in,
                            no_file_above, nothing, on_ranks, poison, run_steps, saved, settings,
@@ -247,7 +246,7 @@ def test_a_full_disk_of_one_rank_costs_the_save_of_all(rank, world=2, *, tmp_pat
             run_steps(rank, world, (2, 1, 1), replace(config, steps=6), SMALL, state=state,
                       prepare=full_on_rank_1)
         assert stop.value.status == 1
-        processes.all_gather_object(None)
+        agreement.all_gather_object(None)
         assert names_in(tmp_path) == ["latest", "step_00000004", "warnings"]
         *_, said = (tmp_path / "warnings").read_text().splitlines()
         assert re.match(lost % 6 + ".*untouched", said)
@@ -260,7 +259,7 @@ def test_a_disk_that_the_ranks_do_not_share_is_told(rank, world=2, *, tmp_path):
     """In a save, which is lost. Where a run continues, nothing is taken for damaged."""
     def on_own_disk(run):
         if rank == 1:
-            run.writer.aside = tmp_path / "other" / "step.tmp"
+            run.writer.out = tmp_path / "other"
     config = settings(tmp_path, steps=2, save_every=2, checkpoint_format="folder")
     shared = "--out must be on a disk that all machines share"
     with pytest.raises(RunError, match=f"rank 1: there is no {tmp_path}/other/step.tmp here: "
@@ -275,7 +274,7 @@ def test_a_disk_that_the_ranks_do_not_share_is_told(rank, world=2, *, tmp_path):
 def streamed(state):
     """The state as a run saves it: each tensor exists while it is written."""
     def stand_in(tensor):
-        return Streamed(tensor.shape, tensor.dtype, SimpleNamespace(read=lambda: tensor))
+        return Streamed(tensor.to("meta"), itertools.repeat(tensor))
     return tree_map_only(torch.Tensor, stand_in, state)
 
 
@@ -357,7 +356,8 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4,
     config = settings(tmp_path, pp=2, micro_batch=1, zero=1)
     with gridded(rank, world, 1, config.pp) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
-        own = sum(x.nbytes for x in copy_pieces(run.flat, checkpoint.STATE.values(), 60))
+        own = sum(x.nbytes for x in checkpoint.copy_pieces(run.writer.owned_slices(),
+                                                           checkpoint.STATE.values(), 60))
         allowed = own
         if rank == 0:       # its part of the largest tensor, the first, then leaves the copies
             largest = 4 * cfg.padded_vocab * cfg.n_embd
@@ -376,7 +376,7 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4,
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, limits)
     whole = 12 * (parameter_count(cfg) + (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd)
-    assert sum(processes.all_gather_object(own)) == whole
+    assert sum(agreement.all_gather_object(own)) == whole
     grown = max(seen) - seen[0]
     assert 0.9 * allowed - 1e7 < grown < 1.1 * allowed + 1e7 < 0.7 * whole, (allowed, grown)
     checkpoint.verify(tmp_path / "latest.pt")

@@ -27,7 +27,7 @@ from torch.utils.backend_registration import (_setup_privateuseone_for_python_ba
 
 import checkpoint
 import train
-from base import processes
+from base import agreement
 from parallel import Grid
 from parallelism import build, collectives, kernels, pipeline
 from parallelism.pipeline import run_schedule
@@ -312,7 +312,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         run.log = log_of(run, rows)
         run.train()
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
-        full = processes.all_gather_object(whole)[0]
+        full = agreement.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
         row = evaluation.evaluate(run.model, run.val_data, run.loader, run.stop)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import model
 import sample
-from base import processes
+from base import agreement
 from base.flops import active_parameters, flops_per_token, parameter_count
 from model import GPT, GPTConfig
 from models import SIZES, make_config
@@ -219,7 +219,7 @@ def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_pat
     config = settings(tmp_path, steps=2, tp=2, cp=cp, batch_size=8 // cp,
                       sequence_parallel=sequence_parallel)
     run_steps(rank, world, (2 // cp, 2, 1), config, cfg, prepare=prepare)
-    masks = processes.all_gather_object(drawn)          # of each rank, as bytes
+    masks = agreement.all_gather_object(drawn)          # of each rank, as bytes
     assert [len(set(its)) for its in masks] == [len(its) for its in masks] == [4 * 7] * 4
     shared = [len(set(one) & set(other)) for one, other in itertools.combinations(masks, 2)]
     same = 0 if sequence_parallel else 4 * 5

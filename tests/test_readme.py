@@ -19,7 +19,7 @@ from base.options import Config, parse_flags
 from base.sample_flags import SampleFlags
 from corpus import flags as data_flags
 from models import SIZES
-from runtime import checks, plain_run
+from runtime import checks
 from tests.commands import (PAGES, README, TINY, Command, kinds, launch, read_metrics,
                             readme_commands, wait_for_step)
 from tests.harness import ROOT, saved
@@ -102,7 +102,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
     commands = readme_commands("train.py")
     for before, flags in commands:
         if "--plain" in flags:
-            plain_run.check_flags(parse_flags(flags), world=1)
+            checks.check_plain(parse_flags(flags), world=1)
         given = dict(parse_flags(flags), data=str(shards), seq_len=16)
         world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
         config, cfg = checks.validate(given, None, world, "cuda")

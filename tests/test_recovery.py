@@ -29,7 +29,7 @@ import torch
 import checkpoint
 import data
 import train
-from base import checkpoint_files, processes
+from base import agreement, checkpoint_files
 from base.checkpoint_files import LATEST, list_checkpoints, step_file
 from base.options import Config
 from runtime import directory
@@ -45,16 +45,15 @@ FORMS = ["file", "folder"]
 # ---- Peers that hang, vanish or are slow; a second run in the same --out
 
 SLOW_SAVES = """
-import pathlib, time, train
+import checkpoint, pathlib, time, train
 from runtime import folder_writer
-from runtime.checkpoint_writer import Inbox
 def late(function):
     def slowed(*args):
         while any(pathlib.Path().glob("step_00000005*")) and not pathlib.Path("lost").exists():
             time.sleep(0.05)            # in the save of step 10
         return function(*args)
     return slowed
-Inbox.read = late(Inbox.read)
+checkpoint.full_tensor = late(checkpoint.full_tensor)
 folder_writer.write_part = late(folder_writer.write_part)
 train.main()
 """
@@ -100,16 +99,16 @@ def test_an_error_of_one_rank_is_raised_while_others_still_act():
     """For example too little memory: the others wait for it."""
     def fail():
         raise MemoryError("too little")
-    with mock.patch.object(processes, "all_gather_object", side_effect=3 * [[None]]), \
+    with mock.patch.object(agreement, "all_gather_object", side_effect=3 * [[None]]), \
             pytest.raises(MemoryError, match="too little"):
-        processes.all_ranks(fail)
+        agreement.all_ranks(fail)
 
 
 def test_an_error_that_all_ranks_raise_names_rank_and_machine():
     ended = [("node0", None), ("node1", ("too little", 2))]
-    with mock.patch.object(processes, "all_gather_object", return_value=ended), \
-            pytest.raises(processes.RunError, match="^rank 1 on node1: too little$"):
-        processes.all_ranks(lambda: None)
+    with mock.patch.object(agreement, "all_gather_object", return_value=ended), \
+            pytest.raises(agreement.RunError, match="^rank 1 on node1: too little$"):
+        agreement.all_ranks(lambda: None)
 
 
 def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(run_train, shards,
@@ -236,7 +235,7 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
             for path in found[:rng.randint(1, 3)]:
                 part = path / "facts.pt" if path.is_dir() else path
                 part.write_bytes(part.read_bytes()[:rng.randrange(part.stat().st_size)])
-        file = directory.find_start(chained, "auto", None, False, False).path
+        file = directory.find_start(dict(out=str(chained))).path
         if file is not None:
             step = checkpoint.load(file)["step"]
     one, two = ({row["step"]: row for row in read_metrics(folder)[0]}         # the last row counts

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from base import processes
+from base import agreement
 from base.options import Config, merge_config, parse_flags
 from base.processes import Job, RunError
 from corpus import flags as data_flags
@@ -221,7 +221,7 @@ def test_a_shape_that_cannot_be_is_a_value_error(make, words):
 def differ(rank, world):
     """The exit status of a rank that sees other data than the others."""
     with pytest.raises(RunError, match="not the same") as error:
-        processes.assert_equal_across_ranks(rank, "not the same")
+        agreement.assert_equal_across_ranks(rank, "not the same")
     return error.value.status
 
 
@@ -255,7 +255,7 @@ def test_tasks_of_srun_without_torchrun_are_refused(run_train, shards, tmp_path)
 
 def test_mps_is_for_one_process_without_float64(run_train, shards, tmp_path, monkeypatch):
     """By itself a run in fp64 is on the CPU."""
-    monkeypatch.setattr(processes.torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     for more, world in ((["--dtype", "fp64"], 1), ([], 2)):
         expect_mistake(run_train(*flags, "--device", "mps", *more, WORLD_SIZE=world),

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import checkpoint
-from base import processes
+from base import agreement, processes
 from base.checkpoint_files import LATEST
 from base.options import parse_flags
 from parallelism import collectives
@@ -249,5 +249,5 @@ def test_a_console_that_lacks_a_letter_of_a_path_does_not_end_a_run(monkeypatch,
     console = io.TextIOWrapper(io.BytesIO(), encoding)
     monkeypatch.setattr(sys, "stdout", console)
     parse_flags(["--out", "out"])
-    processes.print_rank0("\u0153 \udcff")
+    agreement.print_rank0("\u0153 \udcff")
     assert console.buffer.getvalue().endswith(b" \\udcff\n")

@@ -48,7 +48,8 @@ MAY_IMPORT = {
              "base.batch_ramp", ""),
     "corpus.*": ("corpus.* base.commandline base.errors", ""),
     "parallel": ("amp model parallelism.collectives parallelism.kernels", ""),
-    "checkpoint": ("model models* base.disk base.checkpoint_files base.checkpoint_folder", ""),
+    "checkpoint": ("model models* base.disk base.checkpoint_files base.checkpoint_folder "
+                   "parallelism.collectives", ""),
     "train": ("*", "tools* tests* test_all"),
     "sample": ("amp models* checkpoint corpus.tokenizers base.devices base.errors "
                "base.sample_flags parallelism.kernels runtime.samples runtime.chat", ""),
@@ -116,9 +117,9 @@ def test_data_py_needs_neither_torch_nor_the_model():
 
 # Lines at most, of folders, of files of the book and of the program. A change that raises one says
 # what it is worth.
-LINES = {"base": 1590, "corpus": 2577, "models": 845, "parallelism": 2820, "runtime": 2898,
-         "tools": 3645, "parallel.py": 1265, "model.py": 350, "train.py": 311, "checkpoint.py": 180,
-         "data.py": 240, "sample.py": 120, "amp.py": 105}
+LINES = {"base": 1595, "corpus": 2592, "models": 840, "parallelism": 2748, "runtime": 2775,
+         "tools": 4095, "parallel.py": 1350, "model.py": 350, "train.py": 310, "checkpoint.py": 200,
+         "data.py": 240, "sample.py": 120, "amp.py": 104}
 PROGRAM = 17_050
 
 

@@ -8,7 +8,6 @@ One tensor is in memory at a time.
 import os
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -26,9 +25,8 @@ from runtime.folder_writer import write_part, write_table
 
 def streamed(state: dict) -> dict:
     """The state with tensors that are read from the folder when they are written."""
-    tensors = (state[kind][name] for kind in STATE for name in state[kind])
-    source = SimpleNamespace(read=lambda: next(tensors))        # in the file's order
-    return state | {kind: {name: Streamed(like.shape, like.dtype, source)
+    tensors = (state[kind][name] for kind in STATE for name in state[kind])     # the file's order
+    return state | {kind: {name: Streamed(like, tensors)
                            for name, like in state[kind].like.items()} for kind in STATE}
 
 

@@ -26,7 +26,7 @@ import torch
 from base.checkpoint_files import verify
 from base.commandline import Parser, words_of
 from base.disk import write_file
-from base.errors import WriteFailed, errors_in_one_line, errors_with_path, first_line
+from base.errors import DiskFailed, errors_in_one_line, errors_with_path, first_line
 from base.flops import parameter_count
 from checkpoint import load, parameter_shapes
 from corpus.huggingface_tokenizers import find_in_model, load as load_tokenizer, to_huggingface
@@ -332,7 +332,7 @@ def write_model(parameters, config, cfg, ends: set[int], folder: Path) -> str:
     try:
         model.save_pretrained(folder, state_dict=tensors)
     except SafetensorError as error:
-        raise WriteFailed(f"the weights could not be written: {error}") from error
+        raise DiskFailed(f"the weights could not be written: {error}") from error
     del tensors
     compare(read_model(folder), cfg, parameters.__getitem__)
     return type(model).__name__

@@ -5,9 +5,9 @@ import sys
 from dataclasses import replace
 
 from base import options
+from base.agreement import print_rank0
 from base.commandline import Parser, add_flags
 from base.errors import errors_in_one_line
-from base.processes import print_rank0
 from models import make_config
 from runtime.checks import check_config
 from tools.plan.estimate import make_plan
