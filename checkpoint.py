@@ -105,7 +105,7 @@ def named_tensors(model: GPT, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
         yield "exp_avg_sq", name, moments["exp_avg_sq"][:rows]
 
 
-def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: Path,
+def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: str,
                keep: int) -> None:
     """`save` of a model and its optimizer. `facts` are the entries of the file except the tensors
     and the number of updates, which Adam counts."""
@@ -113,7 +113,7 @@ def plain_save(model: GPT, optimizer: torch.optim.AdamW, facts: dict, out: Path,
     state = {**facts, "optimizer_steps": int(adam["step"]), **{key: {} for key in STATE}}
     for key, name, tensor in named_tensors(model, optimizer):
         state[key][name] = tensor.cpu().clone()     # torch.save would write a view's whole memory
-    save(state, out, keep)
+    save(state, Path(out), keep)
 
 
 @torch.no_grad()

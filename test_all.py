@@ -662,7 +662,7 @@ def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
 def spoil_in_turn(run):
     """At step k rank k - 1 alone finds a gradient that is not finite. This comes after the
     reductions, so the others learn of it only when the ranks agree."""
-    sum_over_ranks = run.sum_over_ranks
+    sum_statistics = run.sum_statistics
 
     def spoil(loss, batch):
         bucket = run.flat.buckets[-1]
@@ -671,8 +671,8 @@ def spoil_in_turn(run):
             bucket.shard["grad"][0] = math.inf if run.step < 5 else math.nan
         if (run.step, run.grid.rank) == (9, 6):
             loss += math.inf
-        return sum_over_ranks(loss, batch)
-    run.sum_over_ranks = spoil
+        return sum_statistics(loss, batch)
+    run.sum_statistics = spoil
 
 
 HALVED = [65536, 32768, 16384, 8192, 4096, 2048, 1024, 512, 256]

@@ -6,13 +6,12 @@
 
 The plain program is the whole algorithm: a batch, forward and backward, clipping, AdamW,
 evaluation, saving. `Run` does the same on any number of ranks and in any precision, and tests
-compare the two. Before `Run` read parallel.py, which has the parallelism that it runs. base/
-defines the flags, runtime/ has what else a long run needs, docs/extend.md says how to change it."""
+compare the two. Read parallel.py, which defines the parallelism, before it. base/options.py has
+the flags and their defaults; runtime/ loads, logs, saves, rolls back. docs/extend.md: changes."""
 import math
 import time
-from pathlib import Path
 
-import base      # before numpy and torch: it exits with one line if they are missing
+import base      # first: a one-line error if numpy or torch is not installed
 
 import numpy as np
 import torch
@@ -25,13 +24,14 @@ from checkpoint import plain_load, plain_save
 from data import Batch, TokenDataset, open_shards, plain_batch, plain_windows
 from model import GPT, GPTConfig
 from parallel import Grid, gather_before_use, keep_stage, tensor_parallel
-from parallelism.build import (begin_step, compile_model, data_parallel, recompute_blocks,
+from parallelism.build import (compile_model, data_parallel, recompute_blocks, set_loss_factors,
                                use_faster_modules)
 from parallelism.context import context_parallel
 from parallelism.exact import make_exact
 from parallelism.experts import expert_parallel
 from parallelism.pipeline import run_pipeline
 from runtime import console, evaluation, plain_run, rollback, run_state, startup, step_stats
+from runtime.directory import has_ended
 from runtime.loader import Loader
 from runtime.signals import StopSignal
 
@@ -44,15 +44,15 @@ def plain_step(config: Config, model: GPT, optimizer: torch.optim.Optimizer, sha
 
         from train import Config, GPT, GPTConfig, open_shards, plain_adamw, plain_step
         shards = open_shards("data/python", "train")
-        config = Config(steps=20, lr=4e-3)      # of nano, the default size, the default rate
+        config = Config(steps=20, lr=4e-3)      # 4e-3: the default for nano, the default size
         model = GPT(GPTConfig()).initialize(config.seed)
         optimizer = plain_adamw(config, model)
         for step in range(1, 21):       # the losses of `python train.py --plain --steps 20`
             print(plain_step(config, model, optimizer, shards, step))
     """
-    # A shard is an array of tokens, cut into windows of T = seq_len inputs: window i is
-    # tokens[i T : (i + 1) T + 1], because the target of a token is the next one. The seed shuffles
-    # all windows, in each epoch anew. A step takes the next batch_size of them.
+    # A shard is an array of tokens. With T = seq_len, window i is tokens[i T : (i + 1) T + 1],
+    # because the target of a token is the next one. The seed shuffles all windows, again for each
+    # epoch. A step takes the next batch_size of them.
     T = model.cfg.seq_len
     consumed = (step - 1) * config.batch_size
     rows = plain_batch(shards, T, config.seed, consumed, config.batch_size)
@@ -65,12 +65,12 @@ def plain_step(config: Config, model: GPT, optimizer: torch.optim.Optimizer, sha
     for microbatch in rows.split(config.micro_batch or config.batch_size):
         inputs, targets = microbatch[:, :-1], microbatch[:, 1:]             # (b, T) each
         with torch.autocast(model.device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
-            loss = model(inputs, targets) / (config.batch_size * T)         # the model sums
+            loss = model(inputs, targets) / (config.batch_size * T)     # it returns the sum
         loss.backward()                 # the gradients of the microbatches add up
         mean_loss += loss.item()
     max_norm = config.clip if config.clip > 0 else math.inf     # --clip 0: no clipping
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    if not norm.isfinite():             # `Run` skips such a step; many are a divergence
+    if not norm.isfinite():             # `Run` skips such a step, and after several rolls back
         raise RunError(f"step {step} has loss {mean_loss} and gradient norm {norm}: lower --lr")
     optimizer.step()
     return mean_loss, norm.item()
@@ -78,7 +78,7 @@ def plain_step(config: Config, model: GPT, optimizer: torch.optim.Optimizer, sha
 
 def learning_rate(config: Config, step: int) -> float:
     """Linear warm-up to `lr` in warmup_steps, then decay to lr * min_lr_ratio at the last step.
-    "wsd" (Hu et al. 2024, section 4) keeps the peak, and decays only over the last decay_ratio of
+    "wsd" (warmup-stable-decay, Hu et al. 2024, section 4) decays only over the last decay_ratio of
     the steps: a checkpoint from before the decay can be continued with more --steps."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -109,7 +109,7 @@ def plain_evaluate(config: Config, model: GPT, shards: list) -> float:
     """The mean loss in nats on evenly spaced windows, the same in every evaluation."""
     T = model.cfg.seq_len
     n_windows = sum((len(tokens) - 1) // T for tokens in shards)
-    count = evaluation.eval_sequences(config, T, n_windows)     # of --eval-tokens, or a default
+    count = evaluation.eval_sequences(config, T, n_windows)     # as --eval-tokens says, or 128
     window_ids = np.linspace(0, n_windows - 1, count).astype(np.int64)
     loss_sum = 0.0
     model.eval()                        # no dropout
@@ -129,11 +129,11 @@ def plain_train(config: Config, model_config: GPTConfig, device: torch.device,
     dtype = torch.float64 if config.dtype == "fp64" else torch.float32
     model = model_config.build().initialize(config.seed).to(device, dtype)
     optimizer = plain_adamw(config, model)
-    if out.checkpoint is not None:      # the newest whole one
+    if out.checkpoint is not None:      # the newest complete one
         plain_load(model, optimizer, out.checkpoint)
     train_shards = open_shards(config.data, "train")
     val_shards = open_shards(config.data, "val")
-    with StopSignal() as stop:          # Ctrl-C or SIGTERM ends the process when this block ends
+    with StopSignal() as stop:          # remembers Ctrl-C or SIGTERM, and exits after this block
         for step in range(out.finished_step + 1, config.steps + 1):
             start = time.perf_counter()
             loss, norm = plain_step(config, model, optimizer, train_shards, step)
@@ -142,9 +142,9 @@ def plain_train(config: Config, model_config: GPTConfig, device: torch.device,
             if config.is_nth_or_last(step, config.eval_every):
                 val_loss = plain_evaluate(config, model, val_shards)
             out.log(step, loss, norm, learning_rate(config, step), seconds, val_loss)
-            stopping = stop.requested           # read once, so that a run that stops has saved
+            stopping = stop.requested           # read once: a later signal waits for the next step
             if stopping or config.is_nth_or_last(step, config.save_every):
-                plain_save(model, optimizer, out.facts(step), Path(config.out), config.keep)
+                plain_save(model, optimizer, out.facts(step), config.out, config.keep)
             if stopping:
                 break
         out.report_end()
@@ -152,27 +152,24 @@ def plain_train(config: Config, model_config: GPTConfig, device: torch.device,
 
 # ---- The same on many ranks -----------------------------------------------------------------
 #
-# `python train.py --plain` runs what stands above, every other command `Run`. Now each process is a
-# rank. With --tp 2 --pp 2, eight ranks are two replicas of the whole model:
+# --plain runs the program above, every other command runs `Run`. Now each process is a rank. With
+# --tp 2 --pp 2, eight ranks are two replicas of the whole model:
 #
-#                    replica 0: half of the rows        replica 1: the other half
-#     first layers   rank 0 <-tp-> rank 1    <-dp->     rank 2 <-tp-> rank 3      stage 0
-#                      | pp          | pp                 | pp          | pp
-#     last layers    rank 4 <-tp-> rank 5    <-dp->     rank 6 <-tp-> rank 7      stage 1
+#                    replica 0: half of the rows            replica 1: the other half
+#     first layers   [rank 0 <-tp-> rank 1]      <-dp->     [rank 2 <-tp-> rank 3]      stage 0
+#                        | pp          | pp                     | pp          | pp
+#     last layers    [rank 4 <-tp-> rank 5]      <-dp->     [rank 6 <-tp-> rank 7]      stage 1
 #
-# dp: ranks at the same place in different replicas, such as 0 and 2, have the same parameters. They
-# sum the gradients; with --zero each updates a part. --cp cuts the sequences of a replica, --ep
-# divides the experts of a mixture among replicas.
+# dp: ranks at the same place in different replicas, such as 0 and 2, sum their gradients; with
+# --zero each updates a part. --cp cuts a replica's sequences, --ep divides experts among replicas.
 #
-#     the plain program       Run, on each rank       by, in parallel.py
-#     plain_train             __init__                tensor_parallel, keep_stage
-#       plain_adamw             data_parallel         DataParallel, gather_before_use
+#     the plain program       Run, on each rank       what it calls, in parallel.py
+#     plain_train             __init__                tensor_parallel, DataParallel (self.flat)
 #       plain_step            train
 #         plain_batch           loader.next           cut_sequence
-#         forward, backward     compute_gradients     Pipeline.run, DataParallel.grad_ready
-#         clip_grad_norm_       sum_over_ranks        DataParallel.grad_norm_squares, all_reduce
-#         optimizer.step        update                DataParallel.adamw_step
-#       plain_evaluate          evaluate
+#         forward, backward     compute_gradients     Pipeline, flat.prepare_grad_sync
+#         clip_grad_norm_       sum_statistics        flat.grad_norm_squares, all_reduce
+#         optimizer.step        update                flat.adamw_step
 
 
 class Run:
@@ -182,28 +179,28 @@ class Run:
                  train_data: TokenDataset, val_data: TokenDataset, state: dict | None):
         self.config, self.model_config, self.grid, self.device = config, model_config, grid, device
         self.train_data, self.val_data = train_data, val_data
-        # The whole model, on the meta device: without memory. Each call leaves out what other ranks
-        # have, or adds what this rank does together with them.
+        # The whole model, on the meta device: without memory. Each call removes what other ranks
+        # have, or adds communication with them.
         with torch.device("meta"):
             self.model = model = model_config.build()
         tensor_parallel(model, grid)            # tp: layers with a slice of each matrix
-        use_faster_modules(model, grid)         # they compute the same
-        context_parallel(model, grid, config.recompute)     # cp: keys and values are gathered
-        expert_parallel(model, grid)            # ep: some of the experts, to which tokens travel
+        use_faster_modules(model, grid)         # the same results
+        context_parallel(model, grid, config.recompute)     # cp: attention gathers keys and values
+        expert_parallel(model, grid)            # ep: some of the experts; tokens are sent to theirs
         keep_stage(model, grid)                 # pp: the blocks of a stage
-        # dp, ZeRO: parameters become views of large buffers, whose gradients hooks in backward sum.
+        # dp, ZeRO: parameters become views of large buffers. Hooks sum the gradients in backward.
         if config.exact:
             self.flat = make_exact(model, grid, config, device)     # the same bits in every layout
         else:
             self.flat = data_parallel(model, grid, config, device)
-        # How a block runs. Each call wraps the forward that the calls before it have made.
+        # Each call wraps a block's forward, with the wrappers before it.
         if config.compile:
             compile_model(model, grid, PRECISIONS[config.dtype].parameters, device)
         if config.recompute:
             recompute_blocks(model)                 # in backward
         if config.zero > 0:
             gather_before_use(model, self.flat)     # the parameters, in forward and in backward
-        # Fill the buffers from `state`, or for step 1. A rollback replaces all of self.progress.
+        # Load `state`, or initialize. progress.batches has the order of train_data, and our place.
         self.progress = run_state.restore(state, self.flat, config, model_config, train_data)
         self.step = self.progress.step + 1      # in progress, from 1
         self.loader = Loader(config, model_config, grid, device)
@@ -218,27 +215,24 @@ class Run:
         while self.step <= config.steps and not self.stop.agreed:
             start = time.perf_counter()
             step, progress = self.step, self.progress
-            # Both calls move progress.batches: past what --skip-steps or a rollback excludes, and
-            # past the batch, of which this rank gets its rows, in microbatches.
-            rollback.leave_out_excluded(step, progress, self.log)
+            # Skip what --skip-steps or a rollback excludes, then load this rank's microbatches.
+            rollback.skip_excluded(step, progress, self.log)
             batch = self.loader.next(progress.batches, step)
-            lr = learning_rate(config, step) * progress.divergence.lr_factor    # of rollbacks
+            lr = learning_rate(config, step) * progress.divergence.lr_factor
             loss_sum = self.compute_gradients(batch)
-            stats = self.sum_over_ranks(loss_sum, batch)
+            stats = self.sum_statistics(loss_sum, batch)
             self.update(stats, lr)
             progress.step = step
             seconds = time.perf_counter() - start
-            # progress.divergence remembers the step, and self.log what is wrong with it.
-            diverged = rollback.judge(batch, stats, progress, self.log)
-            row = self.log.step(batch, stats, lr, seconds, progress)
-            if not diverged and config.is_nth_or_last(step, config.eval_every):
+            divergence = rollback.find_divergence(batch, stats, progress, self.log)     # or None
+            row = self.log.report_step(batch, stats, lr, seconds, progress)
+            if divergence is None and config.is_nth_or_last(step, config.eval_every):
                 row |= evaluation.evaluate(self.model, self.val_data, self.loader, progress.batches,
                                            self.stop)
             self.log.write_row(row)
-            # Save when that is due, or go back to an older checkpoint, with its self.progress.
-            rollback.end_step(self, row, diverged)
+            rollback.save_or_go_back(self, row, divergence)     # to an older checkpoint
             self.step = self.progress.step + 1
-        self.flat.wait_params()             # other ranks may still be receiving this rank's shard
+        self.flat.wait_params()         # other ranks may still be receiving this rank's shard
         run_state.wait_for_last_save(self.writer)
         console.report_end(self.log, self.progress.step, config, self.train_data.meta)
 
@@ -250,8 +244,9 @@ class Run:
         # The model returns a sum of losses. loss_factor makes it a share of the batch's mean loss,
         # times the loss scale: so the gradients of all microbatches and replicas simply add up.
         loss_factor = loss_scale / batch.num_targets
-        # Zero the gradients. Head and routers, which compute some in forward, get their factors.
-        begin_step(model, flat, loss_scale, batch.num_tokens, batch.num_targets)
+        flat.zero_grad(loss_scale, batch.num_tokens, batch.num_targets)
+        # The head and the routers compute gradients already in forward: they need their factors.
+        set_loss_factors(model, loss_factor, loss_scale / batch.num_tokens)
         if self.grid.pp == 1:
             loss_sum = step_stats.scalar(0.0, self.device)
             for m, (inputs, targets, dropout_seed, positions) in enumerate(microbatches):
@@ -269,10 +264,10 @@ class Run:
         flat.finish_grad_sync()                 # waits for the sums over the replicas
         return loss_sum
 
-    def sum_over_ranks(self, loss_sum: torch.Tensor, batch: Batch) -> step_stats.StepStats:
-        """2. Sum the loss and the squared norm over all ranks, so that all decide alike. Of copies,
-        as of the loss in a tp group, one counts. A signal may reach one rank alone: the sum tells
-        all of it, by self.stop.agreed."""
+    def sum_statistics(self, loss_sum: torch.Tensor, batch: Batch) -> step_stats.StepStats:
+        """2. Sum the loss and the squared norm over all ranks, so that all decide alike. What
+        several ranks have, such as the loss in a tp group, counts once. One rank may get a signal
+        alone: the sum tells the others, by self.stop.agreed."""
         local = step_stats.local_sums(loss_sum, self.model, self.flat)
         local["signals"] = step_stats.scalar(self.stop.requested, self.device)
         total = step_stats.sum_across_ranks(local, self.grid, self.config.timeout)
@@ -285,28 +280,30 @@ class Run:
         ZeRO each rank updates its shard, and the others receive it during the next forward. If a
         number of any rank is inf or NaN, all ranks skip the update."""
         config, progress = self.config, self.progress
-        if not stats.why_skipped:
+        if not stats.skips_update:
             progress.optimizer_steps += 1
             factor = clip_factor(stats.grad_norm, config.clip, progress.scaler.scale)
             self.flat.adamw_step(factor, progress.optimizer_steps, lr, config.beta1, config.beta2,
                                  config.weight_decay)
-        progress.scaler.update(stats.not_finite)
+        progress.scaler.update(stats.not_finite)        # the loss scale of the next step
 
 
 def main() -> None:
-    job, given, device, timeout = startup.parse()       # exits here if a flag is wrong
+    job, flags, device, timeout = startup.parse()       # exits here if a flag is wrong
     with running(job, device, timeout) as stack:        # closes at its end what is opened here
-        if given.get("plain"):
-            config, model_config, out = plain_run.begin(given, job, device, stack)
+        if flags.get("plain"):
+            config, model_config, out = plain_run.begin(flags, job, device, stack)
             plain_train(config, model_config, device, out)
             return
-        config, model_config, begin = startup.prepare(given, job, device, stack)
-        train_data, val_data = startup.open_data(config, model_config, begin.state, job)
+        config, model_config, start = startup.prepare(flags, job, device, stack)
+        train_data, val_data = startup.open_data(config, model_config, start.state, job)
         grid = startup.join_ranks(config, job, device, stack)
-        run = Run(config, model_config, grid, device, train_data, val_data, begin.state)
+        run = Run(config, model_config, grid, device, train_data, val_data, start.state)
         with startup.errors_with_step(run):
-            if startup.has_steps(run, begin):       # else it evaluates, or tells that it has ended
-                startup.begin_training(run, begin, learning_rate, stack)
+            if config.eval_only or has_ended(start.step, config):
+                startup.report_only(run, start)         # evaluate, or tell that it has ended
+            else:
+                startup.begin_training(run, start, learning_rate, stack)
                 run.train()
 
 

@@ -110,18 +110,16 @@ def recompute_blocks(model: GPT) -> None:
                                 preserve_rng_state=False)
 
 
-def begin_step(model: GPT, flat: FlatParameters, loss_scale: float, tokens: int,
-               targets: int) -> None:
-    """Begin a step on so many `tokens` of all ranks, of which `targets` count in the loss. Zero the
-    gradients, head.norms and the routers' loads. The head's loss is a mean over the targets, that
-    of a router a mean over the tokens: both need their factor in forward, where the head computes
-    its gradients. Backward of the loss times the same factor does not apply it again."""
-    flat.zero_grad(loss_scale, tokens, targets)
+def set_loss_factors(model: GPT, loss_factor: float, token_factor: float) -> None:
+    """Begin a step: by what the head's loss, a mean over the targets, and those of the routers,
+    means over the tokens, are multiplied before backward. The head computes its gradients in
+    forward, so backward of loss * loss_factor does not apply it again. Also zero head.norms and the
+    routers' loads."""
     for module in model.modules():
         if isinstance(module, TiledHead):
-            module.set_loss_factor(loss_scale / targets)
+            module.set_loss_factor(loss_factor)
         elif isinstance(module, ParallelRouter):
-            module.set_token_factor(loss_scale / tokens)
+            module.set_token_factor(token_factor)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from runtime.run_state import Progress
 from runtime.step_stats import StepStats
 
 
-def judge(batch: Batch, stats: StepStats, progress: Progress, log: RunLog) -> Divergence | None:
+def find_divergence(batch: Batch, stats: StepStats, progress: Progress,
+                    log: RunLog) -> Divergence | None:
     """Let the monitor observe a step. Write events if it is not finite, or diverged: from their
     windows TokenDataset.tokens_of rebuilds the batch, or the last batches. Returns a divergence on
     which the run has to act."""
@@ -51,14 +52,14 @@ def forget_other_mixture(monitor: DivergenceMonitor, batches: Batches, first: in
         monitor.forget_losses()
 
 
-def end_step(run, row: dict, diverged: Divergence | None) -> None:
+def save_or_go_back(run, row: dict, divergence: Divergence | None) -> None:
     """What follows a step, whose `row` is written. If it is due, compare the bits that ranks share,
     and save. If two copies differ, a bit has flipped: this state is not saved, but an older one
     restored, as after a divergence. Every rank calls it."""
     config, step = run.config, row["step"]
     saving = config.is_nth_or_last(step, config.save_every) or run.stop.agreed
-    if diverged is not None:
-        go_back(run, diverged)
+    if divergence is not None:
+        go_back(run, divergence)
     elif saving or config.is_nth_or_last(step, config.check_every):
         has_gone_back = flipped_bits.go_back_if_found(run)
         if saving and not has_gone_back:
@@ -101,7 +102,7 @@ def go_back(run, divergence: Divergence) -> None:
     run_state.wait_for_last_save(run.writer)
 
 
-def leave_out_excluded(step: int, progress: Progress, log: RunLog) -> None:
+def skip_excluded(step: int, progress: Progress, log: RunLog) -> None:
     """Leave out the excluded sequences that the batch of this step would contain: those of
     --skip-steps, which the monitor notes, and those of rollbacks. Moves progress.batches past them.
     """

@@ -46,8 +46,8 @@ class RunLog:
         if line is not None:
             print_rank0(line)
 
-    def step(self, batch: Batch, stats: StepStats, lr: float, seconds: float,
-             progress: Progress) -> dict:
+    def report_step(self, batch: Batch, stats: StepStats, lr: float, seconds: float,
+                    progress: Progress) -> dict:
         """Print a step that took `seconds`, and return its row of metrics.jsonl. In it `skipped`
         says how many steps up to this one have had no update."""
         self.recent_seconds.append(seconds / batch.size)

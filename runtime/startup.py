@@ -22,7 +22,7 @@ from model import GPTConfig
 from parallel import Grid
 from parallelism.build import make_groups
 from runtime import checks, console, dashboards, evaluation, run_state
-from runtime.directory import Metrics, Start, find_start, has_ended, lock_output_dir
+from runtime.directory import Metrics, Start, find_start, lock_output_dir
 from runtime.run_log import RunLog
 
 
@@ -57,19 +57,15 @@ def errors_with_step(run):
         raise dist.DistError(f"stage {run.grid.stage}, step {run.step}: {error}") from error
 
 
-def has_steps(run, begin: Start) -> bool:
-    """Whether a train.Run has steps to make. If not, evaluate it for --eval-only, or tell that it
-    has ended. Every rank calls it."""
-    config, model_config = run.config, run.model_config
+def report_only(run, begin: Start) -> None:
+    """Of a train.Run without steps to make: evaluate it for --eval-only, or tell that it has ended.
+    Every rank calls it."""
+    config, val_data = run.config, run.val_data
     if config.eval_only:
-        row = evaluation.evaluate(run.model, run.val_data, run.loader, run.progress.batches,
-                                  run.stop)
-        console.print_evaluation(row, begin, config, model_config, run.val_data)
-        return False
-    if has_ended(begin.step, config):
+        row = evaluation.evaluate(run.model, val_data, run.loader, run.progress.batches, run.stop)
+        console.print_evaluation(row, begin, config, run.model_config, val_data)
+    else:
         console.print_finished(begin, config, run.train_data.mixture.phases)
-        return False
-    return True
 
 
 def prepare(given: dict, job: Job, device: torch.device,

@@ -166,14 +166,14 @@ def test_a_term_out_of_range_skips_the_step_on_every_rank(pool, tmp_path):
 def test_a_norm_out_of_range_is_reported_and_leaves_the_loss_scale(tmp_path):
     """It is no overflow: a smaller scale would not help."""
     def enlarge(run):
-        sum_over_ranks = run.sum_over_ranks
+        sum_statistics = run.sum_statistics
 
         def enlarged(*args):
             if run.step == 2:
                 for bucket in run.flat.buckets:
                     bucket.shard["grad"][:] = 100 * run.progress.scaler.scale    # each is in range
-            return sum_over_ranks(*args)
-        run.sum_over_ranks = enlarged
+            return sum_statistics(*args)
+        run.sum_statistics = enlarged
     config = settings(tmp_path, steps=4, exact=True, dtype="fp16", log_every=1)
     seen = watched(config, enlarge, cfg=NARROW)
     assert column(seen.rows, "skipped") == [0, 1, 0, 0]

@@ -30,15 +30,15 @@ from tests.harness import (CFG, Memory, after_backward, assert_same_state, batch
 def overflow_in_turn(run):
     """At step k rank k - 1 alone finds a gradient that is not finite, and at step 5 rank 3 a
     loss."""
-    sum_over_ranks = run.sum_over_ranks
+    sum_statistics = run.sum_statistics
 
     def spoil(loss, batch):
         if run.grid.rank == run.step - 1:
             run.flat.buckets[-1].shard["grad"][0] = math.inf
         if (run.step, run.grid.rank) == (5, 3):
             loss += math.inf
-        return sum_over_ranks(loss, batch)
-    run.sum_over_ranks = spoil
+        return sum_statistics(loss, batch)
+    run.sum_statistics = spoil
 
 
 @pytest.mark.parametrize("zero, parameters", [
@@ -161,13 +161,13 @@ def test_bad_batches_are_skipped_and_three_in_a_row_go_back(tmp_path, bad, facts
     """The indices of bad batches, which rollbacks they lead to (from step, to step), the batches
     read and the final learning rate."""
     def prepare(run):
-        sum_over_ranks = run.sum_over_ranks
+        sum_statistics = run.sum_statistics
 
         def changed(*args):
-            stats = sum_over_ranks(*args)
+            stats = sum_statistics(*args)
             is_bad = run.progress.batches.consumed // 8 - 1 in bad
             return replace(stats, **facts) if is_bad else stats
-        run.sum_over_ranks = changed
+        run.sum_statistics = changed
     seen = watched(settings(tmp_path, steps=50, save_every=4, keep=keep, micro_batch=8), prepare)
     assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == back
     assert [first // 8 for first, _ in seen.batches] == [k for part in read for k in range(*part)]

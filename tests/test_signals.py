@@ -64,7 +64,7 @@ train.main()
 # wrapper, the step after which it ends). It spends two seconds there.
 PHASES = {
     "start": ("train.Run.train = slow(train.Run.train)", 1),
-    "step": ("train.Run.sum_over_ranks = slow(train.Run.sum_over_ranks, 3)", 3),
+    "step": ("train.Run.sum_statistics = slow(train.Run.sum_statistics, 3)", 3),
     "evaluation": ("evaluation.evaluate_source = slow(evaluation.evaluate_source, 2)", 2),
     "comparison": ("flipped_bits.find_difference = slow(flipped_bits.find_difference, 2)", 3),
     "save": ("run_state.save = slow(run_state.save, 2)", 3),
@@ -133,7 +133,7 @@ def killed(*_):
     there()
     time.sleep(2)
     raise RuntimeError("C++ compile error\\nmany lines")
-train.Run.sum_over_ranks = killed
+train.Run.sum_statistics = killed
 """, "--data", shards, *TINY, "--pp", ranks)
     for process in run:
         process.send_signal(number)
