@@ -1,10 +1,12 @@
 """Published runs, beside which tests/test_plan.py puts what a plan prints.
 
-The plan's constants are fitted on other rows of public tables. These 44 were held out by a rule
-that was set before any error was seen: MosaicML's of 4,096 tokens and more, BigScience's from
-February 25 on with 64 heads, and those of Korthikanti et al. 2022. (They are no blind test any
-more: their errors were looked at three times while the plan was corrected. Korthikanti's figures
-are quoted from memory.) What these programs did otherwise than ours:
+The plan's constants are fitted on other rows of public tables: on A100s every second row of
+MosaicML's README, of Hagemann et al. 2023 (13B and 65B, without recomputation), fms-fsdp,
+flash-attention and InternEvo; on H100s our own two runs, and the links on torchtitan's, MosaicML's
+and Llama 3's. These 44 are BigScience's from February 25 on with 64 heads, those of Korthikanti et
+al. 2022 (quoted from memory), and MosaicML's of 4,096 tokens and more, some of which were fitted.
+Their errors were in view while the plan was corrected. What these programs did
+otherwise than ours:
 
     Korthikanti, BigScience     attention writes its scores to memory; recomputation repeats a
                                 block's last product, and its all-reduce

@@ -204,15 +204,15 @@ LLAMA_MEASURED = ("--n-layer 12 --n-head 12 --n-kv-head 12 --n-embd 768 --seq-le
     (f"{LLAMA_MEASURED} moe-nano --hidden 1024", 229_000),
     (f"{LLAMA_MEASURED} moe-nano --hidden 256 --n-expert 64 --n-active 8", 218_000)])
 def test_a_printed_interval_holds_what_was_measured(flags, tokens_per_second):
-    """docs/measurements.md, "One H100". The first, 24.3 minutes for 10,000 steps, is the one that
-    COMPILED is fitted to. The dense models' times are 2% off; mixtures take twice theirs."""
+    """docs/measurements.md, "One H100". HOPPER's products and COMPILED are fitted to the first two.
+    The third's time is 0.2% off; mixtures take twice theirs."""
     text = answer(f"--world 1 --dtype bf16 --batch-size 64 --micro-batch 16 --steps 10000 {flags}"
                   .split())
     told, low, high = map(float, re.search(r" in (\S+) minutes \((\S+) to (\S+)\)", text).groups())
     measured = 10_000 * 64 * 1024 / tokens_per_second / 60
     assert low < measured < high and "H100" in text
     if "moe" not in flags:
-        assert told == pytest.approx(measured, rel=0.02)
+        assert told == pytest.approx(measured, rel=0.005)
 
 
 def test_fitting_in_memory_is_what_was_seen():
@@ -319,7 +319,7 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
 
 @pytest.mark.claim("What a plan prints for published runs is as far off as docs/planning.md says.")
 def test_the_planning_page_has_the_errors_as_printed():
-    """Of each source, and the interval of a plan is that of all its sources' means."""
+    """Of each source, and the interval of a plan holds them."""
     page = PAGES["planning.md"]
     for source, rows in [("MosaicML, ZeRO 3", published_runs.LONG),
                          ("BigScience, 181B", published_runs.LAYOUTS),
@@ -335,9 +335,10 @@ def test_the_planning_page_has_the_errors_as_printed():
             right = published_runs.right_pairs(rows, planned)
             words = f"{np.mean(right):.0%} of BigScience's pairs correctly ({len(right)} pairs)"
             assert words in page
-    means = [float(mean) for mean in re.findall(r"(?m)^\| (?:fitted|held out): .* (\S+) \|$", page)]
-    assert len(means) == 6 and (min(means), max(means)) == report.OF_MANY
-    assert "6 to 42% off in the mean" in report.format_trust(CFG, plan_config(world=2))
+        low, high = report.OF_MANY
+        assert ((low < published / planned) & (published / planned < high)).all()
+    assert f"{low:g} to {high:g} times the time" in page
+    assert "2 to 35% off in the mean" in report.format_trust(CFG, plan_config(world=2))
 
 
 def test_the_search_finds_the_fastest_layouts_that_fit():

@@ -7,12 +7,13 @@ from model import GPTConfig
 from tools.plan.flags import LAYOUT, PlanConfig
 from tools.plan.gpus import GPUSpec
 from tools.plan.memory import gpu_bytes, kinds_of_stages, memory_bytes
-from tools.plan.time import LINK, step_seconds
+from tools.plan.time import step_seconds
 from tools.plan.traffic import traffic_bytes
 from tools.scaling_law import HOFFMANN, read_law
 
 HEADROOM = 0.06         # fraction of memory for temporaries, NCCL and fragmentation
 DISK = 2e9              # bytes per second of one writer, or of a machine's ranks together
+HOST_COPY = 1.75e9      # bytes per second of one thread, from pinned memory to new memory
 RESTART = 300.0         # seconds from a failure until a checkpoint is read
 DAY = 86400
 PF_DAY = 1e15 * DAY     # FLOPs
@@ -29,7 +30,7 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
     the rank that sends most sends in a step."""
     stages, kinds = kinds_of_stages(cfg, config)
     gpu = config.spec
-    plan = {name: getattr(config, name) for name in ("gpu", "world", *LAYOUT)}
+    plan = {name: getattr(config, name) for name in ("gpu", "world", "steps", *LAYOUT)}
     plan |= dict(dp=stages[0].grid.dp, layers_per_stage=math.ceil(cfg.n_layer / config.pp))
     plan |= compute_of(cfg, config)
 
@@ -56,10 +57,11 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
         mfu=rate * plan["flops_per_token"] / gpu.peak(config.size),
         days=days, gpu_hours=days * 24 * config.world)
 
-    # A checkpoint holds masters and moments. Each rank copies its own to the host.
+    # A checkpoint holds masters and moments. Each rank copies its own to the host, where one thread
+    # copies them once more, out of pinned memory.
     checkpoint = 3 * config.master_size * plan["parameters"]
     moments = max(sizes.get("moments", 0) + sizes.get("host_moments", 0) for sizes in memory)
-    pause = 1.5 * moments / gpu.host
+    pause = 1.5 * moments * (1 / gpu.host + 1 / HOST_COPY)
     nodes = max(1, config.world / config.gpus_per_node)
     saves = {"file": goodput(pause, *file_seconds(checkpoint, config), nodes, config.mtbf_hours)}
     write, read = folder_seconds(checkpoint, config, stages[0].grid.replicas)
@@ -74,7 +76,9 @@ def file_seconds(checkpoint: float, config: PlanConfig) -> tuple[float, float]:
     """Seconds to write and to read a file of so many bytes. Rank 0 receives and writes a parameter
     at a time. It reads the whole file once more than the others, for its CRCs."""
     gpu = config.spec
-    speed = LINK * (gpu.network if config.world > config.gpus_per_node else gpu.host)
+    speed = gpu.on_link * gpu.host
+    if config.world > config.gpus_per_node:
+        speed = gpu.on_network * gpu.network
     return checkpoint / speed + checkpoint / DISK, 2 * checkpoint / DISK
 
 
@@ -84,7 +88,8 @@ def folder_seconds(checkpoint: float, config: PlanConfig, replicas: int) -> tupl
     reads all. The CRCs are read once more, by all ranks together."""
     machine = DISK
     if config.world > config.gpus_per_node:
-        machine = min(DISK, LINK * config.spec.network * config.gpus_per_node)
+        gpu = config.spec
+        machine = min(DISK, gpu.on_network * gpu.network * config.gpus_per_node)
 
     def rate(ranks: int) -> float:
         return min(1e9 * config.file_system, machine * max(1, ranks / config.gpus_per_node))
@@ -120,9 +125,8 @@ def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
         flops_with_recomputation=hardware_flops_per_token(cfg, config) * tokens,
         pf_days=flops * tokens / PF_DAY, compute_optimal_tokens=20 * active,
         # Of the model that as much compute trains best: with 20 tokens for each parameter (Hoffmann
-        # et al. 2022, table 3), by Kaplan et al. 2020 (table 6; too large), and by the law.
+        # et al. 2022, table 3), and by the law.
         compute_optimal_parameters_chinchilla=math.sqrt(active * tokens / 20),
-        compute_optimal_parameters_kaplan=1.3e9 * (6 * active * tokens / PF_DAY) ** 0.73,
         **{f"compute_optimal_parameters_{name}": float(best)},
         predicted_loss=float(law(of_law, tokens)))
 

@@ -13,10 +13,8 @@ from parallel import Bucket, Grid, chunk_layers, make_buckets
 from parallelism.build import build_stage
 from parallelism.loss import tile_size
 from parallelism.parameters import ParamSpec, param_specs
-from parallelism.pipeline import make_schedule
 from parallelism.zero import state_bytes
 from tools.plan.flags import PlanConfig
-from tools.schedule import live_activations
 
 
 def layers_of(n_layer: int, grid: Grid) -> int:
@@ -89,8 +87,6 @@ def stage_specs(model_config: GPTConfig, tp: int, ep: int, is_first: bool,
     return param_specs(build_stage(model_config, grid), model_config, grid)
 
 
-# A search asks for the same with each microbatch, schedule and kind of recomputation.
-@lru_cache(maxsize=1024)
 def rank_buckets(model_config: GPTConfig, grid: Grid, zero: int) -> list[tuple[Bucket, int]]:
     """The buckets of a rank, as [(bucket, how many like it)]."""
     specs = stage_specs(model_config, grid.tp, grid.ep, grid.is_first, grid.is_last)
@@ -235,8 +231,18 @@ def activation_bytes(stage: Stage) -> int:
     thin = config.size * stage.own_x
     block = config.size * (kept_by_mlp(stage) + kept_by_attention(stage)) + 2 * thin
     end = 2 * thin if grid.is_last else thin
-    schedule = make_schedule(config.pp_schedule, grid, stage.microbatches)
+    live = live_microbatches(stage)
     if config.recompute:        # a block's input; and once, in backward, all of a block
-        inputs = stage.layers * thin // grid.chunks + end
-        return live_activations(schedule) * inputs + block
-    return live_activations(schedule) * (stage.layers * block // grid.chunks + end)
+        return live * (stage.layers * thin // grid.chunks + end) + block
+    return live * (stage.layers * block // grid.chunks + end)
+
+
+def live_microbatches(stage: Stage) -> int:
+    """The most microbatches, in all chunks, whose activations a stage keeps at a time
+    (tests/test_pipeline.py counts them in the schedules)."""
+    grid, m = stage.grid, stage.microbatches
+    if grid.pp == 1:
+        return 1
+    live = {"gpipe": m, "1f1b": grid.pp - grid.stage,
+            "interleaved": (grid.chunks + 1) * grid.pp - 1 - 2 * grid.stage}
+    return min(grid.chunks * m, live[stage.config.pp_schedule])
