@@ -18,7 +18,7 @@ Of what it prints, in a step: passes are the reads and writes of activations bes
 and attention; fill is what the pipeline waits for its first and last microbatches, bubble the idle
 fraction of its stages; dp is the traffic of gradients and parameters that computation does not
 hide; update is AdamW. Days are of training alone: saves and failures come on top, as goodput
-says. Command is what starts the run."""
+says. GPU hours times the price of one are the price of the run."""
 
 
 def read_flags(arguments: list[str]) -> tuple[PlanConfig, dict]:
@@ -51,8 +51,8 @@ def answer(arguments: list[str]) -> str:
     shape = options.model_shape(vars(config))
     cfg = make_config(vocab_size=config.vocabulary, **shape)
     if config.tokens is not None:
-        steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
-        config = replace(config, steps=steps)
+        config = replace(config, steps=math.ceil(
+            config.tokens / (config.batch_size * shape["seq_len"])))
     if config.search:
         plans = search_layouts(cfg, config, given)
     else:

@@ -32,14 +32,6 @@ def save_every(plan: dict) -> int:
     return min(plan["steps"], max(1, round(plan["interval_seconds"] / plan["step_seconds"])))
 
 
-def format_saves(form: str, plan: dict, prefix: str = "") -> str:
-    """How often to save in a format, how long it takes, and the goodput."""
-    waits = " while training waits" if form == "folder" else ""
-    return (f"as a {form} every {plan[prefix + 'interval_seconds']:,.0f} s, written in "
-            f"{plan[prefix + 'write_seconds']:,.4g} s{waits} and read in "
-            f"{plan[prefix + 'read_seconds']:,.4g} s; goodput {plan[prefix + 'goodput']:.1%}")
-
-
 def format_batch(config: PlanConfig, given: dict, plan: dict) -> str:
     """The batch, in its type, and whose choice it is."""
     default = "" if "batch_size" in given else ", the default of train.py (--batch-size)"
@@ -81,7 +73,6 @@ def format_run(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
 def format_plan(cfg: GPTConfig, config: PlanConfig, given: dict, plan: dict) -> list[str]:
     """The numbers of `make_plan` in lines, the most important first."""
     gpu = config.spec
-    best = plan["compute_optimal_parameters_" + ("law" if config.law else "chinchilla_law")]
     lines = [
         f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
         f"{gpu.memory / 1e9:.0f} GB on rank {plan['fullest_rank']}, the fullest; "
@@ -91,11 +82,10 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, given: dict, plan: dict) -> 
         f"model    {plan['parameters']:,} parameters, of which a token uses "
         f"{plan['active_parameters']:,}: {cfg.n_layer} layers, {cfg.n_head} heads, width "
         f"{cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size} (--vocab-size)",
-        f"layout   dp {plan['dp']} on {config.world} x {config.gpu}: "
-        f"{' '.join(words_of(layout_flags(config)))}",
+        f"layout   {config.world} x {config.gpu}: dp {plan['dp']} "
+        f"{' '.join(words_of(layout_flags(config)))}; "
+        f"{config.batch_size // (plan['dp'] * config.micro_batch)} microbatches",
         format_batch(config, given, plan),
-        f"         dp {plan['dp']} x {config.batch_size // (plan['dp'] * config.micro_batch)} "
-        f"microbatches x {config.micro_batch} sequences",
         f"memory   {parts(plan, 'memory_', format_bytes)} (buffers, logits, activations: "
         f"estimates)",
         f"compute  {plan['tokens']:.4g} tokens x {plan['flops_per_token']:.4g} FLOPs = "
@@ -104,21 +94,18 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, given: dict, plan: dict) -> 
         f"optimal  {plan['tokens'] / plan['compute_optimal_tokens']:.3g} times the tokens that are "
         f"compute-optimal, 20 for each parameter (Hoffmann et al. 2022); predicted loss "
         f"{plan['predicted_loss']:.2f}",
-        f"         as much compute is best spent on {best:.4g} parameters by "
-        f"{config.law or 'the law that they fitted'}",
-        f"sends    per step: {parts(plan, 'bytes_', format_bytes) or 'nothing'}",
+        f"         as much compute is best spent on {plan['compute_optimal_parameters']:.4g} "
+        f"parameters by {config.law or 'the law that they fitted'}",
+        f"sends    per step: {parts(plan, 'bytes_', format_bytes) or 'nothing'}; over "
+        f"{gpu.link / 1e9:g} GB/s to a GPU of the same machine, {gpu.network / 1e9:g} to another's",
         f"step     {plan['step_seconds']:.4g} s: {parts(plan, 'seconds_', '{:,.4g} s'.format)}; "
         f"bubble {plan['bubble']:.1%}; {plan['tokens_per_second']:,.0f} tokens per second",
         f"failures every {plan['failure_hours']:,.4g} hours; a checkpoint is of "
         f"{format_bytes(plan['checkpoint_bytes'])}; a save pauses training for "
         f"{plan['pause_seconds']:,.4g} s",
-        f"saves    {format_saves(config.checkpoint_format, plan)}"]
-    if config.checkpoint_format == "file":
-        lines.append(f"         {format_saves('folder', plan, 'folder_')}")
-    lines += [
-        f"assumes  backward hides data parallelism and half of tp, and nothing cp and pp; no rank "
-        f"is slow; {gpu.link / 1e9:g} GB/s to a GPU of the same machine, {gpu.network / 1e9:g} to "
-        f"another's",
+        f"saves    as a {config.checkpoint_format} (--checkpoint-format) every "
+        f"{plan['interval_seconds']:,.0f} s, written in {plan['write_seconds']:,.4g} s and read in "
+        f"{plan['read_seconds']:,.4g} s; goodput {plan['goodput']:.1%}",
         f"command  {format_command(config, given, plan)}"]
     if not plan["fits"]:
         lines.append("note     it does not fit: --search, without flags of the layout, finds any "
@@ -137,8 +124,7 @@ def layout_flags(config: PlanConfig) -> dict:
 
 def format_search(plans: list[dict]) -> list[str]:
     """A row for each layout, the fastest first."""
-    names = ("dp", "pp", "pp_chunks", "cp", "ep", "tp", "micro_batch", "zero", "recompute",
-             "sequence_parallel")
+    names = ["dp", *(name for name in LAYOUT if name != "pp_schedule")]
     rows = [[*(name.replace("_", "-") for name in names), "memory GB", "bubble %", "step s",
              "MFU %", "days", "GPU hours"]]
     for plan in plans:
