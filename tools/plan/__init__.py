@@ -6,7 +6,7 @@
 is OPT-175B as it was trained (Zhang et al. 2022: 147 TFLOP/s per GPU), and begins with
 
     fits     yes: 47.5 of 85 GB on rank 0, the fullest; 6% should stay free
-    run      147,660 steps in 40.3 days (28.2 to 56.4), 959,473 GPU hours; MFU 30.0%, 114 TFLOP/s
+    run      147,660 steps in 36.1 days (25.3 to 50.6), 860,062 GPU hours; MFU 33.4%, 128 TFLOP/s
 
 The flags of the model, the batch and the layout are train.py's. `--search` prints the ten fastest
 layouts that fit; flags that are given are constraints. `--json` prints the numbers of `make_plan`.
@@ -20,7 +20,6 @@ layouts that fit; flags that are given are constraints. `--json` prints the numb
     t    = sum(products) / (rate of the GPU) + FLOPs of attention / (its rate)
            + PASSES bytes of x / memory bandwidth
            + bytes of tp, cp and pp / (rate of the links) + HOP for each rank, none of them hidden
-           but two of the four sums of tp in a block, those of backward
 
 A product takes half a wave of tiles more, so that narrow and short ones are slow. Attention's rate
 is FlashAttention 1's, so that a plan of a long context is cautious. docs/planning.md says what the
