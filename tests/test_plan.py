@@ -30,6 +30,7 @@ from models.llama import LlamaConfig
 from models.moe import MoEConfig, Router
 from parallel import Grid
 from parallelism import kernels
+from parallelism.pipeline import SCHEDULES
 from parallelism.zero import FlatParameters
 from runtime import checks, evaluation
 from tests import published_runs
@@ -42,7 +43,9 @@ from tools.plan.__main__ import answer
 from tools.plan.estimate import RESTART, goodput, make_plan
 from tools.plan.flags import PlanConfig
 from tools.plan.gpus import gpu_name
-from tools.plan.memory import Stage, activation_bytes, bucket_bytes, memory_bytes
+from tools.plan.memory import (Stage, activation_bytes, bucket_bytes, kinds_of_stages,
+                               memory_bytes)
+from tools.plan.time import stage_seconds, step_seconds
 from tools.plan.traffic import traffic_bytes
 from tools.scaling_law import HOFFMANN
 
@@ -216,6 +219,25 @@ def test_a_printed_interval_holds_what_was_measured(flags, tokens_per_second):
     assert low < measured < high and "H100" in text
     if "moe" not in flags:
         assert told == pytest.approx(measured, rel=0.005)
+
+
+@pytest.mark.parametrize("schedule, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("microbatches", [4, 12])
+def test_the_time_of_a_pipeline_is_that_of_its_simulated_schedule(schedule, chunks, microbatches):
+    """The last stage, with the head, is the slowest."""
+    config = plan_config(world=4, gpu="h100", pp=4, pp_schedule=schedule, pp_chunks=chunks,
+                         micro_batch=1, batch_size=microbatches)
+    stages, kinds = kinds_of_stages(replace(CFG, n_layer=8), config)
+    sent = [traffic_bytes(stage) for stage in stages]
+    seconds, bubble = step_seconds(stages, kinds, sent)
+    of_stages = [sum(stage_seconds(stages[kind], sent[kind]).values()) for kind in kinds]
+    rows = tools.schedule.clock(
+        [SCHEDULES[schedule](stage, 4, microbatches, chunks) for stage in range(4)],
+        [dict(F=total / 3 / chunks, B=total * 2 / 3 / chunks) for total in of_stages])
+    assert of_stages[3] == max(of_stages) > of_stages[1]
+    assert bubble == pytest.approx(tools.schedule.bubble(rows))
+    assert sum(seconds.values()) - seconds["dp"] - seconds["update"] == pytest.approx(
+        max(end for row in rows for _, end in row.values()))
 
 
 def test_fitting_in_memory_is_what_was_seen():
