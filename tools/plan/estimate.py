@@ -77,7 +77,8 @@ def save_seconds(checkpoint: float, config: PlanConfig, replicas: int) -> tuple[
                 reads all. The CRCs are read once more, by all ranks together
     """
     gpu = config.spec
-    arriving, machine = gpu.on_link * gpu.host, DISK
+    arriving = gpu.on_link * gpu.host
+    machine = DISK
     if config.world > config.gpus_per_node:
         arriving = gpu.on_network * gpu.network
         machine = min(DISK, arriving * config.gpus_per_node)

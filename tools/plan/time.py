@@ -12,7 +12,7 @@ SHARE = 0.3             # fraction of hidden traffic's time that it takes from w
 TILE = 128 * 256        # outputs of a matrix product that a multiprocessor computes at a time
 HOP = 5e-6              # seconds that each rank of a ring adds (NCCL's tuning: 3 to 14 us)
 # Fitted, with HOPPER's products, on our own GPT-2 124M on an H100: 449,000 and 350,000 tokens per
-# second, with --compile and without. (A Llama on an H200, with it, is then 0.1% off.)
+# second, with --compile and without. (A Llama on an H200, with it, is then 0.2% off.)
 COMPILED = 0.2          # fraction of the time of passes that --compile leaves, the loss's too
 
 
