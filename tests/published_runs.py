@@ -10,8 +10,8 @@ The plan's constants come from larger tables (636 steps) of which these are a pa
     our own     HOPPER's products and COMPILED (tests/test_plan.py)
     neither     Megatron-LM on A100s, Narayanan et al., Korthikanti et al., GPT-NeoX-20B
 
-Figures of Narayanan et al. (table 2) and Korthikanti et al. are quoted from memory. What these
-programs did otherwise than ours:
+Figures of Narayanan et al. (table 2), Korthikanti et al. and Llama 3 are quoted from memory; how
+many chunks Llama 3's stages had is a guess. What these programs did otherwise than ours:
 
     Megatron-LM of 2021         attention writes its scores to memory; recomputation repeats a
                                 block's last product, and its all-reduce
