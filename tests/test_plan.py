@@ -6,6 +6,9 @@ import json
 import math
 import random
 import re
+import subprocess
+import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 from unittest import mock
@@ -27,6 +30,7 @@ from models.llama import LlamaConfig
 from models.moe import MoEConfig, Router
 from parallel import Grid
 from parallelism import kernels
+from parallelism.pipeline import SCHEDULES
 from parallelism.zero import FlatParameters
 from runtime import checks, evaluation
 from tests import published_runs
@@ -39,7 +43,9 @@ from tools.plan.__main__ import answer
 from tools.plan.estimate import RESTART, goodput, make_plan
 from tools.plan.flags import PlanConfig
 from tools.plan.gpus import gpu_name
-from tools.plan.memory import Stage, activation_bytes, bucket_bytes, memory_bytes
+from tools.plan.memory import (Stage, activation_bytes, bucket_bytes, kinds_of_stages,
+                               memory_bytes)
+from tools.plan.time import stage_seconds, step_seconds
 from tools.plan.traffic import traffic_bytes
 from tools.scaling_law import HOFFMANN
 
@@ -204,15 +210,34 @@ LLAMA_MEASURED = ("--n-layer 12 --n-head 12 --n-kv-head 12 --n-embd 768 --seq-le
     (f"{LLAMA_MEASURED} moe-nano --hidden 1024", 229_000),
     (f"{LLAMA_MEASURED} moe-nano --hidden 256 --n-expert 64 --n-active 8", 218_000)])
 def test_a_printed_interval_holds_what_was_measured(flags, tokens_per_second):
-    """docs/measurements.md, "One H100". The first, 24.3 minutes for 10,000 steps, is the one that
-    COMPILED is fitted to. The dense models' times are 2% off; mixtures take twice theirs."""
+    """docs/measurements.md, "One H100". HOPPER's products and COMPILED are fitted to the first two.
+    The third's time is 0.2% off; mixtures take twice theirs."""
     text = answer(f"--world 1 --dtype bf16 --batch-size 64 --micro-batch 16 --steps 10000 {flags}"
                   .split())
     told, low, high = map(float, re.search(r" in (\S+) minutes \((\S+) to (\S+)\)", text).groups())
     measured = 10_000 * 64 * 1024 / tokens_per_second / 60
     assert low < measured < high and "H100" in text
     if "moe" not in flags:
-        assert told == pytest.approx(measured, rel=0.02)
+        assert told == pytest.approx(measured, rel=0.005)
+
+
+@pytest.mark.parametrize("schedule, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("microbatches", [4, 12])
+def test_the_time_of_a_pipeline_is_that_of_its_simulated_schedule(schedule, chunks, microbatches):
+    """The last stage, with the head, is the slowest."""
+    config = plan_config(world=4, gpu="h100", pp=4, pp_schedule=schedule, pp_chunks=chunks,
+                         micro_batch=1, batch_size=microbatches)
+    stages, kinds = kinds_of_stages(replace(CFG, n_layer=8), config)
+    sent = [traffic_bytes(stage) for stage in stages]
+    seconds, bubble = step_seconds(stages, kinds, sent)
+    of_stages = [sum(stage_seconds(stages[kind], sent[kind]).values()) for kind in kinds]
+    rows = tools.schedule.clock(
+        [SCHEDULES[schedule](stage, 4, microbatches, chunks) for stage in range(4)],
+        [dict(F=total / 3 / chunks, B=total * 2 / 3 / chunks) for total in of_stages])
+    assert of_stages[3] == max(of_stages) > of_stages[1]
+    assert bubble == pytest.approx(tools.schedule.bubble(rows))
+    assert sum(seconds.values()) - seconds["dp"] - seconds["update"] == pytest.approx(
+        max(end for row in rows for _, end in row.values()))
 
 
 def test_fitting_in_memory_is_what_was_seen():
@@ -227,8 +252,8 @@ def test_fitting_in_memory_is_what_was_seen():
 
 
 def test_scaling_laws_and_flops_are_the_papers():
-    """Chinchilla: 70B, 1.4T tokens; Gopher: 280B, 300B tokens. GPT-3: 3.14e23 FLOPs, 3640 PF-days,
-    which Kaplan et al. would spend on 517B parameters."""
+    """Chinchilla: 70B, 1.4T tokens; Gopher: 280B, 300B tokens. GPT-3: 3.14e23 FLOPs, 3640 PF-days.
+    """
     assert HOFFMANN(70e9, 1.4e12) == pytest.approx(1.94, abs=0.005)
     assert HOFFMANN(280e9, 300e9) == pytest.approx(1.99, abs=0.005)
     cfg = GPTConfig(50257, **SIZES["gpt3-175b"])
@@ -238,9 +263,6 @@ def test_scaling_laws_and_flops_are_the_papers():
     assert plan["flops_6nd"] == pytest.approx(3.14e23, rel=0.002) and not plan["fits"]
     assert plan["pf_days"] == pytest.approx(3640, rel=0.03)
     assert plan["flops_with_attention"] == pytest.approx(plan["pf_days"] * 8.64e19)
-    best = plan["compute_optimal_parameters_chinchilla"]
-    assert 20 * best * 6 * best == pytest.approx(plan["flops_6nd"])
-    assert plan["compute_optimal_parameters_kaplan"] == pytest.approx(517e9, rel=0.01)
     assert plan["compute_optimal_tokens"] == 20 * parameter_count(cfg)
 
 
@@ -319,25 +341,67 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
 
 @pytest.mark.claim("What a plan prints for published runs is as far off as docs/planning.md says.")
 def test_the_planning_page_has_the_errors_as_printed():
-    """Of each source, and the interval of a plan is that of all its sources' means."""
-    page = PAGES["planning.md"]
-    for source, rows in [("MosaicML, ZeRO 3", published_runs.LONG),
+    """Of each source that this repository keeps; and the intervals hold what the page says."""
+    page, of_many, means = PAGES["planning.md"], [], []
+    for source, rows in [("Megatron-LM, A100", published_runs.MEGATRON_A100),
+                         ("Narayanan et al., table 2", published_runs.MORE_GPUS),
+                         ("Korthikanti et al.", published_runs.SEQUENCE_PARALLEL),
+                         ("OPT-175B, GPT-NeoX-20B", published_runs.OPT_AND_NEOX),
                          ("BigScience, 181B", published_runs.LAYOUTS),
-                         ("Korthikanti et al.", published_runs.SEQUENCE_PARALLEL)]:
+                         ("MosaicML, 4,096 tokens and more", published_runs.LONG),
+                         ("Llama 3, torchtitan, fms-fsdp, H100", published_runs.LLAMAS),
+                         ("Megatron-LM, H100", published_runs.MEGATRON_H100)]:
         planned = np.array([make_plan(row.cfg, row.config)["step_seconds"] for row in rows])
         published = np.array([row.seconds for row in rows])
         errors = abs(planned / published - 1)
-        assert (f"| held out: {source} | {len(rows)} | {errors.mean():.0%} | {errors.max():.0%} | "
+        assert (f"| {source} | {len(rows)} | {errors.mean():.0%} | {errors.max():.0%} | "
                 f"{np.mean(published / planned):.2f} |") in page
+        means.append(errors.mean())
+        of_many += list(published / planned)
         if rows is published_runs.LONG:
-            assert errors.max() <= report.OF_ONE_GPU[1] - 1
+            low, high = report.OF_ONE_GPU
+            assert low < min(published / planned) and max(published / planned) < high
         if rows is published_runs.LAYOUTS:
             right = published_runs.right_pairs(rows, planned)
             words = f"{np.mean(right):.0%} of BigScience's pairs correctly ({len(right)} pairs)"
-            assert words in page
-    means = [float(mean) for mean in re.findall(r"(?m)^\| (?:fitted|held out): .* (\S+) \|$", page)]
-    assert len(means) == 6 and (min(means), max(means)) == report.OF_MANY
-    assert "6 to 42% off in the mean" in report.format_trust(CFG, plan_config(world=2))
+            assert words in page and np.mean(right) >= 0.78
+            assert errors.mean() <= 0.12 and errors.max() <= 0.23
+    low, high = report.OF_MANY
+    held = np.mean([low <= ratio <= high for ratio in of_many])
+    assert held >= 0.9 and f"{low:g} to {high:g} times the time" in page
+    assert f"{held:.0%} of these {len(of_many)} steps" in page
+    told = f"{min(means):.0%} to {max(means):.0%} off in the mean".replace("%", "", 1)
+    assert told in page and told in report.format_trust(CFG, plan_config(world=2))
+
+
+@pytest.mark.parametrize("flags", ["", "--batch-size 64"])
+def test_the_batch_is_the_same_with_a_search_and_says_whose_choice_it_is(flags):
+    base = f"--world 8 --gpu h100 --model gpt2 --dtype bf16 {flags}".split()
+    one, all_layouts = answer(base), answer([*base, "--search"])
+    line = re.search("(?m)^batch .*$", one)[0]
+    size = 64 if flags else Config.batch_size
+    assert line in all_layouts and f"{size} sequences" in line
+    assert f"{size * 1024:,} tokens per step" in line and ("default" in line) == (not flags)
+
+
+@pytest.mark.slow
+def test_a_search_of_70b_on_512_gpus_takes_twenty_cpu_seconds():
+    """And prints GPU hours, of which a price makes the cost of the run."""
+    start = time.process_time()
+    text = answer("--world 512 --gpu h100 --dtype bf16 --model llama3-70b --batch-size 2048 "
+                  "--search --tokens 1e12".split())
+    assert time.process_time() - start < 20
+    head, best = text.splitlines()[1:3]
+    days, hours = (float(cell.replace(",", "")) for cell in best.split()[-2:])
+    assert head.endswith("days  GPU hours") and hours == pytest.approx(512 * 24 * days, rel=0.01)
+
+
+def test_a_mistake_in_the_flags_is_found_before_what_trains_is_imported():
+    code = ("import sys; import tools.plan.__main__ as plan\n"
+            "try: plan.read_flags(['--world', '8', '--gpu', 'h300'])\n"
+            "except ValueError: print(sorted({'parallel', 'runtime.checks'} & set(sys.modules)))")
+    assert subprocess.run([sys.executable, "-c", code], text=True, capture_output=True,
+                          check=True).stdout == "[]\n"
 
 
 def test_the_search_finds_the_fastest_layouts_that_fit():
@@ -378,13 +442,14 @@ def test_the_pages_plan_is_what_the_command_prints():
     flags = command.partition("tools.plan")[2].split()
     text = answer(flags)
     plan = json.loads(answer([*flags, "--json"]))
+    folder = json.loads(answer([*flags, "--json", "--checkpoint-format", "folder"]))
     for words in (f"{plan['memory_bytes'] / 1e9:.0f} of 85 GB", f"{plan['days']:.0f} days",
                   f"{plan['hardware_tflops_per_gpu']:.0f} TFLOP/s per GPU (the paper: 147)",
                   f"at {plan['goodput']:.0%} goodput {plan['days'] / plan['goodput']:.0f} days",
                   f"| {plan['checkpoint_bytes'] / 1e12:.1f} TB |",
                   f"| {plan['write_seconds'] / 60:.0f} minutes, on a disk of 2 GB/s |",
-                  f"| written in {plan['folder_write_seconds']:.0f} s, read in "
-                  f"{plan['folder_read_seconds']:.0f} s, {plan['folder_goodput']:.1%} goodput |"):
+                  f"| written in {folder['write_seconds']:.0f} s, read in "
+                  f"{folder['read_seconds']:.0f} s, {folder['goodput']:.1%} goodput |"):
         assert words in " ".join(section.split()), words
     assert not any(isinstance(value, (dict, list)) for value in plan.values())
     assert plan["mfu"] * 312 == pytest.approx(plan["model_tflops_per_gpu"])
@@ -406,15 +471,19 @@ def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
     command = re.search("(?m)^(?:command  )?((?:torchrun|python) .*)$", answer(words))[1]
     assert command.startswith(start)
     flags_of_train = command.partition("train.py")[2].split()
+    printed = json.loads(answer([*words, "--json"]))
+    best = printed[0] if "--search" in words else printed
+    steps = flags_of_train.index("--save-every")
+    assert int(flags_of_train[steps + 1]) == report.save_every(best) <= best["steps"]
     given, world = parse_flags(flags_of_train), int(words[1])
     config, cfg = checks.check_config(Config(**given), SIZES[given["model"]], 50257, world, "cuda")
     checks.check_layout(cfg, world, config.batch_size, config)
-    printed = json.loads(answer([*words, "--json"]))
     if "--search" in words:
-        again = json.loads(answer(["--world", "4", "--gpu", "a100-80g", *words[2:4], "--json",
+        del flags_of_train[steps:steps + 2]             # the plan has no such flag
+        again = json.loads(answer(["--world", "4", "--gpu", "a100-80g", "--json",
                                    *flags_of_train]))
         del again["pp_schedule"]            # of one stage it has any name
-        assert again["pp"] == 1 and printed[0].items() >= again.items()
+        assert again["pp"] == 1 and best.items() >= again.items()
 
 
 def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
@@ -423,7 +492,7 @@ def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
     flags = "--world 1 --json --dtype bf16 --gpu".split()
     known, own = (json.loads(answer([*flags, gpu])) for gpu in ("a100-80g", "312:80:2039"))
     assert known == own | dict(gpu="a100-80g")
-    assert "; 450 GB/s to a GPU of the same machine" in answer(
+    assert "over 450 GB/s to a GPU of the same machine" in answer(
         "--world 1 --gpu 989:80:3350:450".split())
 
 

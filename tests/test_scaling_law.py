@@ -112,9 +112,9 @@ def test_a_plan_takes_a_law_of_ones_own(tmp_path):
     cfg = GPTConfig(50257, seq_len=1024, n_layer=12, n_head=12, n_embd=768)
     N, D = parameter_count(cfg) - 1024 * 768, 100 * 512 * 1024      # positions are looked up
     assert own["predicted_loss"] == pytest.approx(law(N, D))
-    assert own["compute_optimal_parameters_law"] == pytest.approx(law.optimal(6 * N * D)[0])
+    assert own["compute_optimal_parameters"] == pytest.approx(law.optimal(6 * N * D)[0])
     assert {name for name in published if published[name] != own.get(name)} == {
-        "predicted_loss", "compute_optimal_parameters_chinchilla_law"}
+        "predicted_loss", "compute_optimal_parameters"}
     assert f"predicted loss {law(N, D):.2f}" in answer([*flags, "--law", str(file)])
     for content in ("", "[]", '{"law": {"E": 1}}', json.dumps(dict(law=vars(law) | dict(E=-1)))):
         file.write_text(content)

@@ -21,7 +21,8 @@ from parallelism.zero import FlatParameters
 from tests.harness import (CFG, FORMULA, assert_close, gridded, in_turn, plain_gradient,
                            run_steps, settings, staged, tokens_of, traffic, without_saves)
 from tests.test_layouts import MODELS
-from tools.plan.memory import rank_buckets
+from tools.plan.flags import PlanConfig
+from tools.plan.memory import Stage
 
 
 def held_by(flat):
@@ -66,7 +67,8 @@ def test_state_bytes_are_what_flat_parameters_allocate(model, place, device, dty
         expected |= {("cpu", kind): size for kind, size in on_host.items()}
         assert held_by(flat) == expected
         if not offload:
-            planned = state_bytes(rank_buckets(cfg, grid, zero), dtypes, zero, False)
+            planned = state_bytes(Stage(cfg, PlanConfig(zero=zero), grid).buckets, dtypes, zero,
+                                  False)
             assert planned == (on_device, on_host)
         if not offload and model == "gpt":
             numel = sum(bucket.numel for bucket in flat.buckets)

@@ -9,12 +9,8 @@ from base.agreement import print_rank0
 from base.commandline import Parser, add_flags
 from base.errors import errors_in_one_line
 from models import make_config
-from runtime.checks import check_config
-from tools.plan.estimate import make_plan
 from tools.plan.flags import LAYOUT, OWN_FLAGS, RUN_FLAGS, PlanConfig
 from tools.plan.gpus import GPUS
-from tools.plan.report import format_command, format_plan, format_search, format_trust
-from tools.plan.search import search_layouts
 
 HELP = """Plan a run of train.py on GPUs: memory, traffic, time and failures.
 
@@ -22,7 +18,7 @@ Of what it prints, in a step: passes are the reads and writes of activations bes
 and attention; fill is what the pipeline waits for its first and last microbatches, bubble the idle
 fraction of its stages; dp is the traffic of gradients and parameters that computation does not
 hide; update is AdamW. Days are of training alone: saves and failures come on top, as goodput
-says. Command is what starts the run."""
+says. GPU hours times the price of one are the price of the run."""
 
 
 def read_flags(arguments: list[str]) -> tuple[PlanConfig, dict]:
@@ -47,11 +43,16 @@ def read_flags(arguments: list[str]) -> tuple[PlanConfig, dict]:
 def answer(arguments: list[str]) -> str:
     """What the command prints. Raises ValueError on a usage error, or if --search finds nothing."""
     config, given = read_flags(arguments)
+    # Here: it imports what trains, and a mistake in the flags need not wait for that.
+    from runtime.checks import check_config
+    from tools.plan import report
+    from tools.plan.estimate import make_plan
+    from tools.plan.search import search_layouts
     shape = options.model_shape(vars(config))
     cfg = make_config(vocab_size=config.vocabulary, **shape)
     if config.tokens is not None:
-        steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
-        config = replace(config, steps=steps)
+        config = replace(config, steps=math.ceil(
+            config.tokens / (config.batch_size * shape["seq_len"])))
     if config.search:
         plans = search_layouts(cfg, config, given)
     else:
@@ -60,11 +61,11 @@ def answer(arguments: list[str]) -> str:
     if config.json:
         return json.dumps(plans if config.search else plans[0])
     found = replace(config, **{name: plans[0][name] for name in LAYOUT})
-    command = format_command(found, given)
     if config.search:
-        batch = f"batch    {config.batch_size} sequences, in {config.dtype}"
-        return "\n".join([batch, *format_search(plans), format_trust(cfg, config), command])
-    return "\n".join(format_plan(cfg, found, plans[0], command))
+        return "\n".join([report.format_batch(config, given, plans[0]),
+                          *report.format_search(plans), report.format_trust(cfg, config),
+                          report.format_command(found, given, plans[0])])
+    return "\n".join(report.format_plan(cfg, found, given, plans[0]))
 
 
 @errors_in_one_line("tools.plan")

@@ -7,15 +7,15 @@ from model import GPTConfig
 from tools.plan.flags import LAYOUT, PlanConfig
 from tools.plan.gpus import GPUSpec
 from tools.plan.memory import gpu_bytes, kinds_of_stages, memory_bytes
-from tools.plan.time import LINK, step_seconds
+from tools.plan.time import step_seconds
 from tools.plan.traffic import traffic_bytes
 from tools.scaling_law import HOFFMANN, read_law
 
 HEADROOM = 0.06         # fraction of memory for temporaries, NCCL and fragmentation
 DISK = 2e9              # bytes per second of one writer, or of a machine's ranks together
+HOST_COPY = 1.75e9      # bytes per second of one thread, from pinned memory to new memory
 RESTART = 300.0         # seconds from a failure until a checkpoint is read
 DAY = 86400
-PF_DAY = 1e15 * DAY     # FLOPs
 
 
 def usable_memory(gpu: GPUSpec) -> float:
@@ -29,7 +29,7 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
     the rank that sends most sends in a step."""
     stages, kinds = kinds_of_stages(cfg, config)
     gpu = config.spec
-    plan = {name: getattr(config, name) for name in ("gpu", "world", *LAYOUT)}
+    plan = {name: getattr(config, name) for name in ("gpu", "world", "steps", *LAYOUT)}
     plan |= dict(dp=stages[0].grid.dp, layers_per_stage=math.ceil(cfg.n_layer / config.pp))
     plan |= compute_of(cfg, config)
 
@@ -56,35 +56,34 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
         mfu=rate * plan["flops_per_token"] / gpu.peak(config.size),
         days=days, gpu_hours=days * 24 * config.world)
 
-    # A checkpoint holds masters and moments. Each rank copies its own to the host.
+    # A checkpoint holds masters and moments. Training pauses while each rank copies its own to the
+    # host, where one thread copies them once more, out of pinned memory; or writes a folder.
     checkpoint = 3 * config.master_size * plan["parameters"]
     moments = max(sizes.get("moments", 0) + sizes.get("host_moments", 0) for sizes in memory)
-    pause = 1.5 * moments / gpu.host
+    write, read = save_seconds(checkpoint, config, stages[0].grid.replicas)
+    waits = dict(file=(1.5 * moments * (1 / gpu.host + 1 / HOST_COPY), write), folder=(write, 0.0))
     nodes = max(1, config.world / config.gpus_per_node)
-    saves = {"file": goodput(pause, *file_seconds(checkpoint, config), nodes, config.mtbf_hours)}
-    write, read = folder_seconds(checkpoint, config, stages[0].grid.replicas)
-    saves["folder"] = goodput(write, 0.0, read, nodes, config.mtbf_hours)
-    saves["folder"]["write_seconds"] = write        # all of it is the pause
-    return plan | dict(checkpoint_bytes=checkpoint) | saves[config.checkpoint_format] | {
-        f"folder_{name}": saves["folder"][name]
-        for name in ("write_seconds", "read_seconds", "interval_seconds", "goodput")}
+    return plan | goodput(*waits[config.checkpoint_format], read, nodes, config.mtbf_hours) | dict(
+        checkpoint_bytes=checkpoint, write_seconds=write)
 
 
-def file_seconds(checkpoint: float, config: PlanConfig) -> tuple[float, float]:
-    """Seconds to write and to read a file of so many bytes. Rank 0 receives and writes a parameter
-    at a time. It reads the whole file once more than the others, for its CRCs."""
+def save_seconds(checkpoint: float, config: PlanConfig, replicas: int) -> tuple[float, float]:
+    """Seconds to write a checkpoint of so many bytes, and to read it.
+
+        file    rank 0 receives and writes a parameter at a time; it reads the whole file once more
+                than the others, for its CRCs
+        folder  the machines whose ranks have a part write and read side by side, as fast as their
+                network and the file system let them. Without ZeRO one replica writes, and each
+                reads all. The CRCs are read once more, by all ranks together
+    """
     gpu = config.spec
-    speed = LINK * (gpu.network if config.world > config.gpus_per_node else gpu.host)
-    return checkpoint / speed + checkpoint / DISK, 2 * checkpoint / DISK
-
-
-def folder_seconds(checkpoint: float, config: PlanConfig, replicas: int) -> tuple[float, float]:
-    """The same of a folder. The machines whose ranks have a part write and read side by side, as
-    fast as their network and the file system let them. Without ZeRO one replica writes, and each
-    reads all. The CRCs are read once more, by all ranks together."""
+    arriving = gpu.on_link * gpu.host
     machine = DISK
     if config.world > config.gpus_per_node:
-        machine = min(DISK, LINK * config.spec.network * config.gpus_per_node)
+        arriving = gpu.on_network * gpu.network
+        machine = min(DISK, arriving * config.gpus_per_node)
+    if config.checkpoint_format == "file":
+        return checkpoint / arriving + checkpoint / DISK, 2 * checkpoint / DISK
 
     def rate(ranks: int) -> float:
         return min(1e9 * config.file_system, machine * max(1, ranks / config.gpus_per_node))
@@ -110,21 +109,17 @@ def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
     tokens = config.steps * tokens_per_step
     flops = flops_per_token(cfg)
     active = active_parameters(cfg)             # what laws for dense models are asked about
-    name, law, of_law = "chinchilla_law", HOFFMANN, active
+    law, of_law = HOFFMANN, active
     if config.law is not None:
-        name, law, of_law = "law", read_law(config.law), active - looked_up(cfg)    # a ladder's N
+        law = read_law(config.law)
+        of_law = active - looked_up(cfg)        # a ladder's N
     best, _ = law.optimal(6 * of_law * tokens)
     return dict(
         parameters=N, active_parameters=active, tokens_per_step=tokens_per_step, tokens=tokens,
         flops_per_token=flops, flops_6nd=6 * active * tokens, flops_with_attention=flops * tokens,
         flops_with_recomputation=hardware_flops_per_token(cfg, config) * tokens,
-        pf_days=flops * tokens / PF_DAY, compute_optimal_tokens=20 * active,
-        # Of the model that as much compute trains best: with 20 tokens for each parameter (Hoffmann
-        # et al. 2022, table 3), by Kaplan et al. 2020 (table 6; too large), and by the law.
-        compute_optimal_parameters_chinchilla=math.sqrt(active * tokens / 20),
-        compute_optimal_parameters_kaplan=1.3e9 * (6 * active * tokens / PF_DAY) ** 0.73,
-        **{f"compute_optimal_parameters_{name}": float(best)},
-        predicted_loss=float(law(of_law, tokens)))
+        pf_days=flops * tokens / (1e15 * DAY), compute_optimal_tokens=20 * active,
+        compute_optimal_parameters=float(best), predicted_loss=float(law(of_law, tokens)))
 
 
 def goodput(pause: float, write: float, read: float, nodes: float, mtbf_hours: float) -> dict:
@@ -133,7 +128,7 @@ def goodput(pause: float, write: float, read: float, nodes: float, mtbf_hours: f
     sqrt(2 M pause), is its first term).
 
     Training pauses for `pause` seconds; then a thread writes for `write` seconds, one checkpoint at
-    a time. (A folder is written in the pause.) A failure costs the restart, the `read` seconds, and
+    a time. A failure costs the restart, the `read` seconds, and
     the progress since the last whole checkpoint, which is a write's time older than the last.
     """
     M = mtbf_hours * 3600 / nodes           # seconds between two failures of the job

@@ -72,8 +72,7 @@ class PlanConfig(options.Config):
 
 
 LAYOUT = ("tp", "pp", "cp", "ep", "micro_batch", "zero", "recompute", "sequence_parallel",
-          "pp_schedule", "pp_chunks", "steps")
-RUN_FLAGS = ["model", *options.SHAPE, "batch_size", "steps", "tp", "pp", "cp", "ep", "pp_schedule",
-             "pp_chunks", "micro_batch", "zero", "recompute", "sequence_parallel",
-             "offload", "compile", "dtype", "checkpoint_format"]
+          "pp_schedule", "pp_chunks")
+RUN_FLAGS = ["model", *options.SHAPE, "batch_size", "steps", *LAYOUT, "offload", "compile", "dtype",
+             "checkpoint_format"]
 OWN_FLAGS = list(PlanConfig.__annotations__)

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 from base.flops import PEAK_FLOPS
 
-# Fractions of the peak that matrix products and FlashAttention (1) reach, fitted on published steps
-# (tests/published_runs.py); attention counts its whole square, of which it computes half.
-AMPERE = (0.75, 0.5)
-HOPPER = (0.625, 0.3)
+# Fractions that a run reaches: of the peak by matrix products and by FlashAttention (1), which
+# counts its whole square, of which it computes half; of the speed of a link and of the network by
+# collectives and messages. Fitted on published steps, HOPPER's products on our own
+# (tests/published_runs.py).
+AMPERE = (0.735, 0.53, 0.52, 0.5)
+HOPPER = (0.613, 0.3, 0.8, 0.7)
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class GPUSpec:
     processors: int     # multiprocessors
     products: float     # fraction of the peak that matrix products reach
     attention: float    # that FlashAttention reaches
+    on_link: float      # fraction of a link's speed that collectives and messages reach
+    on_network: float   # the same of the network's
 
     def peak(self, itemsize: int) -> float:
         """FLOP/s of matrix products in a type of so many bytes."""

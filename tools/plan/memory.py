@@ -13,15 +13,8 @@ from parallel import Bucket, Grid, chunk_layers, make_buckets
 from parallelism.build import build_stage
 from parallelism.loss import tile_size
 from parallelism.parameters import ParamSpec, param_specs
-from parallelism.pipeline import make_schedule
 from parallelism.zero import state_bytes
 from tools.plan.flags import PlanConfig
-from tools.schedule import live_activations
-
-
-def layers_of(n_layer: int, grid: Grid) -> int:
-    """How many of the model's layers a rank has."""
-    return sum(map(len, chunk_layers(n_layer, grid)))
 
 
 @dataclass(frozen=True)
@@ -33,7 +26,7 @@ class Stage:
 
     @cached_property
     def layers(self) -> int:
-        return layers_of(self.cfg.n_layer, self.grid)
+        return sum(map(len, chunk_layers(self.cfg.n_layer, self.grid)))
 
     @cached_property
     def microbatches(self) -> int:
@@ -70,7 +63,12 @@ class Stage:
 
     @cached_property
     def buckets(self) -> list[tuple[Bucket, int]]:
-        return rank_buckets(self.cfg, self.grid, self.config.zero)
+        """This rank's, as [(bucket, how many like it)]."""
+        grid = self.grid
+        specs = stage_specs(self.cfg, grid.tp, grid.ep, grid.is_first, grid.is_last)
+        num_shards, shard_rank = (grid.replicas, grid.replica) if self.config.zero > 0 else (1, 0)
+        return [(bucket, self.layers if bucket.name[0].isdigit() else 1)
+                for bucket in make_buckets(specs, grid.replicas, num_shards, shard_rank)]
 
     @cached_property
     def numel(self) -> int:
@@ -89,27 +87,17 @@ def stage_specs(model_config: GPTConfig, tp: int, ep: int, is_first: bool,
     return param_specs(build_stage(model_config, grid), model_config, grid)
 
 
-# A search asks for the same with each microbatch, schedule and kind of recomputation.
-@lru_cache(maxsize=1024)
-def rank_buckets(model_config: GPTConfig, grid: Grid, zero: int) -> list[tuple[Bucket, int]]:
-    """The buckets of a rank, as [(bucket, how many like it)]."""
-    specs = stage_specs(model_config, grid.tp, grid.ep, grid.is_first, grid.is_last)
-    num_shards, shard_rank = (grid.replicas, grid.replica) if zero > 0 else (1, 0)
-    blocks = layers_of(model_config.n_layer, grid)
-    return [(bucket, blocks if bucket.name[0].isdigit() else 1)
-            for bucket in make_buckets(specs, grid.replicas, num_shards, shard_rank)]
-
-
 def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Stage], list[int]]:
     """(the first stage of each kind, at its first rank; which kind each stage is)"""
     dp = config.world // (config.pp * config.cp * config.tp)
-    grids = [Grid(dp, config.pp, config.tp, stage * config.world // config.pp, cp=config.cp,
-                  ep=config.ep, chunks=config.pp_chunks, sequence_parallel=config.sequence_parallel)
-             for stage in range(config.pp)]
-    kind_of = [(layers_of(cfg.n_layer, grid), grid.is_first, grid.is_last) for grid in grids]
+    stages = [Stage(cfg, config, Grid(
+        dp, config.pp, config.tp, stage * config.world // config.pp, cp=config.cp, ep=config.ep,
+        chunks=config.pp_chunks, sequence_parallel=config.sequence_parallel))
+        for stage in range(config.pp)]
+    kind_of = [(stage.layers, stage.grid.is_first, stage.grid.is_last) for stage in stages]
     kinds = list(dict.fromkeys(kind_of))
-    stages = [Stage(cfg, config, grids[kind_of.index(kind)]) for kind in kinds]
-    return stages, [kinds.index(kind) for kind in kind_of]
+    first = [stages[kind_of.index(kind)] for kind in kinds]
+    return first, [kinds.index(kind) for kind in kind_of]
 
 
 def memory_bytes(stage: Stage, on_gpu: bool = True) -> dict:
@@ -182,10 +170,10 @@ def logits_bytes(stage: Stage, on_gpu: bool = True) -> int:
     type of the activations, and in 16 bits a second one in fp32, but not with --compile."""
     if not stage.grid.is_last:
         return 0
-    size = stage.config.size
-    without_p = size == 2 and stage.config.compile
-    if size == 2 and not without_p:
-        size = 2 + 4
+    size, without_p = stage.config.size, False
+    if size == 2:
+        without_p = stage.config.compile
+        size = 2 if without_p else 2 + 4
     vocab = stage.cfg.padded_vocab // stage.grid.tp
     device_type = "gpu" if on_gpu else "cpu"
     return tile_size(stage.positions, vocab, device_type, without_p) * vocab * size
@@ -235,8 +223,18 @@ def activation_bytes(stage: Stage) -> int:
     thin = config.size * stage.own_x
     block = config.size * (kept_by_mlp(stage) + kept_by_attention(stage)) + 2 * thin
     end = 2 * thin if grid.is_last else thin
-    schedule = make_schedule(config.pp_schedule, grid, stage.microbatches)
+    live = live_microbatches(stage)
     if config.recompute:        # a block's input; and once, in backward, all of a block
-        inputs = stage.layers * thin // grid.chunks + end
-        return live_activations(schedule) * inputs + block
-    return live_activations(schedule) * (stage.layers * block // grid.chunks + end)
+        return live * (stage.layers * thin // grid.chunks + end) + block
+    return live * (stage.layers * block // grid.chunks + end)
+
+
+def live_microbatches(stage: Stage) -> int:
+    """The most microbatches, in all chunks, whose activations a stage keeps at a time
+    (tests/test_pipeline.py counts them in the schedules)."""
+    grid, m = stage.grid, stage.microbatches
+    if grid.pp == 1:
+        return 1
+    live = {"gpipe": m, "1f1b": grid.pp - grid.stage,
+            "interleaved": (grid.chunks + 1) * grid.pp - 1 - 2 * grid.stage}
+    return min(grid.chunks * m, live[stage.config.pp_schedule])

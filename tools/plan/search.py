@@ -24,13 +24,10 @@ def candidates(cfg: GPTConfig, config: PlanConfig, options: dict) -> Iterator[Pl
             check_layout(cfg, one.world, one.batch_size, one)
         except ValueError:
             continue
-        common = 1
+        yield one
         if hasattr(cfg, "n_expert") and "ep" not in options:
             common = math.gcd(cfg.n_expert, one.world // (one.tp * one.pp))
-        yield one
-        for ep in range(2, common + 1):
-            if common % ep == 0:
-                yield replace(one, ep=ep)
+            yield from (replace(one, ep=ep) for ep in range(2, common + 1) if common % ep == 0)
 
 
 def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict]:
