@@ -73,8 +73,8 @@ PHASES = {
 
 SLOW = """
 from runtime import run_state
-runs, restore = [], run_state.restore
-run_state.restore = lambda run, state: runs.append(run) or restore(run, state)
+runs, begin = [], train.Run.__init__
+train.Run.__init__ = lambda run, *args: runs.append(run) or begin(run, *args)
 def slow(function, step=None):
     def slowed(*args):
         if step in (None, runs[0].step):
