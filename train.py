@@ -151,7 +151,6 @@ def plain_train(config: Config, model_config: GPTConfig, device: torch.device,
 
 
 # ---- The same on many ranks -----------------------------------------------------------------
-#
 # --plain runs the program above, every other command runs `Run`. Now each process is a rank. With
 # --tp 2 --pp 2, eight ranks are two replicas of the whole model:
 #
