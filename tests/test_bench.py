@@ -16,13 +16,13 @@ from tools.bench import launch
 def test_the_parts_write_a_page(monkeypatch, tmp_path, capsys):
     """Of eleven GPUs, which are imitated, and of a CPU; a side that has too little memory says so,
     and a batch is no smaller than eight microbatches."""
-    def train_py(processes, folder, vocab, *flags, **options):
+    def train_py(work, folder, processes, *flags, **options):
         of_race = "--n-layer=4" not in flags
         assert processes < 8 or not of_race or flags[-2:] == ("--micro-batch", 8)
         if "--zero" in flags and processes > 1 and of_race:
             raise RuntimeError("train.py: no memory")
         return [dict(tokens_per_second=300.0, loss=2.0)] * 25, dict(peak=2.0, profile="a table")
-    monkeypatch.setattr(launch, "train_py", train_py)
+    monkeypatch.setattr(bench, "train_py", train_py)
     monkeypatch.setattr(launch, "peer", lambda *_, **__: dict(tokens_per_second=200.0,
                                                               peak_memory=None))
     for name, value in dict(is_available=True, get_device_name="H100", device_count=11).items():

@@ -14,6 +14,8 @@ import numpy as np
 # Seconds before these events were spent between two processes, not in one.
 BETWEEN_PROCESSES = ("start", "resume", "damaged")
 ROW = {"tokens", "loss", "lr", "tokens_per_second"}     # fields that each row of a step has
+NUMBERS = {"step", "time", "tokens", "lr"}              # null in no line that has them
+MAYBE_NULL = {"loss", "val_loss", "bits_per_byte", "tokens_per_second"}
 
 
 def parse_line(text: bytes) -> dict | None:
@@ -22,9 +24,11 @@ def parse_line(text: bytes) -> dict | None:
         line = json.loads(text.decode())        # of bytes it would guess the encoding
     except ValueError:
         return None
-    if isinstance(line, dict) and "step" in line and "time" in line:
-        return line
-    return None
+    if not isinstance(line, dict) or not {"step", "time"} <= line.keys():
+        return None
+    kinds = dict.fromkeys(NUMBERS, int | float) | dict.fromkeys(MAYBE_NULL, int | float | None)
+    right = all(isinstance(line[name], kinds[name]) for name in kinds.keys() & line.keys())
+    return line if right else None
 
 
 def last_valid_step(line: dict) -> float:
