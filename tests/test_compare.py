@@ -48,7 +48,7 @@ def test_compare_tabulates_runs_without_their_void_rows(capsys, tmp_path, monkey
         "1.0000 1 1.2500 3 4 400 0h42m 7,000 9.00e-02 a, lr 0.004, plain, 1 rollback, 1 damaged, "
         "1 resume".split(),
         "- - - - 2 200 2h00m 7,000 9.00e-02 b, lr 0.001, skip-steps 2:3".split()]
-    for words, *outs in [("nothing to compare", "none"), ("OUT",),
+    for words, *outs in [("nothing to compare", "none"),
                          ("a/metrics.jsonl is a file: give", "a/metrics.jsonl")]:
         status, text, error = run_main(capsys, compare, *outs)
         assert (status, text) == (2, "") and words in error, error

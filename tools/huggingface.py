@@ -258,18 +258,6 @@ def add_tokenizer(state: dict, folder: Path, config) -> None:
 
 # ---- Export ----------------------------------------------------------------------------------
 
-def read_tokenizer(state: dict):
-    """The tokenizer of a checkpoint and its template of conversations, or None: those that an
-    export can write."""
-    name, file = state["tokenizer"], state.get("tokenizer_file")
-    if file is None and name not in ("gpt2", "bytes"):
-        return None, None
-    encoding = get_tokenizer(name, file)
-    if "template" not in state:
-        return encoding, None
-    return encoding, get_template(state["template"], encoding, state.get("template_file"))
-
-
 def to_huggingface(encoding) -> HuggingFaceTokenizer:
     """The same tokenizer, if it is tiktoken's: gpt2 or bytes. Any two tokens that make up a third
     are merged, the first of the vocabulary before others."""
@@ -309,13 +297,17 @@ def export_model(file: Path, folder: Path) -> None:
     state = load(file)
     cfg = make_config(**state["model"])
     tokenizer = state["tokenizer"]
-    encoding, template = read_tokenizer(state)      # downloads it, or fails, before the weights
-    end = END_OF_OTHERS.get(tokenizer)
+    encoding = template = None
+    start = end = END_OF_OTHERS.get(tokenizer)
     ends = set(state.get("ends", []))
-    if encoding is not None:
-        end = encoding.eot_token if template is None or template.end is None else template.end
+    if "tokenizer_file" in state or tokenizer in ("gpt2", "bytes"):     # those that can be written
+        encoding = get_tokenizer(tokenizer, state.get("tokenizer_file"))
+        end = encoding.eot_token
+        if "template" in state:
+            template = get_template(state["template"], encoding, state.get("template_file"))
+            end = end if template.end is None else template.end
         ends |= {encoding.eot_token, end}
-    start = encoding.prefix[0] if encoding is not None and encoding.prefix else end
+        start = encoding.prefix[0] if encoding.prefix else end
     if end is not None and end >= cfg.vocab_size:
         raise ValueError(f"the tokenizer {tokenizer} has {end + 1} tokens, but the model's "
                          f"vocabulary {cfg.vocab_size}")
