@@ -4,6 +4,7 @@
 
 No figure of these tests is a measurement.
 """
+import json
 import sys
 
 import torch
@@ -23,8 +24,8 @@ def test_the_parts_write_a_page(monkeypatch, tmp_path, capsys):
             raise RuntimeError("train.py: no memory")
         return [dict(tokens_per_second=300.0, loss=2.0)] * 25, dict(peak=2.0, profile="a table")
     monkeypatch.setattr(bench, "train_py", train_py)
-    monkeypatch.setattr(launch, "peer", lambda *_, **__: dict(tokens_per_second=200.0,
-                                                              peak_memory=None))
+    monkeypatch.setattr(launch, "finished", lambda *_, **__: json.dumps(dict(
+        tokens_per_second=200.0, peak_memory=None)))
     for name, value in dict(is_available=True, get_device_name="H100", device_count=11).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     pages = []

@@ -14,8 +14,8 @@ import numpy as np
 # Seconds before these events were spent between two processes, not in one.
 BETWEEN_PROCESSES = ("start", "resume", "damaged")
 ROW = {"tokens", "loss", "lr", "tokens_per_second"}     # fields that each row of a step has
-NUMBERS = {"step", "time", "tokens", "lr"}              # null in no line that has them
-MAYBE_NULL = {"loss", "val_loss", "bits_per_byte", "tokens_per_second"}
+KINDS = dict.fromkeys(("step", "time", "tokens", "lr"), int | float) | dict.fromkeys(
+    ("loss", "val_loss", "bits_per_byte", "tokens_per_second"), int | float | None)
 
 
 def parse_line(text: bytes) -> dict | None:
@@ -24,11 +24,10 @@ def parse_line(text: bytes) -> dict | None:
         line = json.loads(text.decode())        # of bytes it would guess the encoding
     except ValueError:
         return None
-    if not isinstance(line, dict) or not {"step", "time"} <= line.keys():
-        return None
-    kinds = dict.fromkeys(NUMBERS, int | float) | dict.fromkeys(MAYBE_NULL, int | float | None)
-    right = all(isinstance(line[name], kinds[name]) for name in kinds.keys() & line.keys())
-    return line if right else None
+    if isinstance(line, dict) and {"step", "time"} <= line.keys() and all(
+            isinstance(value, KINDS.get(name, object)) for name, value in line.items()):
+        return line
+    return None
 
 
 def last_valid_step(line: dict) -> float:

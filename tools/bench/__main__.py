@@ -90,11 +90,13 @@ def race(work: Work, folder: Path) -> Iterator[dict]:
             for _ in range(work.turns):
                 steps, seen = train_py(work, folder, processes, *flags.split(), "--micro-batch",
                                        micro_batch)
-                peer = launch.peer(
-                    processes, SECONDS, mode=mode, shape=work.shape, vocab=work.cfg.padded_vocab,
+                of_peer = dict(
+                    mode=mode, shape=work.shape, vocab=work.cfg.padded_vocab,
                     batch_size=work.batch, micro_batch=micro_batch, dtype=work.dtype,
                     steps=work.steps - work.warmup, warmup=work.warmup, device=work.device,
                     compile=compiled)
+                peer = json.loads(launch.finished(processes, "tools.bench.pytorch_stack",
+                                                  json.dumps(of_peer), seconds=SECONDS))
                 speeds = [step["tokens_per_second"] for step in steps[work.warmup:]]
                 turns.append((np.median(speeds), peer["tokens_per_second"]))
         except RuntimeError as error:                       # too little memory, say

@@ -35,7 +35,7 @@ def random_data(folder: Path, vocab: int) -> Path:
     return path
 
 
-def finished(processes: int, *command, seconds: float = 900, **environment) -> str:
+def finished(processes: int, *command, seconds: float, **environment) -> str:
     """Standard output of a Python module with arguments, in one process on all cores, or by
     torchrun. Raises RuntimeError if it fails or takes longer."""
     start = [sys.executable]
@@ -62,12 +62,6 @@ def first_error(text: str) -> str:
     lines = text.strip().splitlines() or [""]
     errors = [line for line in lines if "Error" in line or line.startswith("train.py: ")]
     return (errors or lines[-1:])[0].strip()
-
-
-def peer(processes: int, seconds: float = 900, **work) -> dict:
-    """What pytorch_stack.py measures; `work` are arguments of its `train_plain`."""
-    return json.loads(finished(processes, "tools.bench.pytorch_stack", json.dumps(work),
-                               seconds=seconds))
 
 
 if __name__ == "__main__":
