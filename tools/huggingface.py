@@ -266,9 +266,9 @@ def to_huggingface(encoding) -> HuggingFaceTokenizer:
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
-    characters, of_tiktoken = bytes_to_unicode(), encoding.encoding
-    vocab = {"".join(map(characters.get, token)): of_tiktoken.encode_single_token(token)
-             for token in of_tiktoken.token_byte_values()}
+    characters = bytes_to_unicode()
+    vocab = {"".join(map(characters.get, token)): encoding.encoding.encode_single_token(token)
+             for token in encoding.encoding.token_byte_values()}
     tokenizer = byte_level_tokenizer(BPE(vocab=vocab, merges=generate_merges(vocab)))
     tokenizer.add_special_tokens([EOT])
     return HuggingFaceTokenizer(PreTrainedTokenizerFast(
@@ -297,8 +297,9 @@ def export_model(file: Path, folder: Path) -> None:
     state = load(file)
     cfg = make_config(**state["model"])
     tokenizer = state["tokenizer"]
-    encoding = template = None
-    start = end = END_OF_OTHERS.get(tokenizer)
+    encoding = None
+    template = None
+    end = END_OF_OTHERS.get(tokenizer)
     ends = set(state.get("ends", []))
     if "tokenizer_file" in state or tokenizer in ("gpt2", "bytes"):     # those that can be written
         encoding = get_tokenizer(tokenizer, state.get("tokenizer_file"))
@@ -307,7 +308,7 @@ def export_model(file: Path, folder: Path) -> None:
             template = get_template(state["template"], encoding, state.get("template_file"))
             end = end if template.end is None else template.end
         ends |= {encoding.eot_token, end}
-        start = encoding.prefix[0] if encoding.prefix else end
+    start = encoding.prefix[0] if encoding is not None and encoding.prefix else end
     if end is not None and end >= cfg.vocab_size:
         raise ValueError(f"the tokenizer {tokenizer} has {end + 1} tokens, but the model's "
                          f"vocabulary {cfg.vocab_size}")
