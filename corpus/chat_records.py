@@ -161,10 +161,6 @@ def texts_of(document) -> Iterator:
         text = message.content
         if message.reasoning is not None:
             text = f"<think>\n{message.reasoning}\n</think>\n\n{text}"
-        if not message.is_learnt:
-            yield f"\n\n{message.role}, not learnt:\n"
-            yield text
-            continue
-        yield f"\n\n{message.role}:\n"
-        kinds = {ASSISTANT: Answer, "system": SystemText}
-        yield kinds.get(message.role, str)(text)
+        yield f"\n\n{message.role}{'' if message.is_learnt else ', not learnt'}:\n"
+        kinds = {(ASSISTANT, True): Answer, ("system", True): SystemText}
+        yield kinds.get((message.role, message.is_learnt), str)(text)

@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from corpus import EOT
+from corpus import EOT, note, progress
 from corpus.chat_records import Answer, Refused, SystemText, texts_of
 from corpus.documents import read_documents
 from corpus.near_duplicates import BANDS, MOST_BYTES, MinHash, is_repeated, occurs_in
-from corpus.notes_and_progress import note, progress
 
 MOST_NOT_TEXT = 1000        # one document in so many may be left out
 VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
@@ -39,7 +38,7 @@ def index_documents(files, seed: int, field: str | None = "text",
     "drop", "keep" (they are counted) or "ignore". `validation`: the files that validate, while all
     others train; without them the split is drawn. Raises ValueError."""
     min_hash = None if near_duplicates == "ignore" else MinHash()
-    table, validates, unreadable = measure_documents(files, seed, field, validation, min_hash)
+    table, validates, keys, unreadable = measure(files, seed, field, validation, min_hash)
     digest = hashlib.sha256(table)
     if near_duplicates == "drop":
         digest.update(b"without near-duplicates")
@@ -57,7 +56,7 @@ def index_documents(files, seed: int, field: str | None = "text",
     if unreadable:
         counts["unreadable"] = unreadable
     if min_hash is not None:
-        keys = np.frombuffer(min_hash.table, np.uint64).reshape(-1, BANDS)[order]
+        keys = keys[order]
         repeated = is_repeated(keys[kept])
         counts["near_duplicates"] = int(repeated.sum())
         if near_duplicates == "drop":
@@ -105,14 +104,14 @@ def choose_split(digests, sizes, may_cut=True) -> np.ndarray:
     return np.where(validates, sizes - shares, sizes)
 
 
-def measure_documents(files, seed: int, field: str | None, validation, min_hash: MinHash | None):
-    """(digest and size in bytes of each document, whether it validates by its file, how many cannot
-    be read). The size is 0 without text. `min_hash` receives the beginning of each. The digest of a
+def measure(files, seed: int, field: str | None, validation, min_hash: MinHash | None):
+    """(digest and size in bytes of each document, whether it validates by its file, its keys by
+    `min_hash`, how many cannot be read). The size is 0 without text. The digest of a
     conversation begins with the one of its text before the last answer, by which the split is
     chosen."""
     count_bytes = progress("reading")
     salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
-    table, validates = bytearray(), bytearray()
+    table, validates, keys = bytearray(), bytearray(), bytearray()
     unreadable = []
     marks = 0                               # <|endoftext|> as ordinary text
     for path, document in ((path, document) for path in files
@@ -142,13 +141,14 @@ def measure_documents(files, seed: int, field: str | None, validation, min_hash:
         table += (before_answer + digest.digest())[:16]
         table += (size if has_text else 0).to_bytes(8, "little")
         if min_hash is not None:
-            min_hash.add(beginning)
+            keys += min_hash.keys(beginning).tobytes()
     check_unreadable(unreadable, len(table) // 24, at_end=True)
     if marks > 0 and field is not None:
         note(f"{EOT} stands {marks:,} times within a line or a field, where it is ordinary text: "
              f"in a .txt, a line of its own ends a document")
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
-    return table, np.frombuffer(validates, bool), len(unreadable)
+    keys = np.frombuffer(keys, np.uint64).reshape(-1, BANDS)
+    return table, np.frombuffer(validates, bool), keys, len(unreadable)
 
 
 def check_unreadable(unreadable: list[Refused], documents: int, at_end=False) -> None:

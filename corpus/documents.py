@@ -126,8 +126,13 @@ def read_records(path: Path, field: str | None):
         yield from ((f"row {number}", row) for number, row in enumerate(read_table(path, field), 1))
         return
     with open_bytes(path) as file:
-        if file.peek(4)[:4].lstrip(b"\xef\xbb\xbf \r\n").startswith(b"["):
-            yield from read_array(path, file)
+        if file.peek(4)[:4].lstrip(b"\xef\xbb\xbf \r\n").startswith(b"["):      # held in memory
+            try:
+                records = json.loads(file.read())
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path} is no array of JSON: {error}: correct the file, or copy "
+                                 f"it again if it is cut off") from None
+            yield from ((f"record {number}", record) for number, record in enumerate(records, 1))
             return
         for number, line in enumerate(file, 1):
             if not line.strip(b"\xef\xbb\xbf \t\r\n"):      # or a byte-order mark alone
@@ -137,16 +142,6 @@ def read_records(path: Path, field: str | None):
             except (ValueError, RecursionError) as error:
                 record = Refused(f" is not JSON: {error}")
             yield f"line {number}", record
-
-
-def read_array(path: Path, file):
-    """As `read_records`, of an open file that is one array. It is held in memory."""
-    try:
-        records = json.loads(file.read())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no array of JSON: {error}: correct the file, or copy it again "
-                         f"if it is cut off") from None
-    yield from ((f"record {number}", record) for number, record in enumerate(records, 1))
 
 
 def text_of(record, field: str) -> str:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from base.errors import errors_with_path
-from corpus.notes_and_progress import progress
+from corpus import progress
 
 HUB = "https://huggingface.co"
 # name: (address, sha256 or None to check the length alone)
@@ -34,13 +34,6 @@ def sha256_of(*paths) -> str:
 
 def address_of(dataset: str) -> str:
     return DOWNLOADS[dataset][0].replace(HUB, os.environ.get("HF_ENDPOINT", HUB))
-
-
-def download_text(dataset: str, out: Path) -> Path:
-    """Download a data set of one file into out/raw. Returns its path."""
-    path = out / "raw" / f"{dataset}.txt"
-    download(address_of(dataset), path, DOWNLOADS[dataset][1])
-    return path
 
 
 def download_fineweb(out: Path, count: int) -> None:

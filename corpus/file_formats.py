@@ -63,24 +63,18 @@ def refuse_damaged(path: Path, *errors):
 def read_table(path: Path, column: str | None):
     """Yield the rows of a table, {column: value}, of this column if there. Raises ValueError."""
     pyarrow = import_optional(path, "pyarrow")
-    with refuse_damaged(path, pyarrow.ArrowException):
-        for batch in read_batches(path, column):
+    from pyarrow import ipc, parquet
+    with refuse_damaged(path, pyarrow.ArrowException), open(path, "rb") as file:
+        if kind_of(path) == ".parquet":
+            table = parquet.ParquetFile(file, page_checksum_verification=True)
+            columns = [column] if column in table.schema_arrow.names else None
+            batches = table.iter_batches(256, columns=columns, use_threads=False)
+        else:           # a stream of Arrow has no checksums: one without its end is refused
+            file.seek(max(0, path.stat().st_size - len(ARROW_END)))
+            if file.read() != ARROW_END:
+                raise OSError("it has no end of a stream")
+            file.seek(0)
+            batches = ipc.open_stream(file)
+        for batch in batches:
             batch.validate(full=True)
             yield from batch.to_pylist()
-
-
-def read_batches(path: Path, column: str | None):
-    """As `read_table`, batches of rows. A page of Parquet has a checksum. A stream of Arrow has
-    none: one without its end is refused."""
-    from pyarrow import ipc, parquet
-    if kind_of(path) == ".parquet":
-        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            columns = [column] if column in file.schema_arrow.names else None
-            yield from file.iter_batches(256, columns=columns, use_threads=False)
-        return
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - len(ARROW_END)))
-        if file.read() != ARROW_END:
-            raise OSError("it has no end of a stream")
-        file.seek(0)
-        yield from ipc.open_stream(file)

@@ -23,13 +23,14 @@ import numpy as np
 
 from corpus import EOT
 from corpus.shards import refuse_old
-from corpus.token_streams import TextStream
 
 OWN = "hf-"                 # how the name of such a tokenizer begins
 ENDS = "generation_config.json"
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", ENDS)
 AT_SPACE = re.compile(r"(?s:.*)\S(?= )")     # the last place before a space that follows a word
 SIDE = 200                  # characters on both sides of a place that tell whether it cuts well
+BROKEN = "\ufffd"           # stands for bytes that are no character
+INNER_BYTE = re.compile(r"<0x[89AB][0-9A-F]>")      # of SentencePiece: not a character's first
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -101,7 +102,7 @@ class HuggingFaceTokenizer:
                 return end
         return None
 
-    def stream(self, before=()) -> TextStream:
+    def stream(self, before=()) -> "TextStream":
         """A text begins behind a special token: without the space of its first word."""
         special = [number for number, token in enumerate(before, 1) if token in self.special]
         return TextStream(self.backend, before[max(special, default=0):])
@@ -124,6 +125,36 @@ def without_special(backend):
     return copied
 
 
+class TextStream:
+    """Tokens whose text depends on those before them, as the space before a word does. A character
+    is never taken back: where bytes behind it are wrong, the package writes U+FFFD in its place."""
+
+    def __init__(self, backend, before):
+        self.backend = backend
+        self.before = list(before)
+        self.new = []           # tokens whose text is not certain yet
+
+    def add(self, token: int) -> str:
+        self.new.append(token)
+        text = self.end()
+        if text.endswith(BROKEN):
+            return ""
+        self.before += self.new
+        self.new = []
+        return text
+
+    def end(self) -> str:
+        """What the new tokens add to the text of those before them."""
+        first = max(0, len(self.before) - 8)            # so many decide how the next is written
+        token_of = self.backend.id_to_token
+        while first > 0 and INNER_BYTE.fullmatch(token_of(self.before[first]) or ""):
+            first -= 1
+        before = self.before[first:]
+        head, text, alone = self.backend.decode_batch([before, before + self.new, self.new],
+                                                      skip_special_tokens=False)
+        return text[len(head):] if text.startswith(head) else alone
+
+
 # ---- Opening ---------------------------------------------------------------------------------
 
 @lru_cache(maxsize=2)       # a large one takes seconds
@@ -136,22 +167,19 @@ def open_file(file: str) -> HuggingFaceTokenizer:
         return load(folder)
 
 
-def opener_of(source) -> str:
-    """The class that opens it: AutoTokenizer may take another than this project has written."""
-    config = Path(source, "config.json")
-    name = json.loads(config.read_text("utf-8")).get("tokenizer") if config.is_file() else None
-    return "PreTrainedTokenizerFast" if str(name).startswith(OWN) else "AutoTokenizer"
-
-
-def load(source, opener=None) -> HuggingFaceTokenizer:
+def load(source) -> HuggingFaceTokenizer:
     """Of a folder, or of a name on the hub. Raises ValueError."""
     transformers = import_transformers()
     path = Path(source, FILES[0])
+    config = Path(source, "config.json")
     try:
+        facts = json.loads(config.read_text("utf-8")) if config.is_file() else {}
         if path.is_file() and not Path(source, FILES[1]).is_file():
             tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        elif str(facts.get("tokenizer")).startswith(OWN):   # AutoTokenizer may take another class
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(source)
         else:
-            tokenizer = getattr(transformers, opener or opener_of(source)).from_pretrained(source)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     except Exception as error:              # it raises nothing narrower
         text = str(error).strip().partition("\n")[0]
         advice = "give a folder with a tokenizer.json, or a name on the hub"
@@ -190,12 +218,6 @@ def find_tokenizer(given) -> HuggingFaceTokenizer:
     return load(path.parent if path.is_file() else given)
 
 
-def find_in_model(folder: Path) -> HuggingFaceTokenizer | None:
-    """The tokenizer in the folder of a model, or None without its files. Raises ValueError."""
-    names = (FILES[0], "vocab.json", "tokenizer.model")
-    return load(folder) if any((folder / name).exists() for name in names) else None
-
-
 def byte_level_tokenizer(model):
     """One of the package `tokenizers` whose tokens are bytes, with GPT-2's pattern of words."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -203,28 +225,6 @@ def byte_level_tokenizer(model):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def to_huggingface(encoding) -> HuggingFaceTokenizer:
-    """The same tokenizer, if it is tiktoken's: gpt2 or bytes. Any two tokens that make up a third
-    are merged, the first of the vocabulary before others."""
-    if isinstance(encoding, HuggingFaceTokenizer):
-        return encoding
-    transformers = import_transformers()
-    from tokenizers import models
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-    characters = bytes_to_unicode()
-    ranks = {token: encoding.encoding.encode_single_token(token)
-             for token in encoding.encoding.token_byte_values()}
-    written = {token: "".join(characters[byte] for byte in token) for token in ranks}
-    merges = [(written[token[:i]], written[token[i:]])
-              for token in sorted(ranks, key=ranks.get) for i in range(1, len(token))
-              if token[:i] in ranks and token[i:] in ranks]
-    tokenizer = byte_level_tokenizer(models.BPE(
-        vocab={written[token]: rank for token, rank in ranks.items()}, merges=merges))
-    tokenizer.add_special_tokens([EOT])
-    return HuggingFaceTokenizer(transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=EOT, eos_token=EOT, unk_token=EOT, pad_token=EOT))
 
 
 def train_tokenizer(texts, n_tokens: int) -> HuggingFaceTokenizer:

@@ -19,10 +19,10 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+from corpus import counted, note
 from corpus.chat_records import form_of
 from corpus.documents import first_record, is_conversation
 from corpus.file_formats import BLOCK, READ_KINDS, RECORDS, kind_of, open_bytes
-from corpus.notes_and_progress import counted, note
 
 WORDS = dict(train="train|training", val="validation|valid|validate|val|dev|eval",
              test="test|h[eo]ld[-_. ]?out")
@@ -131,7 +131,9 @@ def standard_library() -> list[Path]:
 def follow_names(files: list[Path]) -> tuple[list[Path], set[Path]]:
     """(the files that are read, those of them that validate), by their names. A note tells what the
     names decide. The set is empty if none validates: then the split is drawn from all."""
-    splits = splits_of(files)
+    parts = {path: Path(os.path.abspath(path)).parts for path in files}
+    shared = os.path.commonprefix([one[:-1] for one in parts.values()])     # of tuples of names
+    splits = {path: split_of_parts(parts[path][len(shared):]) for path in files}
     counts = Counter(splits.values())
     if not counts["train"] or not counts["val"] + counts["test"]:
         return files, set()
@@ -141,13 +143,6 @@ def follow_names(files: list[Path]) -> tuple[list[Path], set[Path]]:
          f"--split-names ignore uses all files alike, with another --out")
     return ([path for path in files if splits[path] != "test"],
             {path for path in files if splits[path] == "val"})
-
-
-def splits_of(files: list[Path]) -> dict[Path, str | None]:
-    """{file: the split that its name says}."""
-    parts = {path: Path(os.path.abspath(path)).parts for path in files}
-    shared = os.path.commonprefix([one[:-1] for one in parts.values()])     # of tuples of names
-    return {path: split_of_parts(parts[path][len(shared):]) for path in files}
 
 
 def split_of_parts(parts) -> str | None:

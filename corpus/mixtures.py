@@ -21,11 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from corpus.conversations import ConversationWindows
-from corpus.shards import HEADER_BYTES
+from corpus.shards import HEADER_BYTES, OPTIONAL
 
 NO_WINDOW = -1                  # in place of a window's number: a row without tokens
 FOREVER = np.iinfo(np.int64).max
-OPTIONAL = ("tokenizer_file", "template", "template_file", "ends")      # entries of read_meta
 CHECKED_AT_ONCE = 1 << 22       # tokens
 
 

@@ -49,10 +49,9 @@ def ends_of_words(raw: np.ndarray) -> np.ndarray:
 
 
 class MinHash:
-    """The keys of texts. `table` has those of the texts that were added, 112 bytes each."""
+    """The keys of texts, 112 bytes each."""
 
     def __init__(self):
-        self.table = bytearray()
         self.powers = powers_of(BASE)
         self.inverse_powers = powers_of(pow(BASE, -1, 2**64))
         drawn = np.random.default_rng(0).integers(2**64, size=(2, BANDS * ROWS), dtype=np.uint64)
@@ -81,9 +80,6 @@ class MinHash:
             np.minimum(least, part.min(0), out=least)
         rows = mix(least.reshape(BANDS, ROWS) + np.arange(ROWS, dtype=np.uint64))
         return mix(np.bitwise_xor.reduce(rows, axis=1))
-
-    def add(self, text: str) -> None:
-        self.table += self.keys(text).tobytes()
 
 
 def is_repeated(table: np.ndarray) -> np.ndarray:

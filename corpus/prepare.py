@@ -10,14 +10,13 @@ import tempfile
 from pathlib import Path
 
 from base.errors import errors_with_path
-from corpus import EOT
+from corpus import EOT, note, progress
 from corpus.dedup_and_split import Index, index_documents
 from corpus.downloads import sha256_of
 from corpus.encode import tokenise, train_on
 from corpus.huggingface_tokenizers import find_tokenizer
-from corpus.notes_and_progress import note, progress
 from corpus.shards import FLAGS_SUFFIX, LEARNT, SPLITS, append_tokens
-from corpus.templates import choose_template, is_own
+from corpus.templates import choose_template
 from corpus.tokenizers import get_tokenizer, is_named
 
 
@@ -91,7 +90,7 @@ def write_files_of(folder: Path, encoding, template) -> dict:
         contents[meta["tokenizer_file"]] = encoding.file
     if encoding.ends:
         meta["ends"] = encoding.ends
-    if template is not None and is_own(template.name):
+    if template is not None and template.name != "plain":
         meta["template_file"] = f"{template.name}.jinja"
         contents[meta["template_file"]] = template.program
     for name, content in contents.items():

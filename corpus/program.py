@@ -8,10 +8,11 @@ from pathlib import Path
 
 from base.commandline import Parser, add_flags, flag, flag_name
 from base.errors import errors_in_one_line
-from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS, download_fineweb, download_text
+from corpus import counted
+from corpus.downloads import (DOWNLOADS, FINEWEB_SHARDS, address_of, download,
+                              download_fineweb)
 from corpus.file_formats import READ_KINDS
 from corpus.inputs import find_files, follow_names, hold_conversations, standard_library
-from corpus.notes_and_progress import counted
 from corpus.prepare import prepare
 from corpus.shards import DEFAULT_OUT, SPLITS, find_shards, read_header
 from corpus.tokenizers import MOST_TOKENS
@@ -116,7 +117,8 @@ def make(flags: DataFlags) -> dict:
                                        for path in find_shards(flags.out, split))
                             for split in SPLITS})
     else:
-        files = [download_text(flags.dataset, flags.out)]
+        files = [flags.out / "raw" / f"{flags.dataset}.txt"]
+        download(address_of(flags.dataset), files[0], DOWNLOADS[flags.dataset][1])
     is_python = flags.dataset == "python" and not flags.input
     tokenizer = flags.tokenizer or ("bytes" if is_python else "gpt2")
     near_duplicates = flags.near_duplicates or ("ignore" if is_python else "keep")

@@ -24,6 +24,7 @@ FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}          # magic, version
 FLAGS_SUFFIX = ".learn"
 LEARNT = 1                  # an answer's token
 BEGINS = 2                  # a conversation's first token
+OPTIONAL = ("tokenizer_file", "template", "template_file", "ends")      # entries of meta.json
 SAMPLE_BYTES = 1 << 16      # of each file
 
 
@@ -102,8 +103,7 @@ def read_meta(directory: Path) -> dict:
         meta = {key: written[key]
                 for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
         meta["tokens"] = dict(written.get("tokens", {}))
-        for key in ("template", "ends", "tokenizer_file", "template_file"):
-            meta[key] = written.get(key)
+        meta |= {key: written.get(key) for key in OPTIONAL}
     except FileNotFoundError:
         if (directory / "train_000000.bin").exists():       # data.py's own name
             raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "

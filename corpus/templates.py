@@ -89,22 +89,21 @@ class JinjaTemplate:
             written = self.write(TURNS)
             self.marks = [token.content for token in added
                           if token.special or token.content in written]
-            self.end = self.find_end([encoding.backend.token_to_id(mark) for mark in self.marks])
+            self.find_end([encoding.backend.token_to_id(mark) for mark in self.marks])
         except ValueError as error:
             self.problem = str(error)
 
-    def find_end(self, marks: list[int]) -> int:
-        """The token that ends an answer, found by a conversation of two. Raises ValueError."""
+    def find_end(self, marks: list[int]) -> None:
+        """Find the token that ends an answer, by a conversation of two. Raises ValueError."""
         first = self.encoding.encode_with_special(self.write(TURNS[:2]))
         ends = [token for token in first[len(self.prompt_of(TURNS[:1])):] if token in marks]
         if not ends:
             raise ValueError("it writes no token behind an answer")
-        self.end = ends[-1]
+        self.end = ends[-1]             # for `render`
         tokens, learnt = self.render(TURNS)
         text = decode(self.encoding, [token for token, is_in in zip(tokens, learnt) if is_in])
         if tokens.count(self.end) < 2 or "question" in text or text.count("answer") != 2:
             raise ValueError("it does not end each answer by one token")
-        return self.end
 
     def write(self, messages, is_prompt=False) -> str:
         """The text of a conversation. Raises ValueError if the program fails or a content has one
@@ -173,11 +172,6 @@ def check_written(contents, text: str) -> None:
 
 def hash_of(program: str) -> str:
     return OWN + hashlib.sha256(program.encode()).hexdigest()[:12]
-
-
-def is_own(name: str) -> bool:
-    """Whether the name is of a model's own template."""
-    return name.startswith(OWN)
 
 
 def plain_program(encoding) -> str:

@@ -19,6 +19,7 @@ They all have
     stream(before)              tokens to text, as they are drawn behind the tokens `before`:
                                 add(token) returns the text that is certain now, end() the rest
 """
+import codecs
 import re
 from functools import partial
 
@@ -28,7 +29,6 @@ from corpus import EOT
 from corpus.downloads import last_cause, read_url
 from corpus.huggingface_tokenizers import AT_SPACE, open_file
 from corpus.shards import refuse_old
-from corpus.token_streams import BytesStream
 
 MOST_TOKENS = 1 << 16       # of a vocabulary whose tokens are uint16
 DOWNLOADED = {"gpt2": "GPT-2's", "cl100k_base": "cl100k_base's", "o200k_base": "o200k_base's"}
@@ -45,6 +45,23 @@ def end_of_word(text: str, start: int, end: int, pattern=AT_SPACE_OR_LINE_END) -
     prose, is cut at `end`, and may take a few tokens more."""
     match = pattern.match(text, start, end)
     return match.end() if match else end
+
+
+class BytesStream:
+    """Tokens that are bytes to text: a character is written with its last byte."""
+
+    def __init__(self, encoding):
+        self.encoding = encoding
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        try:
+            return self.decoder.decode(self.encoding.decode_single_token_bytes(token))
+        except KeyError:        # a hole in a vocabulary, or a row of a model without a token
+            return ""
+
+    def end(self) -> str:
+        return self.decoder.decode(b"", final=True)
 
 
 class TiktokenTokenizer:
@@ -73,17 +90,21 @@ class TiktokenTokenizer:
         return BytesStream(self.encoding)
 
 
-def bytes_tokenizer() -> TiktokenTokenizer:
-    import tiktoken             # in functions, like requests: train.py runs without them
-    # The pattern bounds the characters that are processed at once. There are no merges.
-    return TiktokenTokenizer(tiktoken.Encoding(
-        "bytes", pat_str=r"[\s\S]{1,256}", special_tokens={EOT: 256},
-        mergeable_ranks={bytes([i]): i for i in range(256)}))
-
-
-def downloaded_tokenizer(name: str) -> TiktokenTokenizer:
-    """One of DOWNLOADED, whose vocabulary is downloaded once. Raises ConnectionError."""
-    import tiktoken.load
+def get_tokenizer(name: str, file: str | None = None):
+    """The tokenizer of this name. `file` is the content of its file, if it has one. Raises
+    ValueError for another name, ConnectionError without a vocabulary, which is downloaded once."""
+    refuse_old(name)
+    if file is not None:
+        return open_file(file)
+    if not is_named(name):
+        raise ValueError(f"there is no tokenizer {name!r} here, only gpt2 and bytes: `python -m "
+                         f"tools.huggingface export FILE.pt DIR` takes its model to where it is")
+    import tiktoken.load        # in functions, like requests: train.py runs without them
+    if name == "bytes":
+        # The pattern bounds the characters that are processed at once. There are no merges.
+        return TiktokenTokenizer(tiktoken.Encoding(
+            "bytes", pat_str=r"[\s\S]{1,256}", special_tokens={EOT: 256},
+            mergeable_ranks={bytes([i]): i for i in range(256)}))
     tiktoken.load.read_file = read_url          # tiktoken's own may wait for ever
     try:
         return TiktokenTokenizer(tiktoken.get_encoding(name))
@@ -92,20 +113,6 @@ def downloaded_tokenizer(name: str) -> TiktokenTokenizer:
                               f"({last_cause(error)}): add --tokenizer bytes to data.py's flags, "
                               f"which needs none, or run it again later, or set "
                               f"TIKTOKEN_CACHE_DIR to a folder that has it") from None
-
-
-def get_tokenizer(name: str, file: str | None = None):
-    """The tokenizer of this name. `file` is the content of its file, if it has one. Raises
-    ValueError for another name, ConnectionError without a vocabulary."""
-    refuse_old(name)
-    if file is not None:
-        return open_file(file)
-    if name == "bytes":
-        return bytes_tokenizer()
-    if name in DOWNLOADED:
-        return downloaded_tokenizer(name)
-    raise ValueError(f"there is no tokenizer {name!r} here, only gpt2 and bytes: `python -m "
-                     f"tools.huggingface export FILE.pt DIR` takes its model to where it is")
 
 
 def is_named(name: str) -> bool:

@@ -9,7 +9,6 @@ from base.batch_ramp import batch_sizes, steps_of_epochs
 from base.commandline import flag_name
 from base.errors import refuse, warn
 from base.options import SHAPE, Config, merge_config, new_run_advice
-from corpus.templates import is_own
 from data import TokenDataset
 from model import GPTConfig
 from models import PEAK_LR, SIZES, make_config
@@ -118,7 +117,7 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
                          f"has {meta['tokenizer']} with {meta['vocab_size']}: {advice}")
     template = state.get("template")
     if template is not None and meta.get("template", template) != template:
-        flag = "DIR, the folder of its model," if is_own(template) else template
+        flag = "DIR, the folder of its model," if template != "plain" else template
         warn(f"{file} was trained on conversations by the template {template}, and {config.data} "
              f"has {meta['template']}: data.py --template {flag} makes it alike")
     trained_on = state["data"][-1][1] if state["data"] else {}      # of the last phase

@@ -26,7 +26,7 @@ def test_compare_tabulates_runs_without_their_void_rows(capsys, tmp_path, monkey
     """A run that was rolled back and resumed, one without a validation loss, and a directory
     without a step. Each line of the first has an hour and a step; its last is being written."""
     monkeypatch.chdir(tmp_path)
-    flags = dict(out="a", lr=4e-3, seed=1, skip_steps=None)
+    flags = dict(out="a", lr=4e-3, seed=1, skip_steps=None, plain=True)
     write_lines(Path("a"), [
         (0, 0, dict(event="start", config=flags)), (0.1, 1, dict(loss=8, val_loss=1)),
         (0.2, 2, dict(loss=1)), (0.3, 3, dict(loss=1e6)), (0.3, 3, dict(event="rollback", to=1)),
@@ -35,7 +35,8 @@ def test_compare_tabulates_runs_without_their_void_rows(capsys, tmp_path, monkey
         (25.1, 3, dict(loss=2, val_loss=1.25)), (25.2, 4, dict(loss=1)), (25.2, 4, dict(
             event="end"))])
     write_lines(Path("b"), [
-        (0, 0, dict(event="start", config=dict(flags, out="b", lr=1e-3, skip_steps="2:3"))),
+        (0, 0, dict(event="start", config=dict(
+            flags, out="b", lr=1e-3, skip_steps="2:3", resume="never", plain=False))),
         (1, 1, dict(loss=8)), (2, 2, dict(loss=80))])
     write_lines(Path("none"), [])
     with open("a/metrics.jsonl", "a") as file:
@@ -44,10 +45,10 @@ def test_compare_tabulates_runs_without_their_void_rows(capsys, tmp_path, monkey
     assert status == 0 and error.count("\n") == 2 and "none/metrics.jsonl has no step" in error
     assert "nowhere is not the --out of a run" in error
     assert [line.split() for line in text.splitlines()[-2:]] == [
-        "1.0000 1 1.2500 3 4 400 0h42m 7,000 9.00e-02 a, lr 0.004, 1 rollback, 1 damaged, "
+        "1.0000 1 1.2500 3 4 400 0h42m 7,000 9.00e-02 a, lr 0.004, plain, 1 rollback, 1 damaged, "
         "1 resume".split(),
         "- - - - 2 200 2h00m 7,000 9.00e-02 b, lr 0.001, skip-steps 2:3".split()]
-    for words, *outs in [("nothing to compare", "none"), ("OUT",),
+    for words, *outs in [("nothing to compare", "none"),
                          ("a/metrics.jsonl is a file: give", "a/metrics.jsonl")]:
         status, text, error = run_main(capsys, compare, *outs)
         assert (status, text) == (2, "") and words in error, error
@@ -128,7 +129,8 @@ def test_compare_reads_what_is_not_finite_or_not_a_step(tmp_path, monkeypatch):
                             (2, 3, dict(loss=4, val_loss=inf)), (3, 4, dict(loss=3, val_loss=2)),
                             (4, 5, dict(loss=inf, val_loss=nan, bits_per_byte=nan))])
     with open("a/metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "time": 14400}\n[]\nnull\n{"step": 7, "time": 14400, "loss": 1}\n')
+        file.write('{"step": 6, "time": 14400}\n[]\nnull\n{"step": 7, "time": 14400, "loss": 1}\n'
+                   '{"step": "7", "time": 14400, "loss": 1, "tokens": 1, "lr": 1}\n')
     write_lines(Path("b"), [(0, 1, dict(loss=9, val_loss=nan))])
     write_lines(Path("c"), [(0, 1, dict(loss=nan)), (1, 2, dict(loss=None))])
     one, two = compare.compare(compare.read_runs(["b", "c", "a"])).splitlines()[-2:]

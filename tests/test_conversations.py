@@ -16,7 +16,6 @@ import torch
 
 import checkpoint
 import data
-import model
 import sample
 import train
 from corpus import conversations
@@ -157,7 +156,6 @@ def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
         padded = made.rows([NO_WINDOW, 0])[1]
         assert (padded[0] == data.IGNORE_INDEX).all() and (padded[1] == targets[0]).all()
         assert made.count_targets([NO_WINDOW]) == 0
-    assert data.IGNORE_INDEX == model.IGNORE_INDEX
 
 
 def test_a_last_question_is_in_one_split_and_equal_conversations_count_once(make_data):

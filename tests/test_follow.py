@@ -139,17 +139,3 @@ def test_a_dashboard_that_raises_costs_one_warning_and_never_the_run(run_train, 
     assert status == 0 and "step 3/3" in text and error.count("\n") == 1, error
     assert "train.py: warning: --log: wandb is off from here on: lost" in error
     assert [step for step, _ in ReadByTensorBoard(tmp_path / "o").losses()] == [1, 2, 3]
-
-
-def test_follow_refuses_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged/metrics.jsonl").write_text('{"step": 9, "lo')
-    for arguments, words in [("o --to wandb", "o has no metrics.jsonl"),
-                             ("damaged --to wandb", "damaged has no metrics.jsonl with a whole"),
-                             ("o --to comet", "--to: invalid choice: 'comet'"),
-                             ("o --to tensorboard,wandb", "choice: 'tensorboard,wandb'"),
-                             ("o", "--to"), ("--to wandb", "OUT")]:
-        status, text, error = run_main(capsys, follow, *arguments.split())
-        assert (status, text) == (2, "") and error.count("\n") == 1 and words in error, error
-        assert error.startswith("tools.follow: ")

@@ -10,10 +10,9 @@ import pytest
 from base.flops import parameter_count
 from model import GPTConfig
 from tools.plan.__main__ import answer
-from tools.scaling_law import Law, Points, back_test, fit, on_law, predict, read_law
+from tools.scaling_law import HOFFMANN, Law, Points, back_test, fit, on_law, predict, read_law
 
-# Published laws, and the sizes and tokens on which they were fitted, about.
-HOFFMANN = Law(1.69, 406.4, 410.7, 0.34, 0.28)                  # 2022, equation 10
+# A published law beside HOFFMANN, and below the sizes and tokens on which they were fitted, about.
 BESIROGLU = Law(1.817, 482.0, 2085.0, 0.348, 0.366)             # 2024, of Chinchilla's figure 4
 KNOWN = Law(1.7, 400.0, 400.0, 0.34, 0.28)      # of no one: the one of the measured noise below
 

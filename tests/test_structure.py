@@ -24,7 +24,7 @@ import checkpoint
 import data
 import model
 from base.options import Config
-from corpus import mixtures
+from corpus import shards
 from corpus.program import DataFlags
 from model import GPTConfig
 from parallelism.pipeline import SCHEDULES
@@ -117,7 +117,7 @@ def test_data_py_needs_neither_torch_nor_the_model():
 
 # Lines at most, of folders, of files of the book and of the program. A change that raises one says
 # what it is worth.
-LINES = {"base": 1595, "corpus": 2592, "models": 840, "parallelism": 2748, "runtime": 2775,
+LINES = {"base": 1595, "corpus": 2500, "models": 840, "parallelism": 2748, "runtime": 2775,
          "tools": 4095, "parallel.py": 1350, "model.py": 350, "train.py": 310, "checkpoint.py": 200,
          "data.py": 240, "sample.py": 120, "amp.py": 104}
 PROGRAM = 17_050
@@ -191,6 +191,6 @@ def test_constants_that_stand_in_two_files_are_equal():
     """data.py must not import torch, checkpoint.py nothing of corpus/, base/ nothing of
     parallelism/."""
     assert data.IGNORE_INDEX == model.IGNORE_INDEX
-    assert checkpoint.OPTIONAL == mixtures.OPTIONAL
+    assert checkpoint.OPTIONAL == shards.OPTIONAL
     [pp_schedule] = [field for field in fields(Config) if field.name == "pp_schedule"]
     assert pp_schedule.metadata["choices"] == list(SCHEDULES)

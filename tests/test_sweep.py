@@ -83,15 +83,3 @@ def test_a_sweep_of_more_epochs_continues_its_runs(imitated, tmp_path, capsys):
 def test_a_killed_run_is_reported_by_its_signal_and_another_by_its_last_message(status, text,
                                                                                 words):
     assert why_it_ended(text, status) == words
-
-
-@pytest.mark.parametrize("flags, words", [
-    ("--lr 1e-3", "nothing to sweep"), ("--lr 1e-3,x", "--lr: invalid float value: 'x'"),
-    ("--beta2 0.9,2", "--beta2: 2 must"), ("--zero 0,1,9", "--zero: invalid choice: 9"),
-    ("--lr 1,2 --stepz 10", "did you mean --steps?"),
-    ("--lr 1,2 --resume a.pt", "--resume is for one run"), ("--lr 1,2 --data nowhere", "nowhere")])
-def test_a_wrong_sweep_is_one_line(tmp_path, monkeypatch, capsys, flags, words):
-    monkeypatch.chdir(tmp_path)
-    status, text, error = run_main(capsys, tools.sweep, *flags.split())
-    assert status == 2 and text == "" and error.count("\n") == 1 and words in error, error
-    assert list(tmp_path.iterdir()) == []

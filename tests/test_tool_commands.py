@@ -1,10 +1,13 @@
-"""What the programs have in common: their help.
+"""What the programs have in common: their help, and one line for a mistake.
 """
 import importlib
 import re
 import sys
 
 import pytest
+
+from tests.commands import run_main
+from tests.harness import names_in
 
 
 @pytest.mark.parametrize("program", ["corpus.program", "train", "sample", "tools.schedule",
@@ -28,3 +31,29 @@ def test_help_is_in_groups_and_says_the_form_of_each_value(monkeypatch, capsys, 
     flag = max(forms, key=len)
     error = output(flag[:-1].replace("-", "_").replace("__", "--", 1)).err
     assert f": did you mean {flag}? (" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("program, flags, words", [
+    ("bench.__main__", "gpu", "no CUDA device here: cpu"), ("bench.__main__", "", "device"),
+    ("bench.__main__", "cpu memory", "no part 'memory': it has race"),
+    ("follow", "o --to wandb", "o has no metrics.jsonl"),
+    ("follow", "damaged --to wandb", "damaged has no metrics.jsonl with a whole"),
+    ("follow", "o --to comet", "--to: invalid choice: 'comet'"), ("follow", "o", "--to"),
+    ("follow", "o --to tensorboard,wandb", "'tensorboard,wandb'"), ("follow", "--to wandb", "OUT"),
+    ("compare", "", "OUT"), ("compare", "o --svg a.png", "ends in .svg"),
+    ("sweep", "--lr 1e-3", "nothing to sweep"), ("sweep", "--beta2 0.9,2", "--beta2: 2 must"),
+    ("sweep", "--lr 1e-3,x", "--lr: invalid float value: 'x'"),
+    ("sweep", "--zero 0,1,9", "--zero: invalid choice: 9"),
+    ("sweep", "--lr 1,2 --stepz 10", "did you mean --steps?"),
+    ("sweep", "--lr 1,2 --resume a.pt", "--resume is for one run"),
+    ("sweep", "--lr 1,2 --data nowhere", "nowhere")])
+def test_a_mistake_is_one_line_and_makes_nothing(tmp_path, monkeypatch, capsys, program, flags,
+                                                 words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/metrics.jsonl").write_text('{"step": 9, "lo')
+    module = importlib.import_module(f"tools.{program}")
+    status, text, error = run_main(capsys, module, *flags.split())
+    assert (status, text) == (2, "") and error.count("\n") == 1 and words in error, error
+    assert error.startswith(f"tools.{program.removesuffix('.__main__')}: ")
+    assert names_in(tmp_path) == ["damaged"]

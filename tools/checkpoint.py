@@ -51,20 +51,16 @@ def write(state: dict, target: Path) -> None:
         raise ValueError(f"{aside} exists, as a killed process may leave it: remove it")
     with writing(aside, target):
         aside.mkdir()
-        write_one_part(state, aside)
+        # As a run of one rank: one part has all tensors.
+        part = write_part(aside / part_file(0), (
+            (f"{kind}.{name}", tensor.shape, (0,) * tensor.dim(), tensor)
+            for kind in STATE for name, tensor in state[kind].items()))
+        dtype = next(iter(state["parameters"].values())).dtype
+        facts = {key: value for key, value in state.items() if key not in STATE}
+        write_table(aside, [part], dtype, facts)
         flush_folder(aside)
         os.rename(aside, target)
         flush_folder(target.absolute().parent)
-
-
-def write_one_part(state: dict, folder: Path) -> None:
-    """Write a state into a folder as a run of one rank does: one part has all tensors."""
-    part = write_part(folder / part_file(0), (
-        (f"{kind}.{name}", tensor.shape, (0,) * tensor.dim(), tensor)
-        for kind in STATE for name, tensor in state[kind].items()))
-    dtype = next(iter(state["parameters"].values())).dtype
-    facts = {key: value for key, value in state.items() if key not in STATE}
-    write_table(folder, [part], dtype, facts)
 
 
 @errors_in_one_line("tools.checkpoint")

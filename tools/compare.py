@@ -15,21 +15,22 @@ from pathlib import Path
 
 import numpy as np
 
-from base.commandline import Parser
+from base.commandline import Parser, words_of
 from base.errors import errors_in_one_line
 from tools import comparable_losses
 from tools.comparable_losses import evaluated
 from tools.metrics import Run, finite, read_metrics
 from tools.svg_picture import COLORS, few_numbers, picture, short
+from tools.train_many import OF_OPERATION
 
 PARTS = 50                  # of the tokens in a picture
 DASHES = ["-", "--", ":", "-."]
 
 
 def differing_flags(runs: list[Run]) -> list[str]:
-    """Names of the flags, but for --out, that do not have the same value in all runs."""
+    """Names of the flags, but of operation, that do not have the same value in all runs."""
     names = dict.fromkeys(name for run in runs for name in run.config)
-    return [name for name in names if name != "out"
+    return [name for name in names if name not in OF_OPERATION
             and len({json.dumps(run.config.get(name)) for run in runs}) > 1]
 
 
@@ -38,10 +39,10 @@ def describe(run: Run, flags: list[str]) -> str:
     notes = [run.name]
     for name in flags:
         if run.config.get(name) is not None:
-            notes.append(f"{name.replace('_', '-')} {run.config[name]}")
+            notes.append(" ".join(words_of({name: run.config[name]})).removeprefix("--"))
     kinds = Counter(event["event"] for event in run.events)
-    return ", ".join(notes + [f"{count} {kind}" for kind, count in kinds.items()
-                              if kind not in ("start", "end")])
+    notes += [f"{count} {kind}" for kind, count in kinds.items() if kind not in ("start", "end")]
+    return ", ".join(filter(None, notes))       # of a switch that is off there are no words
 
 
 def cell(row: dict | None, name: str, form: str, width: int) -> str:

@@ -29,7 +29,9 @@ from base.disk import write_file
 from base.errors import DiskFailed, errors_in_one_line, errors_with_path, first_line
 from base.flops import parameter_count
 from checkpoint import load, parameter_shapes
-from corpus.huggingface_tokenizers import find_in_model, load as load_tokenizer, to_huggingface
+from corpus import EOT
+from corpus.huggingface_tokenizers import (HuggingFaceTokenizer, byte_level_tokenizer,
+                                           load as load_tokenizer)
 from corpus.templates import get_template, hash_of, plain_program, program_of
 from corpus.tokenizers import get_tokenizer, is_named
 from models import make_config
@@ -39,6 +41,7 @@ from tools.huggingface_families import (family_of, our_config, their_config, the
 from tools.model_card import model_card
 
 SMALL_FILES = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
+TOKENIZER_FILES = "tokenizer.json", "vocab.json", "tokenizer.model"
 SOME_OF_GPT2S = {"\u0120informants": 50254, "\u0120gazed": 50255}
 END_OF_OTHERS = {"opt-50272": 2}        # token of a tokenizer that is not ours
 WRAPPERS = {r"^((module|_orig_mod)\.)+": ""}       # names that DDP and torch.compile leave
@@ -230,7 +233,9 @@ def add_tokenizer(state: dict, folder: Path, config) -> None:
         name = f"{config.model_type}-{config.vocab_size}"
     state["tokenizer"] = name
     try:
-        found = find_in_model(folder)
+        found = None
+        if any((folder / file).exists() for file in TOKENIZER_FILES):
+            found = load_tokenizer(folder)
         if name == "gpt2-50257" and (found is None or SOME_OF_GPT2S.items() <=
                                      found.tokenizer.get_vocab().items()):
             state["tokenizer"] = name = "gpt2"
@@ -253,16 +258,21 @@ def add_tokenizer(state: dict, folder: Path, config) -> None:
 
 # ---- Export ----------------------------------------------------------------------------------
 
-def read_tokenizer(state: dict):
-    """The tokenizer of a checkpoint and its template of conversations, or None: those that an
-    export can write."""
-    name, file = state["tokenizer"], state.get("tokenizer_file")
-    if file is None and name not in ("gpt2", "bytes"):
-        return None, None
-    encoding = get_tokenizer(name, file)
-    if "template" not in state:
-        return encoding, None
-    return encoding, get_template(state["template"], encoding, state.get("template_file"))
+def to_huggingface(encoding) -> HuggingFaceTokenizer:
+    """The same tokenizer, if it is tiktoken's: gpt2 or bytes. Any two tokens that make up a third
+    are merged, the first of the vocabulary before others."""
+    if isinstance(encoding, HuggingFaceTokenizer):
+        return encoding
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
+    characters = bytes_to_unicode()
+    vocab = {"".join(map(characters.get, token)): encoding.encoding.encode_single_token(token)
+             for token in encoding.encoding.token_byte_values()}
+    tokenizer = byte_level_tokenizer(BPE(vocab=vocab, merges=generate_merges(vocab)))
+    tokenizer.add_special_tokens([EOT])
+    return HuggingFaceTokenizer(PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=EOT, eos_token=EOT, unk_token=EOT, pad_token=EOT))
 
 
 def write_tokenizer(encoding, cfg, folder: Path, template) -> None:
@@ -273,7 +283,8 @@ def write_tokenizer(encoding, cfg, folder: Path, template) -> None:
     tokenizer.chat_template = None if template is None else (
         template.program or plain_program(encoding))
     tokenizer.save_pretrained(folder)
-    if load_tokenizer(folder, "AutoTokenizer").name != converted.name:
+    opened = quiet_transformers().AutoTokenizer.from_pretrained(folder)
+    if HuggingFaceTokenizer(opened).name != converted.name:
         note("AutoTokenizer encodes for this architecture with a pattern of words of its own: open "
              "the tokenizer by PreTrainedTokenizerFast")
 
@@ -286,11 +297,16 @@ def export_model(file: Path, folder: Path) -> None:
     state = load(file)
     cfg = make_config(**state["model"])
     tokenizer = state["tokenizer"]
-    encoding, template = read_tokenizer(state)      # downloads it, or fails, before the weights
+    encoding = None
+    template = None
     end = END_OF_OTHERS.get(tokenizer)
     ends = set(state.get("ends", []))
-    if encoding is not None:
-        end = encoding.eot_token if template is None or template.end is None else template.end
+    if "tokenizer_file" in state or tokenizer in ("gpt2", "bytes"):     # those that can be written
+        encoding = get_tokenizer(tokenizer, state.get("tokenizer_file"))
+        end = encoding.eot_token
+        if "template" in state:
+            template = get_template(state["template"], encoding, state.get("template_file"))
+            end = end if template.end is None else template.end
         ends |= {encoding.eot_token, end}
     start = encoding.prefix[0] if encoding is not None and encoding.prefix else end
     if end is not None and end >= cfg.vocab_size:

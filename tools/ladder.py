@@ -66,8 +66,7 @@ EVAL_TOKENS = 65_536    # by default: a validation loss of fewer is noise
 # Flags that would make rungs and target differ in more than width, or that the ladder sets.
 REFUSED = ("lr_schedule", "decay_ratio", "epochs", "batch_ramp", "resume", "init_from", "eval_only",
            "save_every", "keep", "eval_every", "skip_steps", "plain")
-# Of the model's shape, what all rungs have in common with the target. (make_rung adds the rest.)
-SHAPE_OF_ALL = ("n_layer", "seq_len", "activation", "rope_theta", "head_dim", *options.OF_MIXTURE)
+OF_WIDTH = ("n_embd", "n_head", "n_kv_head", "hidden")      # of the shape, in which rungs differ
 
 
 # ---- The rungs -------------------------------------------------------------------------------
@@ -161,18 +160,11 @@ def shape_of_width(shape: dict, width: int) -> dict:
 def make_rung(width: int, shape: dict, vocab_size: int, config, given: dict) -> Rung:
     """The target, or a rung of this width; `given` are train.py's flags for all of them."""
     rung = shape_of_width(shape, width) if width != shape["n_embd"] else shape
-    flags = given | {name: rung[name] for name in ("n_embd", "n_head", "n_kv_head", "hidden")
-                     if rung.get(name)}
+    flags = given | {name: rung[name] for name in OF_WIDTH if rung.get(name)}
     lr = config.lr * math.sqrt(shape["n_embd"] / width)
     flags |= dict(lr=float(f"{lr:.4g}"), lr_schedule="wsd", decay_ratio=DECAY, eval_every=0,
                   eval_tokens=config.eval_tokens)
     return Rung(make_config(vocab_size=vocab_size, **rung), flags, config.steps, Path(config.out))
-
-
-def default_widths(width: int) -> list[int]:
-    """Multiples of 8, or of 2 for a small target."""
-    step = 8 if width >= 64 else 2
-    return sorted({max(step, round(width * part / step) * step) for part in PARTS_OF_WIDTH})
 
 
 # ---- The command -----------------------------------------------------------------------------
@@ -213,8 +205,8 @@ def read_flags(arguments: list[str]) -> tuple[LadderConfig, dict]:
     config = LadderConfig(**given)
     if config.eval_tokens is None:
         config = replace(config, eval_tokens=EVAL_TOKENS)
-    by_rung = {"out", "lr", "steps", *options.SHAPE} - set(SHAPE_OF_ALL)
-    of_all = {name: value for name, value in given.items() if name not in by_rung.union(OWN)}
+    of_all = {name: value for name, value in given.items()
+              if name not in ("out", "lr", "steps", *OF_WIDTH, *OWN)}
     return config, of_all | dict(data=config.data)
 
 
@@ -255,8 +247,12 @@ def plan(arguments: list[str]) -> tuple[LadderConfig, list[Rung], Rung]:
     TokenDataset(config.data, "val", shape["seq_len"])      # or a run would say that it is missing
     if config.lr is None:
         config = replace(config, lr=default_lr(config.model, shape))
-    target, *rungs = [make_rung(width, shape, data.meta["vocab_size"], config, of_all) for width in
-                      (shape["n_embd"], *(config.rungs or default_widths(shape["n_embd"])))]
+    widest = shape["n_embd"]
+    step = 8 if widest >= 64 else 2         # of the default widths
+    chosen = config.rungs or sorted({max(step, round(widest * part / step) * step)
+                                     for part in PARTS_OF_WIDTH})
+    target, *rungs = [make_rung(width, shape, data.meta["vocab_size"], config, of_all)
+                      for width in (widest, *chosen)]
     check(config, rungs, target, data)
     every = [job for rung in rungs for job in rung.jobs()]
     check_jobs([*every, target.job_of_target()], data)
@@ -268,7 +264,8 @@ def plan(arguments: list[str]) -> tuple[LadderConfig, list[Rung], Rung]:
 def find(rungs: list[Rung], target: Rung, tokens_per_step: int) -> dict:
     """The content of ladder.json. Raises ValueError if fewer than three rungs have ended."""
     rows = [row for rung in rungs for row in rung.points()]
-    points = on_law(Points.from_rows((row["N"], row["D"], row["loss"]) for row in rows))
+    columns = (np.array([row[name] for row in rows], float) for name in Points._fields)
+    points = on_law(Points(*columns))
     D = target.steps * tokens_per_step
     found = predict(points, target.N, D)
     law = found.law
@@ -352,16 +349,6 @@ def draw(found: dict, file: Path) -> None:
         figure.legend(loc="outside lower left", frameon=False, ncols=2)
 
 
-def write(found: dict, config: LadderConfig) -> list[str]:
-    """ladder.json, whole or not at all, and ladder.svg; lines on them."""
-    file = Path(config.out, "ladder.json")
-    with errors_with_path(file):
-        aside = file.with_suffix(".tmp")
-        aside.write_text(json.dumps(found, indent=1) + "\n")
-        os.replace(aside, file)
-    return [f"wrote    {file}", draw_if_possible(draw, found, file.with_suffix(".svg"))]
-
-
 @errors_in_one_line("tools.ladder")
 def main() -> None:
     config, rungs, target = plan(sys.argv[1:])
@@ -378,8 +365,13 @@ def main() -> None:
     found = find(rungs, target, config.batch_size * target.cfg.seq_len)
     words = [*shlex.split(config.launch or "python"), "train.py",
              *target.job_of_target().words()]
-    print("\n".join([*report(found, config.budget), f"train    {shlex.join(words)}",
-                     *write(found, config)]))
+    print("\n".join([*report(found, config.budget), f"train    {shlex.join(words)}"]))
+    file = Path(config.out, "ladder.json")
+    with errors_with_path(file):
+        aside = file.with_suffix(".tmp")        # the file appears when it is whole
+        aside.write_text(json.dumps(found, indent=1) + "\n")
+        os.replace(aside, file)
+    print(f"wrote    {file}\n{draw_if_possible(draw, found, file.with_suffix('.svg'))}")
     sys.exit(1 if failures else 0)
 
 

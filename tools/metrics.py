@@ -14,6 +14,8 @@ import numpy as np
 # Seconds before these events were spent between two processes, not in one.
 BETWEEN_PROCESSES = ("start", "resume", "damaged")
 ROW = {"tokens", "loss", "lr", "tokens_per_second"}     # fields that each row of a step has
+KINDS = dict.fromkeys(("step", "time", "tokens", "lr"), int | float) | dict.fromkeys(
+    ("loss", "val_loss", "bits_per_byte", "tokens_per_second"), int | float | None)
 
 
 def parse_line(text: bytes) -> dict | None:
@@ -22,7 +24,8 @@ def parse_line(text: bytes) -> dict | None:
         line = json.loads(text.decode())        # of bytes it would guess the encoding
     except ValueError:
         return None
-    if isinstance(line, dict) and "step" in line and "time" in line:
+    if isinstance(line, dict) and {"step", "time"} <= line.keys() and all(
+            isinstance(value, KINDS.get(name, object)) for name, value in line.items()):
         return line
     return None
 

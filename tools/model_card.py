@@ -94,22 +94,19 @@ def facts_of_run(file: Path, state: dict, cfg: GPTConfig) -> dict:
     given = {name: flags[name] for name in (*OF_TRAINING, "data", "init_from")
              if flags[name] != defaults[name]}
     kind, origin, step = state["run"]["origin"]
-    return {
+    facts = {
         "step": state["step"], "updates": state["optimizer_steps"], "tokens": state["tokens"],
         "FLOPs, about": f"{flops_per_token(cfg) * state['tokens']:.2e}", "data": flags["data"],
         "loss": "of the answers alone" if "template" in state else None,
         "rollbacks": state["monitor"].get("rollbacks"), "run": state["run"]["id"],
         "began": kind if origin is None else f"{kind}: step {step} of the run {origin}",
-        "command": shlex.join(["python", "train.py", *words_of(given)])} | losses(file, state)
-
-
-def losses(file: Path, state: dict) -> dict:
-    """What metrics.jsonl says of this step, if the file is beside the checkpoint and of its run."""
+        "command": shlex.join(["python", "train.py", *words_of(given)])}
+    # What metrics.jsonl says of this step, if the file is beside the checkpoint and of its run.
     run = read_metrics(file.parent)
     now = [row for row in run.rows if row["step"] == state["step"]]
     if not now or now[0]["tokens"] != state["tokens"]:
-        return {}                               # another run's
-    facts = {"training loss": finite(now[0], "loss")}
+        return facts
+    facts |= {"training loss": finite(now[0], "loss")}
     evaluated = [row for _, row in run.evaluations() if row["step"] <= state["step"]]
     if evaluated:
         row = evaluated[-1]

@@ -2,7 +2,7 @@
 
     L(N, D) = E + A N^-a + B D^-b               (Hoffmann et al. 2022, approach 3)
 
-    points = Points.from_rows([(N, D, loss), ...])         # measured
+    points = Points(N, D, loss)                     # measured, (n,) each
     predict(points, 1e9, 20e9)                      # at another point, with an interval
 
 The fit minimizes Huber's loss of the relative errors, so that an outlier counts little. It needs
@@ -68,11 +68,6 @@ class Points(NamedTuple):
     N: np.ndarray
     D: np.ndarray
     loss: np.ndarray
-
-    @classmethod
-    def from_rows(cls, rows) -> "Points":
-        """Rows of (N, D, loss)."""
-        return cls(*np.array(list(rows), float).reshape(-1, 3).T)
 
     def where(self, mask) -> "Points":
         return Points(*(column[mask] for column in self))

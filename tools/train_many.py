@@ -27,8 +27,10 @@ from tools.metrics import Run, read_metrics
 
 TRAIN = str(Path(__file__).resolve().parents[1] / "train.py")
 SIGNALS = {getattr(signal, name) for name in NAMES if hasattr(signal, name)}    # Windows lacks two
-# Flags that change what a run computes.
-COMPARED = set(OF_TRAINING) - {"save_every", "keep", "check_every", "eval_every", "max_rollbacks"}
+# Flags that do not change what a run computes, and those that do.
+OF_OPERATION = {"save_every", "keep", "check_every", "eval_every", "max_rollbacks",
+                "checkpoint_format", "out", "resume", "log", "log_every", "eval_only", "timeout"}
+COMPARED = set(OF_TRAINING) - OF_OPERATION
 
 
 def jobs_flag(group=None):

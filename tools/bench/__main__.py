@@ -1,4 +1,5 @@
 """The command line of python -m tools.bench."""
+import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from base.options import parse_flags
 from model import SIZES, GPTConfig
 from parallel import Grid
 from tools.bench import launch
+from tools.metrics import read_metrics
 from tools.plan.flags import PlanConfig
 from tools.plan.memory import Stage, gpu_bytes, memory_bytes
 
@@ -58,12 +60,18 @@ TINY = dict(n_layer=4, n_head=4, n_embd=64, seq_len=32)
 
 
 def train_py(work: Work, folder: Path, processes: int, *flags, **environment) -> tuple[list, dict]:
-    """launch.train_py of the work's model. (The last of repeated flags counts.)"""
+    """Run train.py on random tokens, without saves -> (the steps in its metrics.jsonl, what it has
+    written to SEEN). (The last of repeated flags counts.)"""
     shape = [f"{flag_name(name)}={value}" for name, value in work.shape.items()]
-    return launch.train_py(
-        processes, folder, work.vocab, *shape, "--batch-size", work.batch,
-        "--micro-batch", work.microbatches[0], "--dtype", work.dtype, "--device", work.device,
-        "--steps", work.steps, "--lr", 1e-3, *flags, seconds=SECONDS, **environment)
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        seen = Path(out, "seen.json")
+        launch.finished(
+            processes, "tools.bench.launch", "--data", launch.random_data(folder, work.vocab),
+            "--out", out, "--save-every", 0, "--eval-every", 0, *shape, "--batch-size", work.batch,
+            "--micro-batch", work.microbatches[0], "--dtype", work.dtype, "--device", work.device,
+            "--steps", work.steps, "--lr", 1e-3, *flags, seconds=SECONDS, SEEN=str(seen),
+            **environment)
+        return read_metrics(Path(out)).rows, json.loads(seen.read_text())
 
 
 # ---- The parts: each yields its rows, {column: value} ----------------------------------------
@@ -82,11 +90,13 @@ def race(work: Work, folder: Path) -> Iterator[dict]:
             for _ in range(work.turns):
                 steps, seen = train_py(work, folder, processes, *flags.split(), "--micro-batch",
                                        micro_batch)
-                peer = launch.peer(
-                    processes, SECONDS, mode=mode, shape=work.shape, vocab=work.cfg.padded_vocab,
+                of_peer = dict(
+                    mode=mode, shape=work.shape, vocab=work.cfg.padded_vocab,
                     batch_size=work.batch, micro_batch=micro_batch, dtype=work.dtype,
                     steps=work.steps - work.warmup, warmup=work.warmup, device=work.device,
                     compile=compiled)
+                peer = json.loads(launch.finished(processes, "tools.bench.pytorch_stack",
+                                                  json.dumps(of_peer), seconds=SECONDS))
                 speeds = [step["tokens_per_second"] for step in steps[work.warmup:]]
                 turns.append((np.median(speeds), peer["tokens_per_second"]))
         except RuntimeError as error:                       # too little memory, say

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,7 +18,6 @@ import torch
 
 import train
 from corpus.shards import append_tokens
-from tools.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +35,7 @@ def random_data(folder: Path, vocab: int) -> Path:
     return path
 
 
-def finished(processes: int, *command, seconds: float = 900, **environment) -> str:
+def finished(processes: int, *command, seconds: float, **environment) -> str:
     """Standard output of a Python module with arguments, in one process on all cores, or by
     torchrun. Raises RuntimeError if it fails or takes longer."""
     start = [sys.executable]
@@ -64,23 +62,6 @@ def first_error(text: str) -> str:
     lines = text.strip().splitlines() or [""]
     errors = [line for line in lines if "Error" in line or line.startswith("train.py: ")]
     return (errors or lines[-1:])[0].strip()
-
-
-def train_py(processes: int, folder: Path, vocab: int, *flags, **options) -> tuple:
-    """Run train.py on random tokens, without saves -> (the steps in its metrics.jsonl, what it has
-    written to SEEN). `options` are those of `finished`."""
-    with tempfile.TemporaryDirectory(dir=folder) as out:
-        seen = Path(out, "seen.json")
-        finished(processes, "tools.bench.launch", "--data", random_data(folder, vocab),
-                 "--out", out, "--save-every", 0, "--eval-every", 0, *flags, SEEN=str(seen),
-                 **options)
-        return read_metrics(Path(out)).rows, json.loads(seen.read_text())
-
-
-def peer(processes: int, seconds: float = 900, **work) -> dict:
-    """What pytorch_stack.py measures; `work` are arguments of its `train_plain`."""
-    return json.loads(finished(processes, "tools.bench.pytorch_stack", json.dumps(work),
-                               seconds=seconds))
 
 
 if __name__ == "__main__":
