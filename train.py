@@ -265,9 +265,7 @@ class Run:
         """2. Sum the loss and the squared norm over all ranks, so that all decide alike. A signal
         may reach one rank alone: the sum tells all of it, by self.stop.agreed."""
         local = step_stats.local_sums(loss_sum, self.model, self.flat)
-        local["signals"] = step_stats.scalar(self.stop.requested, self.device)
-        total = step_stats.sum_across_ranks(local, self.grid, self.config.timeout)
-        self.stop.agreed = total["signals"] > 0
+        total = step_stats.sum_across_ranks(local, self.grid, self.config.timeout, self.stop)
         return step_stats.statistics(total, batch, self.flat, self.scaler.scale, loss_sum)
 
     def update(self, stats: step_stats.StepStats, lr: float) -> None:

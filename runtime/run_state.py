@@ -2,6 +2,7 @@
 `run` is a train.Run."""
 import dataclasses
 import time
+from functools import partial
 from pathlib import Path
 from typing import Callable
 
@@ -33,7 +34,11 @@ def restore(run, state: dict | None) -> None:
     run.scaler = make_scaler(config.dtype)
     if state is None:
         done = dict(step=0, consumed_samples=0, tokens=0, optimizer_steps=0)
-        run.flat.initialize(run.model_config, config.seed, initial_weights(config))
+        load_weights = None
+        if config.init_from is not None:
+            weights = all_ranks(lambda: checkpoint.load(Path(config.init_from)))["parameters"]
+            load_weights = partial(checkpoint.load_shards, weights, kind="master")
+        run.flat.initialize(run.model_config, config.seed, load_weights)
     else:
         done = state
         if state["config"]["dtype"] == config.dtype:
@@ -46,15 +51,6 @@ def restore(run, state: dict | None) -> None:
                           sequences_trained=done["tokens"] // run.model_config.seq_len)
     run.loader = Loader(run.batches, run.model_config, run.grid, run.device)
     run.divergence = DivergenceMonitor.restored(state, config, run.train_data)
-
-
-def initial_weights(config: Config) -> Callable | None:
-    """A function that loads this rank's masters from --init-from, or None: from the seed. Every
-    rank calls it."""
-    if config.init_from is None:
-        return None
-    weights = all_ranks(lambda: checkpoint.load(Path(config.init_from)))["parameters"]
-    return lambda flat: checkpoint.load_shards(weights, flat, "master")
 
 
 def go_back(run, find: Callable) -> None:

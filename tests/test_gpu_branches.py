@@ -33,6 +33,7 @@ from parallelism import build, collectives, kernels, pipeline
 from parallelism.pipeline import run_schedule
 from parallelism.pipeline import SCHEDULES
 from runtime import evaluation, step_stats
+from runtime.signals import StopSignal
 from tests.commands import TINY, read_metrics, torchrun
 from tests.harness import (CFG, GPUS, ROOT, Memory, Rows, assert_same_rows, gather_full_state,
                            gridded, log_of, own_processes, run_steps, settings, traffic,
@@ -377,7 +378,7 @@ def test_a_process_alone_waits_for_its_device_however_long(world, expected):
     """--timeout is for other ranks."""
     grid = SimpleNamespace(world=world, groups=dict(world=None))
     with mock.patch.object(step_stats, "to_host", wraps=collectives.to_host) as to_host:
-        step_stats.sum_across_ranks(dict(loss=torch.zeros(())), grid, 60)
+        step_stats.sum_across_ranks(dict(loss=torch.zeros(())), grid, 60, StopSignal())
     assert to_host.call_args.args[1] == expected
 
 

@@ -18,7 +18,7 @@ import torch
 from base import agreement
 from base.options import Config, merge_config, parse_flags
 from base.processes import Job, RunError
-from corpus import flags as data_flags
+from corpus import program as data_flags
 from model import GPTConfig
 from models.llama import LlamaConfig
 from models.moe import MoEConfig
