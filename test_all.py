@@ -874,10 +874,12 @@ def tensors(path):
 @pytest.mark.claim("`plain_step` and `plain_evaluate`, run by `train.py --plain`, have the losses "
                    "and norms of a run.")
 @pytest.mark.parametrize("size, dtype, bound", [
-    ((), "fp32", 1e-6), (("--model", "llama-nano"), "fp64", 1e-10)])
+    ((), "fp32", 1e-6), (("--model", "llama-nano", "--micro-batch", 2), "fp64", 1e-10),
+    ((), "bf16", 0.02)])
 def test_the_plain_program_has_the_losses_of_a_run(run_train, library, tmp_path, size, dtype,
                                                    bound):
-    """With clipping at work, over 10 steps."""
+    """With clipping at work, over 10 steps. In bf16 a run has bf16 parameters with fp32 masters, and
+    the plain program autocast."""
     flags = ["--data", library, *SMALL, *size, "--steps", 10, "--dtype", dtype]
     for out, plain in (("run", []), ("plain", ["--plain"])):
         assert run_train(*flags, "--out", tmp_path / out, *plain)[0] == 0

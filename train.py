@@ -10,6 +10,7 @@ compare the two. Before `Run` read parallel.py, which has the parallelism that i
 defines the flags, runtime/ has what else a long run needs, docs/extend.md says how to change it."""
 import math
 import time
+from pathlib import Path
 
 import base      # before numpy and torch: it exits with one line if they are missing
 
@@ -20,6 +21,7 @@ from amp import PRECISIONS, clip_factor
 from base.errors import RunError
 from base.options import Config
 from base.processes import running
+from checkpoint import plain_load, plain_save
 from data import Batch, TokenDataset, open_shards, plain_batch, plain_windows
 from model import GPT, GPTConfig
 from parallel import Grid, gather_before_use, keep_stage, tensor_parallel
@@ -42,37 +44,42 @@ def plain_step(config: Config, model: GPT, optimizer: torch.optim.Optimizer, sha
 
         from train import Config, GPT, GPTConfig, open_shards, plain_adamw, plain_step
         shards = open_shards("data/python", "train")
-        config = Config(steps=20, lr=4e-3)              # nano's default learning rate
+        config = Config(steps=20, lr=4e-3)      # of nano, the default size, the default rate
         model = GPT(GPTConfig()).initialize(config.seed)
         optimizer = plain_adamw(config, model)
         for step in range(1, 21):       # the losses of `python train.py --plain --steps 20`
             print(plain_step(config, model, optimizer, shards, step))
     """
-    # A shard is an array of tokens. Window i is tokens i T to (i + 1) T of its shard, so neighbors
-    # overlap by one; T is seq_len. The seed shuffles all windows, and each step takes the next
-    # batch_size of them.
+    # A shard is an array of tokens, cut into windows of T = seq_len inputs: window i is
+    # tokens[i T : (i + 1) T + 1], because the target of a token is the next one. The seed shuffles
+    # all windows, in each epoch anew. A step takes the next batch_size of them.
+    T = model.cfg.seq_len
     consumed = (step - 1) * config.batch_size
-    rows = plain_batch(shards, model.cfg.seq_len, config.seed, consumed, config.batch_size)
+    rows = plain_batch(shards, T, config.seed, consumed, config.batch_size)
     rows = torch.from_numpy(rows).to(model.device)                          # (B, T + 1)
-    inputs, targets = rows[:, :-1], rows[:, 1:]     # (B, T) each: a token's target is the next one
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
 
     optimizer.zero_grad()
-    loss = model(inputs, targets) / targets.numel()             # the model returns the sum
-    loss.backward()
+    mean_loss = 0.0
+    for microbatch in rows.split(config.micro_batch or config.batch_size):
+        inputs, targets = microbatch[:, :-1], microbatch[:, 1:]             # (b, T) each
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
+            loss = model(inputs, targets) / (config.batch_size * T)         # the model sums
+        loss.backward()                 # the gradients of the microbatches add up
+        mean_loss += loss.item()
     max_norm = config.clip if config.clip > 0 else math.inf     # --clip 0: no clipping
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    if not norm.isfinite():
-        raise RunError(f"step {step} has loss {loss} and gradient norm {norm}: lower --lr")
+    if not norm.isfinite():             # `Run` skips such a step; many are a divergence
+        raise RunError(f"step {step} has loss {mean_loss} and gradient norm {norm}: lower --lr")
     optimizer.step()
-    return loss.item(), norm.item()
+    return mean_loss, norm.item()
 
 
 def learning_rate(config: Config, step: int) -> float:
     """Linear warm-up to `lr` in warmup_steps, then decay to lr * min_lr_ratio at the last step.
-    "wsd" (Hu et al. 2024, section 4) keeps the peak, and decays only in the last decay_ratio of the
-    steps: a checkpoint from before the decay can be continued with more --steps."""
+    "wsd" (Hu et al. 2024, section 4) keeps the peak, and decays only over the last decay_ratio of
+    the steps: a checkpoint from before the decay can be continued with more --steps."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     decay_start = config.warmup_steps
@@ -80,7 +87,7 @@ def learning_rate(config: Config, step: int) -> float:
         decay_start = max(decay_start, config.steps - round(config.decay_ratio * config.steps))
     if step <= decay_start:
         return config.lr
-    done = (step - decay_start) / (config.steps - decay_start)      # of the decay: 0 to 1
+    done = (step - decay_start) / (config.steps - decay_start)      # fraction of the decay
     if config.lr_schedule == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * done))
     else:                               # linear, and wsd
@@ -100,20 +107,19 @@ def plain_adamw(config: Config, model: GPT) -> torch.optim.AdamW:
 @torch.no_grad()
 def plain_evaluate(config: Config, model: GPT, shards: list) -> float:
     """The mean loss in nats on evenly spaced windows, the same in every evaluation."""
-    seq_len = model.cfg.seq_len
-    n_windows = sum((len(tokens) - 1) // seq_len for tokens in shards)
-    count = min(n_windows, 128)
-    if config.eval_tokens is not None:
-        count = min(n_windows, math.ceil(config.eval_tokens / seq_len))
+    T = model.cfg.seq_len
+    n_windows = sum((len(tokens) - 1) // T for tokens in shards)
+    count = evaluation.eval_sequences(config, T, n_windows)     # of --eval-tokens, or a default
     window_ids = np.linspace(0, n_windows - 1, count).astype(np.int64)
     loss_sum = 0.0
     model.eval()                        # no dropout
     for first in range(0, count, config.batch_size):
-        rows = plain_windows(shards, seq_len, window_ids[first:first + config.batch_size])
+        rows = plain_windows(shards, T, window_ids[first:first + config.batch_size])
         rows = torch.from_numpy(rows).to(model.device)                      # (B, T + 1)
-        loss_sum += model(rows[:, :-1], rows[:, 1:]).item()
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
+            loss_sum += model(rows[:, :-1], rows[:, 1:]).item()
     model.train()
-    return loss_sum / (count * seq_len)
+    return loss_sum / (count * T)
 
 
 def plain_train(config: Config, model_config: GPTConfig, device: torch.device,
@@ -123,11 +129,12 @@ def plain_train(config: Config, model_config: GPTConfig, device: torch.device,
     dtype = torch.float64 if config.dtype == "fp64" else torch.float32
     model = model_config.build().initialize(config.seed).to(device, dtype)
     optimizer = plain_adamw(config, model)
-    out.load(model, optimizer)          # its newest whole checkpoint, if there is one
+    if out.checkpoint is not None:      # the newest whole one
+        plain_load(model, optimizer, out.checkpoint)
     train_shards = open_shards(config.data, "train")
     val_shards = open_shards(config.data, "val")
     with StopSignal() as stop:          # Ctrl-C or SIGTERM ends the process when this block ends
-        for step in range(out.step + 1, config.steps + 1):
+        for step in range(out.finished_step + 1, config.steps + 1):
             start = time.perf_counter()
             loss, norm = plain_step(config, model, optimizer, train_shards, step)
             seconds = time.perf_counter() - start
@@ -135,9 +142,9 @@ def plain_train(config: Config, model_config: GPTConfig, device: torch.device,
             if config.is_nth_or_last(step, config.eval_every):
                 val_loss = plain_evaluate(config, model, val_shards)
             out.log(step, loss, norm, learning_rate(config, step), seconds, val_loss)
-            stopping = stop.requested           # later ones are for the next step
+            stopping = stop.requested           # read once, so that a run that stops has saved
             if stopping or config.is_nth_or_last(step, config.save_every):
-                out.save(model, optimizer)
+                plain_save(model, optimizer, out.facts(step), Path(config.out), config.keep)
             if stopping:
                 break
         out.report_end()

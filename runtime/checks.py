@@ -18,9 +18,10 @@ from parallelism.shared_heads import can_cut_heads
 
 # The flags that --plain takes. A run that it continues may have had others. They are ignored.
 PLAIN_FLAGS = {
-    "plain", "data", "out", "model", *SHAPE, "batch_size", "steps", "epochs", "lr", "min_lr_ratio",
-    "warmup_steps", "lr_schedule", "decay_ratio", "weight_decay", "beta1", "beta2", "clip", "seed",
-    "device", "dtype", "save_every", "keep", "eval_every", "eval_tokens", "log_every"}
+    "plain", "data", "out", "model", *SHAPE, "batch_size", "micro_batch", "steps", "epochs", "lr",
+    "min_lr_ratio", "warmup_steps", "lr_schedule", "decay_ratio", "weight_decay", "beta1", "beta2",
+    "clip", "seed", "device", "dtype", "save_every", "keep", "eval_every", "eval_tokens",
+    "log_every"}
 
 
 def validate(given: dict, state: dict | None, world: int, device_type: str,
@@ -145,8 +146,8 @@ def check_plain(given: dict, world: int) -> None:
         (world > 1,
          f"--plain is for one process, not {world}: drop --plain, or start without torchrun"),
         (names, f"--plain has no {names}: drop one or the other"),
-        (config.dtype in ("bf16", "fp16"),
-         f"--plain has no --dtype {config.dtype}: give fp32 or fp64, or drop --plain"),
+        (config.dtype == "fp16",
+         "--plain has no --dtype fp16: give fp32, bf16 or fp64, or drop --plain"),
         (set("=,") & set(config.data) and not Path(config.data).is_dir(),
          "--plain reads one directory, not a mixture: drop --plain, or give one directory")])
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 from amp import make_scaler
 from base.agreement import all_ranks, print_rank0
 from base.commandline import flag_name
@@ -16,7 +15,7 @@ from base.flops import parameter_count
 from base.options import Config
 from base.processes import Job
 from data import TokenDataset
-from model import GPT, GPTConfig
+from model import GPTConfig
 from runtime import run_state, startup
 from runtime.console import report_begin, report_end
 from runtime.directory import Metrics, Start
@@ -61,9 +60,10 @@ def begin(given: dict, job: Job, device: torch.device,
     facts = run_state.make_facts(config, model_config, train_data, start.run,
                                  make_scaler(config.dtype), DivergenceMonitor())    # a new one
     out = OutputFolder(config, model_config.seq_len, start, facts, start.step)
-    if out.step < config.steps:
+    if out.finished_step < config.steps:
         out.report_begin(model_config, val_data)
-    return config, model_config, out
+    micro_batch = given.get("micro_batch")      # the default is for a train.Run
+    return dataclasses.replace(config, micro_batch=micro_batch), model_config, out
 
 
 @dataclasses.dataclass
@@ -72,9 +72,14 @@ class OutputFolder:
     config: Config
     seq_len: int
     start: Start
-    facts: dict                     # what all checkpoints hold besides tensors
-    step: int                       # the last one that is finished
+    of_all: dict                    # what all checkpoints hold besides tensors
+    finished_step: int              # the last one
     run_log: RunLog | None = None   # unless the run has steps to make
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest whole checkpoint of the run, from which it begins."""
+        return self.start.path
 
     def report_begin(self, model_config: GPTConfig, val_data: TokenDataset) -> None:
         """Open metrics.jsonl. Tell how the run begins."""
@@ -83,18 +88,13 @@ class OutputFolder:
         self.run_log = RunLog(metrics, config, val_data, model_config, torch.device("cpu"), world=1)
         print_rank0(f"model    {parameter_count(model_config):,} parameters, {config.dtype}; "
                     f"{config.data} -> {config.out}")
-        report_begin(self.run_log, self.start, self.facts["data"], [socket.gethostname()])
-
-    def load(self, model: GPT, optimizer: torch.optim.AdamW) -> None:
-        """Fill both from the newest whole checkpoint, if there is one."""
-        if self.start.path is not None:
-            checkpoint.plain_load(model, optimizer, self.start.path)
+        report_begin(self.run_log, self.start, self.of_all["data"], [socket.gethostname()])
 
     def log(self, step: int, loss: float, norm: float, lr: float, seconds: float,
             val_loss: float | None) -> None:
         """Write and print a step that took `seconds`. `val_loss`: None without an evaluation."""
         config = self.config
-        self.step = step
+        self.finished_step = step
         tokens = config.batch_size * self.seq_len
         row = dict(step=step, tokens=step * tokens, loss=loss, grad_norm=norm, lr=lr,
                    loss_scale=1.0, tokens_per_second=tokens / seconds)
@@ -106,18 +106,17 @@ class OutputFolder:
             print_rank0(f"step {step}/{config.steps}  validation {val_loss:.4f}")
         self.run_log.metrics.write(**row)
 
-    def save(self, model: GPT, optimizer: torch.optim.AdamW) -> None:
-        """Write a checkpoint of the last finished step."""
-        consumed = self.step * self.config.batch_size
-        facts = self.facts | dict(step=self.step, tokens=consumed * self.seq_len,
+    def facts(self, step: int) -> dict:
+        """What the checkpoint of this step holds besides tensors."""
+        consumed = step * self.config.batch_size
+        return self.of_all | dict(step=step, tokens=consumed * self.seq_len,
                                   consumed_samples=consumed)
-        checkpoint.plain_save(model, optimizer, facts, Path(self.config.out), self.config.keep)
 
     def report_end(self) -> None:
         """Tell how the run has ended: before it began, by a signal, or after its last step."""
-        config = self.config
+        config, step = self.config, self.finished_step
         if self.run_log is None:
-            print_rank0(f"{self.start.path} is step {self.step} of {config.steps}: raise --steps")
+            print_rank0(f"{self.start.path} is step {step} of {config.steps}: raise --steps")
         else:       # its checkpoints are files, also where the run that it continues had folders
-            report_end(self.run_log, self.step,
-                       dataclasses.replace(config, checkpoint_format="file"), self.facts)
+            report_end(self.run_log, step,
+                       dataclasses.replace(config, checkpoint_format="file"), self.of_all)

@@ -17,7 +17,7 @@ import pytest
 import tools.schedule
 from base.options import Config, parse_flags
 from base.sample_flags import SampleFlags
-from corpus import flags as data_flags
+from corpus import program as data_flags
 from models import SIZES
 from runtime import checks
 from tests.commands import (PAGES, README, TINY, Command, kinds, launch, read_metrics,
