@@ -202,8 +202,8 @@ class Batch(NamedTuple):
     step: int
     start: int                  # the number of its first sequence
     window_ids: np.ndarray      # (B,) of all ranks
-    targets: int                # of all ranks: those that count in the loss
-    tokens: int                 # B T
+    num_targets: int            # of all ranks: those that count in the loss
+    num_tokens: int             # B T
     microbatches: list          # this rank's rows (runtime.loader.Loader.microbatches)
 
     @property

@@ -617,7 +617,7 @@ def scales_by_torch(overflows, **numbers):
 
 
 def start_with_a_high_scale(run):
-    run.scaler = amp.LossScaler(2.0 ** 22, growth_interval=4)
+    run.progress.scaler = amp.LossScaler(2.0 ** 22, growth_interval=4)
 
 
 @pytest.mark.claim("An fp16 run finds its loss scale, trains as fp64 does, and updates as "
@@ -704,7 +704,7 @@ def overflow_and_grow(run):
     """Steps 2 and 5 overflow. In fp16 the loss scale grows after two steps without an overflow."""
     overflow_in(run, (2, 5))
     if run.step == 1 and run.config.dtype == "fp16":    # a resumed run has it from the file
-        run.scaler.growth_interval = 2
+        run.progress.scaler.growth_interval = 2
 
 
 @pytest.mark.claim("A resumed run equals an uninterrupted one with as many threads, bit for bit.")
@@ -878,8 +878,8 @@ def tensors(path):
     ((), "bf16", 0.02)])
 def test_the_plain_program_has_the_losses_of_a_run(run_train, library, tmp_path, size, dtype,
                                                    bound):
-    """With clipping at work, over 10 steps. In bf16 a run has bf16 parameters with fp32 masters, and
-    the plain program autocast."""
+    """With clipping at work, over 10 steps. In bf16 a run has bf16 parameters with fp32 masters,
+    and the plain program autocast."""
     flags = ["--data", library, *SMALL, *size, "--steps", 10, "--dtype", dtype]
     for out, plain in (("run", []), ("plain", ["--plain"])):
         assert run_train(*flags, "--out", tmp_path / out, *plain)[0] == 0

@@ -27,12 +27,12 @@ from model import GPT, GPTConfig
 from parallel import Grid, gather_before_use, keep_stage, tensor_parallel
 from parallelism.build import (begin_step, compile_model, data_parallel, recompute_blocks,
                                use_faster_modules)
-from parallelism.context import context_parallel, recompute_attention
+from parallelism.context import context_parallel
 from parallelism.exact import make_exact
 from parallelism.experts import expert_parallel
 from parallelism.pipeline import run_pipeline
-from runtime import (console, evaluation, flipped_bits, plain_run, rollback, run_state, startup,
-                     step_stats)
+from runtime import console, evaluation, plain_run, rollback, run_state, startup, step_stats
+from runtime.loader import Loader
 from runtime.signals import StopSignal
 
 
@@ -152,26 +152,27 @@ def plain_train(config: Config, model_config: GPTConfig, device: torch.device,
 
 # ---- The same on many ranks -----------------------------------------------------------------
 #
-# For training in one process you can stop here. Now each process is a rank. With --tp 2 --pp 2,
-# eight ranks are two replicas of the whole model:
+# `python train.py --plain` runs what stands above, every other command `Run`. Now each process is a
+# rank. With --tp 2 --pp 2, eight ranks are two replicas of the whole model:
 #
-#                    replica 0: half of the rows         replica 1: the other half
-#     first layers   rank 0  <-- tp -->  rank 1          rank 2  <-- tp -->  rank 3      stage 0
-#                      | pp                | pp            | pp                | pp
-#     last layers    rank 4  <-- tp -->  rank 5          rank 6  <-- tp -->  rank 7      stage 1
+#                    replica 0: half of the rows        replica 1: the other half
+#     first layers   rank 0 <-tp-> rank 1    <-dp->     rank 2 <-tp-> rank 3      stage 0
+#                      | pp          | pp                 | pp          | pp
+#     last layers    rank 4 <-tp-> rank 5    <-dp->     rank 6 <-tp-> rank 7      stage 1
 #
-# Ranks at the same place in different replicas, such as 0 and 2, train the same parameters; with
-# --zero each updates a part. --cp cuts the sequences of a replica, --ep divides experts among them.
+# dp: ranks at the same place in different replicas, such as 0 and 2, have the same parameters. They
+# sum the gradients; with --zero each updates a part. --cp cuts the sequences of a replica, --ep
+# divides the experts of a mixture among replicas.
 #
-#     the plain program       Run, on each rank       its work in parallel.py
-#     plain_train             __init__                keep_stage, tensor_parallel
-#       plain_adamw             data_parallel           Bucket, DataParallel
+#     the plain program       Run, on each rank       by, in parallel.py
+#     plain_train             __init__                tensor_parallel, keep_stage
+#       plain_adamw             data_parallel         DataParallel, gather_before_use
 #       plain_step            train
-#         plain_batch           loader.next             cut_sequence
-#         forward, backward     compute_gradients       Pipeline, DataParallel.grad_ready
-#         clip_grad_norm_       sum_over_ranks          all_reduce
-#         optimizer.step        update                  adamw_update
-#       plain_evaluate, save    evaluate, check_and_save
+#         plain_batch           loader.next           cut_sequence
+#         forward, backward     compute_gradients     Pipeline.run, DataParallel.grad_ready
+#         clip_grad_norm_       sum_over_ranks        DataParallel.grad_norm_squares, all_reduce
+#         optimizer.step        update                DataParallel.adamw_step
+#       plain_evaluate          evaluate
 
 
 class Run:
@@ -181,33 +182,31 @@ class Run:
                  train_data: TokenDataset, val_data: TokenDataset, state: dict | None):
         self.config, self.model_config, self.grid, self.device = config, model_config, grid, device
         self.train_data, self.val_data = train_data, val_data
-        # The whole model, without memory. Each call leaves or adds what this rank has to do.
+        # The whole model, on the meta device: without memory. Each call leaves out what other ranks
+        # have, or adds what this rank does together with them.
         with torch.device("meta"):
             self.model = model = model_config.build()
-        keep_stage(model, grid)             # pp: the blocks of a stage
-        tensor_parallel(model, grid)        # tp: layers that hold a slice of each matrix
-        use_faster_modules(model, grid)     # which compute the same
-        if config.cp > 1:
-            context_parallel(model, grid)   # cp: attention that gathers keys and values
-        expert_parallel(model, grid)        # ep: some of the experts, which exchange tokens
+        tensor_parallel(model, grid)            # tp: layers with a slice of each matrix
+        use_faster_modules(model, grid)         # they compute the same
+        context_parallel(model, grid, config.recompute)     # cp: keys and values are gathered
+        expert_parallel(model, grid)            # ep: some of the experts, to which tokens travel
+        keep_stage(model, grid)                 # pp: the blocks of a stage
         # dp, ZeRO: parameters become views of large buffers, whose gradients hooks in backward sum.
         if config.exact:
             self.flat = make_exact(model, grid, config, device)     # the same bits in every layout
         else:
             self.flat = data_parallel(model, grid, config, device)
-        # How a block runs. Each call wraps what those above it have made; the compiler sees none of
-        # those below.
-        if config.cp > 1 and not config.recompute:
-            recompute_attention(model)      # in backward
+        # How a block runs. Each call wraps the forward that the calls before it have made.
         if config.compile:
             compile_model(model, grid, PRECISIONS[config.dtype].parameters, device)
         if config.recompute:
-            recompute_blocks(model)         # in backward
+            recompute_blocks(model)                 # in backward
         if config.zero > 0:
-            gather_before_use(model, self.flat)     # before its forward, or the recomputation
-        # Fill the flat buffers, and set step, finished_step, optimizer_steps, scaler, batches,
-        # loader and divergence: from `state`, or as before step 1.
-        run_state.restore(self, state)
+            gather_before_use(model, self.flat)     # the parameters, in forward and in backward
+        # Fill the buffers from `state`, or for step 1. A rollback replaces all of self.progress.
+        self.progress = run_state.restore(state, self.flat, config, model_config, train_data)
+        self.step = self.progress.step + 1      # in progress, from 1
+        self.loader = Loader(config, model_config, grid, device)
         self.writer = run_state.make_writer(config, model_config, self.flat)    # of checkpoints
         self.stop = StopSignal()        # remembers a signal to this process
         self.log = None                 # startup.begin_training opens it
@@ -218,39 +217,41 @@ class Run:
         self.model.train()
         while self.step <= config.steps and not self.stop.agreed:
             start = time.perf_counter()
-            # self.batches moves past what --skip-steps or a rollback leaves out, then past a batch.
-            rollback.skip_excluded(self.step, self.batches, self.divergence, self.log)
-            batch = self.loader.next(self.step)         # this rank's rows, in microbatches
-            lr = learning_rate(config, self.step) * self.divergence.lr_factor   # usually 1
+            step, progress = self.step, self.progress
+            # Both calls move progress.batches: past what --skip-steps or a rollback excludes, and
+            # past the batch, of which this rank gets its rows, in microbatches.
+            rollback.leave_out_excluded(step, progress, self.log)
+            batch = self.loader.next(progress.batches, step)
+            lr = learning_rate(config, step) * progress.divergence.lr_factor    # of rollbacks
             loss_sum = self.compute_gradients(batch)
             stats = self.sum_over_ranks(loss_sum, batch)
             self.update(stats, lr)
+            progress.step = step
             seconds = time.perf_counter() - start
-            # self.divergence notes the step, and self.log what is wrong with it.
-            diverged = rollback.judge(batch, stats, self.divergence, self.batches, self.log)
-            row = self.log.step(batch, stats, lr, seconds, self.batches.sequences_trained,
-                                self.divergence.skipped)
-            if not diverged and config.is_nth_or_last(self.step, config.eval_every):
-                row |= evaluation.evaluate(self.model, self.val_data, self.loader, self.stop)
+            # progress.divergence remembers the step, and self.log what is wrong with it.
+            diverged = rollback.judge(batch, stats, progress, self.log)
+            row = self.log.step(batch, stats, lr, seconds, progress)
+            if not diverged and config.is_nth_or_last(step, config.eval_every):
+                row |= evaluation.evaluate(self.model, self.val_data, self.loader, progress.batches,
+                                           self.stop)
             self.log.write_row(row)
-            if diverged:        # all state becomes that of an older checkpoint, also finished_step
-                rollback.go_back(self, diverged)
-            else:
-                self.check_and_save(row)
-            self.step = self.finished_step + 1
+            # Save when that is due, or go back to an older checkpoint, with its self.progress.
+            rollback.end_step(self, row, diverged)
+            self.step = self.progress.step + 1
         self.flat.wait_params()             # other ranks may still be receiving this rank's shard
         run_state.wait_for_last_save(self.writer)
-        console.report_end(self.log, self.finished_step, config, self.train_data.meta)
+        console.report_end(self.log, self.progress.step, config, self.train_data.meta)
 
     def compute_gradients(self, batch: Batch) -> torch.Tensor:
         """1. Forward and backward. Returns the sum of this rank's losses. self.flat then has the
         gradients of the whole batch, with ZeRO those of this rank's shard."""
         model, flat, microbatches = self.model, self.flat, batch.microbatches
+        loss_scale = self.progress.scaler.scale
         # The model returns a sum of losses. loss_factor makes it a share of the batch's mean loss,
         # times the loss scale: so the gradients of all microbatches and replicas simply add up.
-        loss_factor = self.scaler.scale / batch.targets
-        # Zero the gradients. Head and routers compute some in forward: they get their factors.
-        begin_step(model, flat, self.scaler.scale, batch.tokens, batch.targets)
+        loss_factor = loss_scale / batch.num_targets
+        # Zero the gradients. Head and routers, which compute some in forward, get their factors.
+        begin_step(model, flat, loss_scale, batch.num_tokens, batch.num_targets)
         if self.grid.pp == 1:
             loss_sum = step_stats.scalar(0.0, self.device)
             for m, (inputs, targets, dropout_seed, positions) in enumerate(microbatches):
@@ -264,41 +265,30 @@ class Run:
         else:       # a pipeline: the same in the order of a schedule, with messages between stages
             loss_sum = run_pipeline(self.config.pp_schedule, model, self.grid, microbatches,
                                     loss_factor, flat)
-        self.loader.prefetch(self.step + 1)     # while the GPU still computes this step
+        self.loader.prefetch(self.progress.batches, batch.step + 1)     # while a GPU computes
         flat.finish_grad_sync()                 # waits for the sums over the replicas
         return loss_sum
 
     def sum_over_ranks(self, loss_sum: torch.Tensor, batch: Batch) -> step_stats.StepStats:
-        """2. Sum the loss and the squared norm over all ranks, so that all decide alike. A signal
-        may reach one rank alone: the sum tells all of it, by self.stop.agreed."""
+        """2. Sum the loss and the squared norm over all ranks, so that all decide alike. Of copies,
+        as of the loss in a tp group, one counts. A signal may reach one rank alone: the sum tells
+        all of it, by self.stop.agreed."""
         local = step_stats.local_sums(loss_sum, self.model, self.flat)
         total = step_stats.sum_across_ranks(local, self.grid, self.config.timeout, self.stop)
-        return step_stats.statistics(total, batch, self.flat, self.scaler.scale, loss_sum)
+        loss_scale = self.progress.scaler.scale
+        return step_stats.statistics(total, batch, self.flat, loss_scale, loss_sum)
 
     def update(self, stats: step_stats.StepStats, lr: float) -> None:
         """3. Clip, and AdamW. One factor both clips the gradients and undoes the loss scale. With
         ZeRO each rank updates its shard, and the others receive it during the next forward. If a
         number of any rank is inf or NaN, all ranks skip the update."""
-        config = self.config
-        if not stats.skipped:
-            self.optimizer_steps += 1
-            factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
-            self.flat.adamw_step(factor, self.optimizer_steps, lr, config.beta1, config.beta2,
+        config, progress = self.config, self.progress
+        if not stats.why_skipped:
+            progress.optimizer_steps += 1
+            factor = clip_factor(stats.grad_norm, config.clip, progress.scaler.scale)
+            self.flat.adamw_step(factor, progress.optimizer_steps, lr, config.beta1, config.beta2,
                                  config.weight_decay)
-        self.scaler.update(stats.not_finite)
-        self.finished_step = self.step
-
-    def check_and_save(self, row: dict) -> None:
-        """Compare the bits that ranks share, and save, where either is due. `row` is the step's."""
-        config = self.config
-        saving = config.is_nth_or_last(self.step, config.save_every) or self.stop.agreed
-        # If two copies differ, a bit has flipped. This state is not saved, but an older restored.
-        if saving or config.is_nth_or_last(self.step, config.check_every):
-            if flipped_bits.go_back_if_found(self):
-                return
-        if saving:
-            rollback.fail_if_diverged(row, self.divergence, config, self.log)
-            run_state.save(self)                # self.divergence judges the checkpoint
+        progress.scaler.update(stats.not_finite)
 
 
 def main() -> None:
@@ -307,8 +297,15 @@ def main() -> None:
         if given.get("plain"):
             config, model_config, out = plain_run.begin(given, job, device, stack)
             plain_train(config, model_config, device, out)
-        else:
-            startup.launch(Run, learning_rate, given, device, job, stack)
+            return
+        config, model_config, begin = startup.prepare(given, job, device, stack)
+        train_data, val_data = startup.open_data(config, model_config, begin.state, job)
+        grid = startup.join_ranks(config, job, device, stack)
+        run = Run(config, model_config, grid, device, train_data, val_data, begin.state)
+        with startup.errors_with_step(run):
+            if startup.has_steps(run, begin):       # else it evaluates, or tells that it has ended
+                startup.begin_training(run, begin, learning_rate, stack)
+                run.train()
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ class Config:
     offload: bool = flag(False, "keep the optimizer state in host memory and run AdamW on the CPU")
     dtype: str = flag("fp32", "type of parameters and activations",
                       choices=list(PRECISIONS), group="precision")
-    exact: bool = flag(False, "the same bits in every layout, with the same --micro-batch "
-                       "(default: as for 8 replicas on CPUs); slower, and on a CPU with one thread")
+    exact: bool = flag(False, "the same bits in every layout, with the same --micro-batch (chosen "
+                       "as for 8 replicas on CPUs); slower, and on a CPU with one thread")
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
                            group="checkpoints, evaluation, logging")
     keep: int = flag(3, "checkpoints kept; the newest healthy one stays, too", low=1)

@@ -76,12 +76,11 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
     memory. Its parameters are still whole: `param_specs` cuts them."""
     with torch.device("meta"):
         model = model_config.build()
-    keep_stage(model, grid)
     tensor_parallel(model, grid)
     use_faster_modules(model, grid)
-    if grid.cp > 1:
-        context_parallel(model, grid)
+    context_parallel(model, grid)
     expert_parallel(model, grid)
+    keep_stage(model, grid)
     return model
 
 

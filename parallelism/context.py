@@ -55,7 +55,12 @@ def recompute_attention(model: GPT) -> None:
                                     preserve_rng_state=False)
 
 
-def context_parallel(model: GPT, grid) -> None:
-    """Replace the modules that have to know all positions of a sequence."""
+def context_parallel(model: GPT, grid, blocks_recompute: bool = True) -> None:
+    """Replace the modules that have to know all positions of a sequence. Attention is recomputed,
+    unless whole blocks are (--recompute)."""
+    if grid.cp == 1:
+        return
     replace_modules(model, {"attn.core_attention": attention_of,
                             "attn.rotary": ContextParallelRotary}, grid)
+    if not blocks_recompute:
+        recompute_attention(model)

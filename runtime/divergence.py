@@ -128,13 +128,13 @@ class DivergenceMonitor:
         sequence. Returns a divergence once."""
         limit = self.limit()
         self.starts = [*self.starts, start][-(MAX_LOSSES + LEAD_IN):]
-        self.skipped = self.skipped + 1 if stats.skipped else 0
+        self.skipped = self.skipped + 1 if stats.why_skipped else 0
         problem = None
         if not math.isfinite(stats.loss):
             problem = "the loss is not finite"
-        elif stats.skipped and not stats.not_finite:
-            problem = f"a number is {stats.skipped}"
-        elif stats.skipped and not scale_may_help(stats):
+        elif stats.why_skipped and not stats.not_finite:
+            problem = f"a number is {stats.why_skipped}"
+        elif stats.why_skipped and not scale_may_help(stats):
             problem = "a gradient is not finite"
         elif stats.loss > limit:
             problem = f"the loss is {stats.loss:.4f}, above {limit:.4f}"

@@ -12,7 +12,7 @@ import torch
 
 from base.options import Config
 from corpus.mixtures import NO_WINDOW, Source
-from data import TokenDataset
+from data import Batches, TokenDataset
 from model import GPT
 from parallelism.pipeline import run_pipeline
 from runtime.loader import Loader
@@ -24,11 +24,12 @@ MICROBATCHES = 64               # on each rank, for each all-reduce
 SAMPLED_BLOCKS, BLOCK_TOKENS = 64, 256          # of each shard, for its fingerprint
 
 
-def evaluate(model: GPT, data: TokenDataset, loader: Loader, stop: StopSignal) -> dict:
+def evaluate(model: GPT, data: TokenDataset, loader: Loader, batches: Batches,
+             stop: StopSignal) -> dict:
     """Evaluate the model -> the fields of a row of metrics.jsonl: `val_loss`, the weighted mean of
     the sources of `data`, and the same as `bits_per_byte`, None where the text's bytes are unknown;
-    with several also both, and the epochs of the training data, of each. The run's `loader` divides
-    the data among the ranks. If one of these has a signal, all have stop.agreed then."""
+    with several also both, and the epochs of the training data, of each, up to `batches`. The run's
+    `loader` divides the data among the ranks. If one has a signal, all have stop.agreed then."""
     sources = list(data.mixture.sources.values())
     losses = [evaluate_source(model, data, source, loader, stop) for source in sources]
     mean = data.mixture.average(losses)
@@ -38,7 +39,7 @@ def evaluate(model: GPT, data: TokenDataset, loader: Loader, stop: StopSignal) -
             row[f"val_loss/{source.name}"] = loss
             row[f"bits_per_byte/{source.name}"] = bits_per_byte(loss,
                                                                 source.meta["bytes_per_token"])
-        epochs = loader.batches.data.mixture.epochs(loader.batches.consumed)
+        epochs = batches.data.mixture.epochs(batches.consumed)
         row.update({f"epochs/{name}": count for name, count in epochs.items()})
     return row
 

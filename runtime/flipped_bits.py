@@ -113,18 +113,20 @@ def go_back_if_found(run) -> bool:
     difference = find_difference(run.flat, run.config)
     if difference is None:
         return False
-    step, host_of = run.step, {rank: run.grid.hosts[rank] for rank in difference["ranks"]}
+    step = run.progress.step
+    host_of = {rank: run.grid.hosts[rank] for rank in difference["ranks"]}
     hosts = sorted(set(host_of.values()))
     ranks = " or ".join(f"rank {rank} on {host}" for rank, host in host_of.items())
     reason = f"{ranks} has a wrong {difference['parameter']} ({difference['tensor']})"
-    run.log.event("replicas", step=run.finished_step, hosts=hosts, **difference)
-    if again := [host for host in hosts if host in run.divergence.accused]:
+    run.log.event("replicas", step=step, hosts=hosts, **difference)
+    accused = run.progress.divergence.accused
+    if again := [host for host in hosts if host in accused]:
         run.log.event("stop", step=step, reason=reason)
         raise RunError(f"step {step}: {reason}, as before on {', '.join(again)}: leave this "
                        f"machine out, then give the same command")
-    accused = [*run.divergence.accused, *hosts]
     run_state.go_back(run, lambda: list_checkpoints(Path(run.config.out)) or [None])
-    run.divergence.accused = accused        # the restored state does not have it
-    run.log.event("rollback", f"replicas {reason}: back to step {run.step - 1}",
-                  reason=reason, to=run.step - 1, step=step)
+    run.progress.divergence.accused = [*accused, *hosts]    # the restored state does not have it
+    back = run.progress.step
+    run.log.event("rollback", f"replicas {reason}: back to step {back}", reason=reason, to=back,
+                  step=step)
     return True

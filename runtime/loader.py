@@ -15,35 +15,31 @@ from parallel import Grid, cut_sequence
 
 @dataclass
 class Loader:
-    """Loads the batches that `batches` names, where the run is in its data."""
-    batches: Batches
+    """Loads batches where `batches` says that the run is in its data."""
+    config: Config
     model_config: GPTConfig
     grid: Grid
     device: torch.device
     prefetched: Batch | None = None     # the batch of the next step, once it is loaded
 
-    @property
-    def config(self) -> Config:
-        return self.batches.config
-
-    def next(self, step: int) -> Batch:
+    def next(self, batches: Batches, step: int) -> Batch:
         """The batch of this step. It is usually loaded during the step before, and loaded again if
         sequences were left out since. Moves `batches` past it."""
         batch = self.prefetched
-        if batch is None or batch.step != step or batch.start != self.batches.consumed:
-            batch = self.load(step)
-        self.batches.move_past(batch)
+        if batch is None or batch.step != step or batch.start != batches.consumed:
+            batch = self.load(batches, step)
+        batches.move_past(batch)
         return batch
 
-    def prefetch(self, step: int) -> None:
+    def prefetch(self, batches: Batches, step: int) -> None:
         """Load the batch of this step, if the run has it."""
         if step <= self.config.steps:
-            self.prefetched = self.load(step)
+            self.prefetched = self.load(batches, step)
 
-    def load(self, step: int) -> Batch:
+    def load(self, batches: Batches, step: int) -> Batch:
         """Load the next batch of the data. `step` seeds its dropout."""
-        data, window_ids = self.batches.data, self.batches.next_window_ids()
-        return Batch(step, self.batches.consumed, window_ids, data.count_targets(window_ids),
+        data, window_ids = batches.data, batches.next_window_ids()
+        return Batch(step, batches.consumed, window_ids, data.count_targets(window_ids),
                      len(window_ids) * data.seq_len, self.microbatches(data, window_ids, step))
 
     def microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int | None) -> list:

@@ -12,20 +12,21 @@ from runtime import flipped_bits, run_state
 from runtime.divergence import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor,
                                 scale_may_help)
 from runtime.run_log import RunLog
+from runtime.run_state import Progress
 from runtime.step_stats import StepStats
 
 
-def judge(batch: Batch, stats: StepStats, monitor: DivergenceMonitor, batches: Batches,
-          log: RunLog) -> Divergence | None:
+def judge(batch: Batch, stats: StepStats, progress: Progress, log: RunLog) -> Divergence | None:
     """Let the monitor observe a step. Write events if it is not finite, or diverged: from their
     windows TokenDataset.tokens_of rebuilds the batch, or the last batches. Returns a divergence on
     which the run has to act."""
+    batches, monitor = progress.batches, progress.divergence
     forget_other_mixture(monitor, batches, batch.start)
     divergence = monitor.observe(batch.start, stats)
     seen = dict(step=batch.step, loss=stats.loss, grad_norm=stats.grad_norm,
                 loss_scale=stats.loss_scale)
-    if stats.skipped:
-        log.event("skip", reason=stats.skipped, **seen, **stats.where,
+    if stats.why_skipped:
+        log.event("skip", reason=stats.why_skipped, **seen, **stats.where,
                   windows=batch.window_ids.tolist())
     if divergence is not None:
         windows = []
@@ -50,20 +51,35 @@ def forget_other_mixture(monitor: DivergenceMonitor, batches: Batches, first: in
         monitor.forget_losses()
 
 
+def end_step(run, row: dict, diverged: Divergence | None) -> None:
+    """What follows a step, whose `row` is written. If it is due, compare the bits that ranks share,
+    and save. If two copies differ, a bit has flipped: this state is not saved, but an older one
+    restored, as after a divergence. Every rank calls it."""
+    config, step = run.config, row["step"]
+    saving = config.is_nth_or_last(step, config.save_every) or run.stop.agreed
+    if diverged is not None:
+        go_back(run, diverged)
+    elif saving or config.is_nth_or_last(step, config.check_every):
+        has_gone_back = flipped_bits.go_back_if_found(run)
+        if saving and not has_gone_back:
+            fail_if_diverged(row, run.progress.divergence, config, run.log)
+            run_state.save(run)
+
+
 def go_back(run, divergence: Divergence) -> None:
     """Take a run that has diverged back to a healthy checkpoint, skip the batches that led there,
     and save at once, so that a kill does not undo the rollback. Or end it. Every rank calls it."""
     # Was a flipped bit the cause, not the data or the learning rate?
     if flipped_bits.go_back_if_found(run):
         return
-    config, monitor, diverged_at = run.config, run.divergence, run.step
-    reason = divergence.reason
+    config, progress = run.config, run.progress
+    monitor, diverged_at, reason = progress.divergence, progress.step, divergence.reason
     if config.rollback == "off":
         fail(diverged_at, reason, monitor, config, run.log)
     if monitor.rollbacks >= config.max_rollbacks:
         fail(diverged_at, f"{reason}, and --max-rollbacks {config.max_rollbacks} are used up",
              monitor, config, run.log)
-    excluded, data_to_blame = monitor.to_exclude(divergence.steps, run.batches.consumed)
+    excluded, data_to_blame = monitor.to_exclude(divergence.steps, progress.batches.consumed)
     first_skipped = diverged_at - divergence.steps + 1
     if not data_to_blame:
         first_skipped -= LEAD_IN
@@ -71,22 +87,25 @@ def go_back(run, divergence: Divergence) -> None:
     files = [Path(config.out, name) for name in candidates] or [None]       # None: step 0
 
     run_state.go_back(run, lambda: files)
-    excluded[0] = max(excluded[0], run.batches.consumed)
+    restored = run.progress
+    excluded[0] = max(excluded[0], restored.batches.consumed)
     # The history of rollbacks outlasts the restored state, which has a monitor of its own.
-    monitor.rolled_back(run.step - 1, excluded, data_to_blame, restored=run.divergence)
-    run.divergence = monitor
+    monitor.rolled_back(restored.step, excluded, data_to_blame, restored=restored.divergence)
+    restored.divergence = monitor
     run.log.event(
         "rollback", f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: back to step "
-        f"{run.step - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
-        reason=reason, to=run.step - 1, sequences=excluded, lr_factor=monitor.lr_factor,
+        f"{restored.step}, learning rate x {monitor.lr_factor:.3g} from now on",
+        reason=reason, to=restored.step, sequences=excluded, lr_factor=monitor.lr_factor,
         rollbacks=monitor.rollbacks, step=diverged_at)
     run_state.submit(run)
     run_state.wait_for_last_save(run.writer)
 
 
-def skip_excluded(step: int, batches: Batches, monitor: DivergenceMonitor, log: RunLog) -> None:
+def leave_out_excluded(step: int, progress: Progress, log: RunLog) -> None:
     """Leave out the excluded sequences that the batch of this step would contain: those of
-    --skip-steps, which the monitor notes, and those of rollbacks. Moves `batches` past them."""
+    --skip-steps, which the monitor notes, and those of rollbacks. Moves progress.batches past them.
+    """
+    batches, monitor = progress.batches, progress.divergence
     config, consumed = batches.config, batches.consumed
     size = batch_size_at(config, batches.sequences_trained)
     if config.skip_steps is not None and monitor.applied_skip != config.skip_steps:

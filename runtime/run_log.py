@@ -21,6 +21,7 @@ from data import Batch, TokenDataset
 from model import GPTConfig, ceil_div
 from runtime.directory import Metrics
 from runtime.evaluation import eval_sequences, perplexity
+from runtime.run_state import Progress
 from runtime.step_stats import StepStats, experts_in_words
 
 LINES = 50                      # of steps on the console in a run, about
@@ -49,18 +50,19 @@ class RunLog:
         if line is not None:
             print_rank0(line)
 
-    def step(self, batch: Batch, stats: StepStats, lr: float, seconds: float, sequences: int,
-             skipped: int) -> dict:
-        """Print a step that took `seconds`, and return its row of metrics.jsonl. `sequences`: of
-        all steps so far; `skipped`: how many steps up to this one have had no update."""
+    def step(self, batch: Batch, stats: StepStats, lr: float, seconds: float,
+             progress: Progress) -> dict:
+        """Print a step that took `seconds`, and return its row of metrics.jsonl. In it `skipped`
+        says how many steps up to this one have had no update."""
         self.recent_seconds.append(seconds / batch.size)
         self.step_ended_at = time.monotonic()
         row = dict(
-            step=batch.step, tokens=sequences * self.model_config.seq_len, loss=stats.loss, lr=lr,
+            step=batch.step, loss=stats.loss, lr=lr,
+            tokens=progress.batches.sequences_trained * self.model_config.seq_len,
             batch_size=batch.size, grad_norm=stats.grad_norm, loss_scale=stats.loss_scale,
             activation_norm=stats.activation_norm,
-            tokens_per_second=round(batch.tokens / seconds, 1), **stats.expert_loads,
-            skipped=skipped)
+            tokens_per_second=round(batch.num_tokens / seconds, 1), **stats.expert_loads,
+            skipped=progress.divergence.skipped)
         self.print_step(row)
         return row
 

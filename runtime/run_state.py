@@ -18,7 +18,6 @@ from runtime.checkpoint_writer import Writer
 from runtime.directory import latest_valid, new_run
 from runtime.divergence import DivergenceMonitor
 from runtime.folder_writer import FolderWriter
-from runtime.loader import Loader
 
 
 def make_writer(config: Config, model_config: GPTConfig, flat: FlatParameters) -> Writer:
@@ -27,40 +26,48 @@ def make_writer(config: Config, model_config: GPTConfig, flat: FlatParameters) -
     return kind(Path(config.out), config.keep, model_config, flat, config.timeout, new_run("seed"))
 
 
-def restore(run, state: dict | None) -> None:
-    """Load the state of a checkpoint. Without one, begin before step 1. On the CPU, in the same
-    layout and with as many threads, a resumed run has the bits of an uninterrupted one."""
-    config = run.config
-    run.scaler = make_scaler(config.dtype)
+@dataclasses.dataclass
+class Progress:
+    """How far a run has come: what its checkpoints hold beside tensors."""
+    step: int                   # the last one whose update is complete
+    optimizer_steps: int        # updates so far, without skipped steps
+    batches: Batches            # where the run is in its data
+    scaler: LossScaler
+    divergence: DivergenceMonitor
+
+
+def restore(state: dict | None, flat: FlatParameters, config: Config, model_config: GPTConfig,
+            train_data: TokenDataset) -> Progress:
+    """Fill the buffers from a checkpoint, whose tensors leave `state`. Without one, begin before
+    step 1. On the CPU, in the same layout and with as many threads, a resumed run has the bits of
+    an uninterrupted one."""
+    scaler = make_scaler(config.dtype)
     if state is None:
         done = dict(step=0, consumed_samples=0, tokens=0, optimizer_steps=0)
         load_weights = None
         if config.init_from is not None:
             weights = all_ranks(lambda: checkpoint.load(Path(config.init_from)))["parameters"]
             load_weights = partial(checkpoint.load_shards, weights, kind="master")
-        run.flat.initialize(run.model_config, config.seed, load_weights)
+        flat.initialize(model_config, config.seed, load_weights)
     else:
         done = state
         if state["config"]["dtype"] == config.dtype:
-            run.scaler.load_state_dict(state["scaler"])
-        checkpoint.restore(state, run.flat)
-    run.step = done["step"] + 1                     # in progress, from 1
-    run.finished_step = done["step"]                # the last one whose update is complete
-    run.optimizer_steps = done["optimizer_steps"]   # updates so far, without skipped steps
-    run.batches = Batches(run.train_data, config, consumed=done["consumed_samples"],
-                          sequences_trained=done["tokens"] // run.model_config.seq_len)
-    run.loader = Loader(run.batches, run.model_config, run.grid, run.device)
-    run.divergence = DivergenceMonitor.restored(state, config, run.train_data)
+            scaler.load_state_dict(state["scaler"])
+        checkpoint.restore(state, flat)
+    batches = Batches(train_data, config, consumed=done["consumed_samples"],
+                      sequences_trained=done["tokens"] // train_data.seq_len)
+    return Progress(done["step"], done["optimizer_steps"], batches, scaler,
+                    DivergenceMonitor.restored(state, config, train_data))
 
 
 def go_back(run, find: Callable) -> None:
     """Restore an older checkpoint: the first whole one of the list that find() returns on rank 0
     (directory.latest_valid). Every rank must call it."""
-    step = run.step
+    step = run.progress.step
     run.flat.wait_params()                      # restoring them starts the next all-gather
     all_ranks(run.writer.wait)                  # we may load the file being written
     _, state, events = latest_valid(on_rank0(find))
-    restore(run, state)
+    run.progress = restore(state, run.flat, run.config, run.model_config, run.train_data)
     for event in events:
         run.log.metrics.write(**event, step=step)
 
@@ -70,11 +77,13 @@ def save(run, is_start: bool = False) -> None:
     healthy: a rollback may return to it. `is_start`: it is the starting state of the run. Of a file
     the state is copied, and threads write it while training goes on."""
     began = time.monotonic()
-    config, done = run.config, run.finished_step
-    file = step_file(Path(config.out), done, config.checkpoint_format).name
-    scheduled = config.is_nth_or_last(done, config.save_every)
-    at_floor = config.dtype == "fp16" and run.scaler.scale <= run.scaler.min_scale
-    run.divergence.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)
+    config, progress = run.config, run.progress
+    file = step_file(Path(config.out), progress.step, config.checkpoint_format).name
+    scheduled = config.is_nth_or_last(progress.step, config.save_every)
+    scaler = progress.scaler
+    at_floor = config.dtype == "fp16" and scaler.scale <= scaler.min_scale
+    progress.divergence.add_checkpoint(progress.step, file, config.keep, scheduled, at_floor,
+                                       is_start)
     all_ranks(run.writer.wait)          # a rank holds at most one copy of its shards
     submit(run)
     run.log.save_seconds = time.monotonic() - began
@@ -88,12 +97,13 @@ def wait_for_last_save(writer: Writer) -> None:
 def submit(run) -> None:
     """Start to write a checkpoint: this state and the tensors. The last write must have ended. The
     files to which a rollback may return stay."""
+    progress = run.progress
     facts = make_facts(run.config, run.model_config, run.train_data, run.writer.identity,
-                       run.scaler, run.divergence)
-    facts |= dict(step=run.finished_step, optimizer_steps=run.optimizer_steps,
-                  tokens=run.batches.sequences_trained * run.model_config.seq_len,
-                  consumed_samples=run.batches.consumed)
-    run.writer.submit(facts, {file for _, file, _ in run.divergence.checkpoints})
+                       progress.scaler, progress.divergence)
+    facts |= dict(step=progress.step, optimizer_steps=progress.optimizer_steps,
+                  tokens=progress.batches.sequences_trained * run.model_config.seq_len,
+                  consumed_samples=progress.batches.consumed)
+    run.writer.submit(facts, {file for _, file, _ in progress.divergence.checkpoints})
 
 
 def make_facts(config: Config, model_config: GPTConfig, train_data: TokenDataset, identity: dict,

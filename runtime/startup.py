@@ -1,9 +1,9 @@
-"""The start of a run: `parse`, before all communication, then `launch`: `prepare`, `open_data`,
-`join_ranks` and, when the ranks have built the run, `begin_training`. What one rank refuses from
-`prepare` on, every rank raises, as a RunError."""
+"""The start of a run, as main in train.py calls it: `parse`, before all communication, then
+`prepare`, `open_data`, `join_ranks` and, when the ranks have built the run, `begin_training`. What
+one rank refuses from `prepare` on, every rank raises, as a RunError."""
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,25 +48,28 @@ def read_flags(job: Job) -> tuple[dict, torch.device, timedelta]:
     return given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
 
 
-def launch(make_run: Callable, learning_rate: Callable, given: dict, device: torch.device, job: Job,
-           stack: ExitStack) -> None:
-    """Build this rank's run, and train or evaluate. `make_run` and `learning_rate` are those of
-    train.py. `stack` closes at exit what is opened here."""
-    config, model_config, begin = prepare(given, job, device, stack)
-    train_data, val_data = open_data(config, model_config, begin.state, job)
-    grid = join_ranks(config, job, device, stack)
-    run = make_run(config, model_config, grid, device, train_data, val_data, begin.state)
+@contextmanager
+def errors_with_step(run):
+    """The error of a lost rank names this rank's stage and the step in progress."""
     try:
-        if config.eval_only:
-            row = evaluation.evaluate(run.model, val_data, run.loader, run.stop)
-            console.print_evaluation(row, begin, config, model_config, val_data)
-        elif has_ended(begin.step, config):
-            console.print_finished(begin, config, train_data.mixture.phases)
-        else:
-            begin_training(run, begin, learning_rate, stack)
-            run.train()
-    except dist.DistError as error:             # of a lost rank
-        raise dist.DistError(f"stage {grid.stage}, step {run.step}: {error}") from error
+        yield
+    except dist.DistError as error:
+        raise dist.DistError(f"stage {run.grid.stage}, step {run.step}: {error}") from error
+
+
+def has_steps(run, begin: Start) -> bool:
+    """Whether a train.Run has steps to make. If not, evaluate it for --eval-only, or tell that it
+    has ended. Every rank calls it."""
+    config, model_config = run.config, run.model_config
+    if config.eval_only:
+        row = evaluation.evaluate(run.model, run.val_data, run.loader, run.progress.batches,
+                                  run.stop)
+        console.print_evaluation(row, begin, config, model_config, run.val_data)
+        return False
+    if has_ended(begin.step, config):
+        console.print_finished(begin, config, run.train_data.mixture.phases)
+        return False
+    return True
 
 
 def prepare(given: dict, job: Job, device: torch.device,
@@ -169,13 +172,14 @@ def begin_training(run, begin: Start, learning_rate: Callable, stack: ExitStack)
     run.log = RunLog(metrics, config, run.val_data, run.model_config, run.device, run.grid.world)
     if config.log is not None and run.grid.rank == 0:
         metrics.dashboards = {name: dashboards.KINDS[name]() for name in config.log.split(",")}
-        metrics.send(lambda dashboard: dashboard.open(Path(config.out), begin.run["id"], run.step))
+        metrics.send(lambda dashboard: dashboard.open(Path(config.out), begin.run["id"],
+                                                      begin.step + 1))
         stack.callback(metrics.send, lambda dashboard: dashboard.close())
-    console.print_summary(config, run.model_config, run.flat, run.device, run.batches,
-                          config.steps - begin.step)
+    console.print_summary(config, run.model_config, run.flat, run.device,
+                          run.progress.batches, config.steps - begin.step)
     note, fields = "", {}
     if begin.kind in ("continue", "resume"):
-        factor = run.divergence.lr_factor
+        factor = run.progress.divergence.lr_factor
         note = console.note_of_rate(begin, config, factor, learning_rate)
         fields = dict(given=begin.given, lr_factor=factor)
     console.report_begin(run.log, begin, run.train_data.mixture.phases, run.grid.hosts, note,

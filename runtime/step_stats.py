@@ -29,7 +29,7 @@ class StepStats:
     activation_norm: float      # the norm of the final hidden state, averaged over the tokens. The
                                 # divergence monitor watches it, as the OPT-175B team did
     grad_norm: float            # of the whole model, unscaled, before clipping
-    skipped: str                # why the update is skipped, such as NOT_FINITE, or ""
+    why_skipped: str            # why the update is skipped, such as NOT_FINITE, or ""
     loss_scale: float           # the loss scale used in this step
     where: dict = field(default_factory=dict)   # an inf or NaN began (locate_nonfinite)
     expert_loads: dict = field(default_factory=dict)    # of a mixture (expert_fields)
@@ -37,7 +37,7 @@ class StepStats:
     @property
     def not_finite(self) -> bool:
         """Whether the loss or a gradient of a rank is inf or NaN."""
-        return self.skipped == NOT_FINITE
+        return self.why_skipped == NOT_FINITE
 
 
 def sum_across_ranks(local: dict, grid: Grid, timeout: float, stop: StopSignal) -> dict:
@@ -77,14 +77,15 @@ def local_sums(loss_sum: torch.Tensor, model: GPT, flat: FlatParameters) -> dict
 def statistics(total: dict, batch: Batch, flat: FlatParameters, loss_scale: float,
                local_loss: torch.Tensor) -> StepStats:
     """The statistics of a step, from the sums of `local_sums`. Every rank calls it."""
-    norm, skipped = flat.grad_norm(total)           # of the whole model
+    norm, why_skipped = flat.grad_norm(total)           # of the whole model
     if not math.isfinite(total["loss"]):
-        skipped = NOT_FINITE
-    where = locate_nonfinite(local_loss.item(), flat) if skipped == NOT_FINITE else {}
+        why_skipped = NOT_FINITE
+    where = locate_nonfinite(local_loss.item(), flat) if why_skipped == NOT_FINITE else {}
     return StepStats(
-        loss=total["loss"] / batch.targets, activation_norm=total["activation_norm"] / batch.tokens,
-        grad_norm=norm / loss_scale, skipped=skipped, loss_scale=loss_scale, where=where,
-        expert_loads=expert_fields(total, batch.tokens))
+        loss=total["loss"] / batch.num_targets,
+        activation_norm=total["activation_norm"] / batch.num_tokens,
+        grad_norm=norm / loss_scale, why_skipped=why_skipped, loss_scale=loss_scale, where=where,
+        expert_loads=expert_fields(total, batch.num_tokens))
 
 
 def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:

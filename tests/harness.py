@@ -478,8 +478,8 @@ def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1)):
     runs, starts = [], []
     next_batch = loader.Loader.next
 
-    def noted(own, step):
-        batch = next_batch(own, step)
+    def noted(own, batches, step):
+        batch = next_batch(own, batches, step)
         starts.append(batch.start)
         return batch
     Path(config.out).mkdir(exist_ok=True)
@@ -529,14 +529,14 @@ def poison(run, times=1, at=40):
     """After step `at` the parameters are wrong, in the first `times` attempts: the next three
     losses are high, and the last of them rolls back."""
     def spoil(step):
-        if step == at and run.divergence.rollbacks < times:
+        if step == at and run.progress.divergence.rollbacks < times:
             for bucket in run.flat.buckets:
                 bucket.shard["data"] *= 30
     after_backward(run, spoil)
 
 
 def monitor_now(run):
-    return asdict(run.divergence), run.batches.consumed, list(run.events)
+    return asdict(run.progress.divergence), run.progress.batches.consumed, list(run.events)
 
 
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):

@@ -408,7 +408,7 @@ def test_a_surprise_among_losses_near_0_is_no_divergence(loss, least_deviation, 
     monitor = DivergenceMonitor(least_deviation=least_deviation)
     draw = random.Random(0)
     for number, seen in enumerate([*(0.0005 * draw.random() for _ in range(64)), *3 * [loss]]):
-        found = monitor.observe(number, SimpleNamespace(loss=seen, skipped="", loss_scale=1.0,
+        found = monitor.observe(number, SimpleNamespace(loss=seen, why_skipped="", loss_scale=1.0,
                                                         activation_norm=1.0))
     assert (found is not None) == diverges
 

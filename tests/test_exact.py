@@ -171,7 +171,7 @@ def test_a_norm_out_of_range_is_reported_and_leaves_the_loss_scale(tmp_path):
         def enlarged(*args):
             if run.step == 2:
                 for bucket in run.flat.buckets:
-                    bucket.shard["grad"][:] = 100 * run.scaler.scale    # each is in range
+                    bucket.shard["grad"][:] = 100 * run.progress.scaler.scale    # each is in range
             return sum_over_ranks(*args)
         run.sum_over_ranks = enlarged
     config = settings(tmp_path, steps=4, exact=True, dtype="fp16", log_every=1)

@@ -111,7 +111,7 @@ def saver(out, **flags):
             for name in checkpoint.STATE.values():
                 for bucket in run.flat.buckets:
                     bucket.shard[name].fill_(step)
-            run.finished_step = step
+            run.progress.step = step
             run_state.submit(run)
             return run.writer.wait()
         yield save
@@ -217,7 +217,7 @@ def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, monkeypatch, ca
 def full_on_rank_1(run):
     """In the saves after steps 2 and 6 the disk of rank 1 has room for no more than 5000 bytes."""
     def write(path, chunks, write_part=folder_writer.write_part):
-        full = run.grid.rank == 1 and run.finished_step in (2, 6)
+        full = run.grid.rank == 1 and run.progress.step in (2, 6)
         with no_file_above(5000) if full else nullcontext():
             return write_part(path, chunks)
 

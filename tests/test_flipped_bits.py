@@ -182,15 +182,13 @@ def test_the_second_time_on_the_same_machine_the_run_ends(shards, tmp_path):
     """With exit status 1 and one line that names it; the files are those from before."""
     out = tmp_path / "out"
     code = """
-import sys, functools, train
+import train
 from tests.test_flipped_bits import Flip, inject
-from runtime import run_state
-restore = run_state.restore
-def restore_and_turn(run, state):
-    restore(run, state)
-    if not hasattr(run, "turned"):
-        inject(Flip(1, 3, "update", "data", 0.5, 20), True, run)
-run_state.restore = restore_and_turn
+class Turned(train.Run):
+    def __init__(self, *args):
+        super().__init__(*args)
+        inject(Flip(1, 3, "update", "data", 0.5, 20), True, self)
+train.Run = Turned
 train.main()
 """
     (tmp_path / "faulty.py").write_text(code)

@@ -316,7 +316,8 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         full = agreement.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
-        row = evaluation.evaluate(run.model, run.val_data, run.loader, run.stop)
+        row = evaluation.evaluate(run.model, run.val_data, run.loader, run.progress.batches,
+                                  run.stop)
         restored = row["val_loss"]
     SECOND_LACKS.clear()
     numel = sum(bucket.shard["master"].numel() for bucket in run.flat.buckets)

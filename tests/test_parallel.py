@@ -14,8 +14,8 @@ import torch.nn.functional as F
 import parallel
 from base import processes
 from parallelism.parameters import TIED
-from tests.harness import (CFG, assert_close, gridded, on_ranks, random_gpt, random_tensor, relative,
-                           tokens_of)
+from tests.harness import (CFG, assert_close, gridded, on_ranks, random_gpt, random_tensor,
+                           relative, tokens_of)
 
 
 def sgd(gpt):

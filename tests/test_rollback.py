@@ -99,7 +99,7 @@ def late_file(run):
 
 def infinite_gradients(run):
     def spoil(step):
-        if step >= 40 and run.divergence.rollbacks == 0:
+        if step >= 40 and run.progress.divergence.rollbacks == 0:
             run.flat.buckets[0].shard["grad"][0] = math.inf
     after_backward(run, spoil)
 
@@ -148,7 +148,7 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, fla
     assert_same_state(saved(tmp_path / "o", 50), end)
 
 
-NOT_FINITE = dict(loss=math.nan, skipped=amp.NOT_FINITE)
+NOT_FINITE = dict(loss=math.nan, why_skipped=amp.NOT_FINITE)
 
 
 @pytest.mark.parametrize("bad, facts, keep, back, read, lr_factor", [
@@ -165,12 +165,13 @@ def test_bad_batches_are_skipped_and_three_in_a_row_go_back(tmp_path, bad, facts
 
         def changed(*args):
             stats = sum_over_ranks(*args)
-            return replace(stats, **facts) if run.batches.consumed // 8 - 1 in bad else stats
+            is_bad = run.progress.batches.consumed // 8 - 1 in bad
+            return replace(stats, **facts) if is_bad else stats
         run.sum_over_ranks = changed
     seen = watched(settings(tmp_path, steps=50, save_every=4, keep=keep, micro_batch=8), prepare)
     assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == back
     assert [first // 8 for first, _ in seen.batches] == [k for part in read for k in range(*part)]
-    assert seen.run.divergence.lr_factor == lr_factor
+    assert seen.run.progress.divergence.lr_factor == lr_factor
     skipped = [first // 8 for (first, _), row in zip(seen.batches, seen.rows) if row["skipped"]]
     assert skipped == (bad if facts is NOT_FINITE else [])
 
@@ -212,7 +213,8 @@ def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, z
     rows, seen, _ = ranks[0]
     assert all(repr(other) == repr(seen) for _, other, _ in ranks)
     _, samples, events = seen[-1]
-    assert kinds(events) == ["spike", "rollback", "skip"] and samples == one.run.batches.consumed
+    assert kinds(events) == ["spike", "rollback", "skip"]
+    assert samples == one.run.progress.batches.consumed
     for ours, theirs in zip(events, one.events):
         assert all(ours.get(x) == theirs.get(x) for x in ("event", "step", "to", "sequences"))
     losses = [column(steps[:40] + steps[43:], "loss") for steps in (rows, one.rows)]
@@ -346,9 +348,10 @@ def test_losses_are_compared_under_the_same_flags_only(tmp_path):
     """Serves "three bad steps": a resume with these flags, and a rollback behind it, keep so many
     of 20 losses."""
     def count(run):
-        counts.append(len(run.divergence.losses))
-        run_state.restore(run, checkpoint.load(file))           # as a rollback does
-        counts.append(len(run.divergence.losses))
+        counts.append(len(run.progress.divergence.losses))
+        progress = run_state.restore(checkpoint.load(file), run.flat, run.config,
+                                     run.model_config, run.train_data)      # as a rollback does
+        counts.append(len(progress.divergence.losses))
         raise ZeroDivisionError                     # there is no need to train
     config = settings(tmp_path)
     file = saved_file(tmp_path, 20)
@@ -368,4 +371,4 @@ def test_losses_are_compared_under_the_same_flags_only(tmp_path):
         run.train_data.mixture.phases = [[0, {"memory": 1}], [20 * 8, {"memory": 1}]]
     for lr, kept in ((2.9e-3, 1), (3.1e-3, 21)):            # after a step
         seen = watched(replace(config, lr=lr, steps=21), begin_another_mixture, file)
-        assert len(seen.run.divergence.losses) == kept
+        assert len(seen.run.progress.divergence.losses) == kept

@@ -115,7 +115,7 @@ def fit(points: Points, tied: bool = False) -> Law:
         low, high = (np.repeat(ends, (3, len(x) - 3)) for ends in ((0, EXPONENTS[0]),
                                                                    (np.inf, EXPONENTS[1])))
         # Squares first: from far away Huber's loss is nearly flat. "cs": derivatives by complex
-        # steps, which are exact but for rounding (Squire and Trapp 1998).
+        # steps, which err by rounding alone (Squire and Trapp 1998).
         for options in (dict(), dict(loss="huber", f_scale=DELTA)):
             fitted = least_squares(relative_errors, x, "cs", (low, high), x_scale="jac",
                                    xtol=1e-14, ftol=1e-14, gtol=1e-14, max_nfev=1000, **options)
