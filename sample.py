@@ -21,12 +21,12 @@ import torch
 
 from amp import PRECISIONS
 from base.devices import pick_device
-from base.errors import errors_in_one_line, errors_with_path
+from base.errors import errors_in_one_line, errors_with_path, memory_advice
 from checkpoint import load_model
 from corpus.tokenizers import get_tokenizer
 from models.kv_cache import CachedModel
 from parallelism.kernels import use_kernels
-from runtime.samples import Samples, explain_memory_errors
+from runtime.samples import Samples
 
 
 def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: float):
@@ -96,7 +96,7 @@ def generate(model, tokens: list[int], max_tokens: int, ends: set[int], temperat
 
 
 @errors_in_one_line("sample.py")
-@explain_memory_errors()
+@memory_advice("out of memory ({}): lower --num-samples, try --device cpu, or another machine")
 def main() -> None:
     flags = parse_flags(sys.argv[1:])
     device = pick_device(flags.device)

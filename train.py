@@ -268,9 +268,7 @@ class Run:
         several ranks have, such as the loss in a tp group, counts once. One rank may get a signal
         alone: the sum tells the others, by self.stop.agreed."""
         local = step_stats.local_sums(loss_sum, self.model, self.flat)
-        local["signals"] = step_stats.scalar(self.stop.requested, self.device)
-        total = step_stats.sum_across_ranks(local, self.grid, self.config.timeout)
-        self.stop.agreed = total["signals"] > 0
+        total = step_stats.sum_across_ranks(local, self.grid, self.config.timeout, self.stop)
         loss_scale = self.progress.scaler.scale
         return step_stats.statistics(total, batch, self.flat, loss_scale, loss_sum)
 

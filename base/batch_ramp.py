@@ -19,45 +19,23 @@ def batch_size_at(config, sequences_trained: int) -> int:
     return sizes[min(sequences_trained, ramp) * (len(sizes) - 1) // ramp]
 
 
-def divide_up(n: int, divisor: int) -> int:      # model.ceil_div, without torch
-    return (n + divisor - 1) // divisor
-
-
-def equal_steps(config, sequences_trained: int):
-    """Yield (batch size, number of steps that have it) from here on, without an end: a ramp has few
-    sizes, however many steps a run has."""
-    sizes, ramp = batch_sizes(config)
-    increments = len(sizes) - 1
-    while sequences_trained < ramp and increments > 0:
-        size = batch_size_at(config, sequences_trained)
-        next_size_from = divide_up((sizes.index(size) + 1) * ramp, increments)
-        steps = divide_up(next_size_from - sequences_trained, size)
-        yield size, steps
-        sequences_trained += steps * size
-    yield sizes[-1], math.inf
-
-
 def sequences_after(config, sequences_trained: int, steps: int) -> int:
     """Sequences trained on after `steps` more steps."""
-    for size, most in equal_steps(config, sequences_trained):
-        count = min(steps, most)
-        sequences_trained += count * size
-        steps -= count
-        if steps == 0:
-            return sequences_trained
+    _, ramp = batch_sizes(config)
+    while steps > 0 and sequences_trained < ramp:
+        sequences_trained += batch_size_at(config, sequences_trained)
+        steps -= 1
+    return sequences_trained + steps * config.batch_size
 
 
 def steps_of_epochs(config, data, state: dict | None) -> int:
     """The steps of a run that trains on the data.TokenDataset --epochs times."""
-    step = sequences_trained = 0
+    step = trained = 0
     if state is not None:
-        step = state["step"]
-        sequences_trained = state["tokens"] // state["model"]["seq_len"]
+        step, trained = state["step"], state["tokens"] // state["model"]["seq_len"]
     epoch = sum(source.n_windows for source in data.mixture.sources.values() if source.weight > 0)
-    left = config.epochs * epoch - sequences_trained
-    for size, most in equal_steps(config, sequences_trained):
-        count = min(max(divide_up(left, size), 0), most)
-        step += count
-        left -= count * size
-        if left <= 0:
-            return step
+    end, (_, ramp) = config.epochs * epoch, batch_sizes(config)
+    while trained < min(end, ramp):
+        trained += batch_size_at(config, trained)
+        step += 1
+    return step + math.ceil(max(0, end - trained) / config.batch_size)

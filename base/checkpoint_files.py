@@ -43,6 +43,12 @@ def step_file(out: Path, step: int, form: str = "file") -> Path:
     return out / (f"step_{step:08d}.pt" if form == "file" else f"step_{step:08d}")
 
 
+def step_of(path: Path) -> float:
+    """The step that a checkpoint's name says; inf for the newest's other name."""
+    name = STEP_FILE.fullmatch(path.name)
+    return math.inf if name is None else int(name[1])
+
+
 def facts_file(path: Path) -> Path:
     """The file that has a checkpoint's entries other than tensors."""
     return path / FACTS if path.is_dir() else path
@@ -177,8 +183,7 @@ def list_checkpoints(out: Path) -> list[Path]:
     most_rollbacks = max((order[0] for order in orders.values() if order), default=0)
     for path, order in orders.items():
         if order is None:                           # damaged: see what its name says
-            name = STEP_FILE.fullmatch(path.name)
-            orders[path] = most_rollbacks, math.inf if name is None else int(name[1])
+            orders[path] = most_rollbacks, step_of(path)
     return sorted(orders, key=orders.get, reverse=True)
 
 
@@ -196,19 +201,20 @@ def read_order(path: Path) -> tuple[int, int] | None:
 
 def remove_old(path: Path, keep: int, protected: Container[str]) -> None:
     """After the checkpoint `path` has been written, remove those beside it, except the newest
-    `keep` and those whose name is in `protected`. Remove also what killed saves and the other
-    format have left. A failure costs a warning: `path` is whole."""
+    `keep` and those whose name is in `protected`. A rollback has made those of later steps void.
+    Remove also what killed saves and the other format have left. A failure costs a warning: `path`
+    is whole."""
     out = path.parent
     try:
         remove(out / LATEST["file" if path.is_dir() else "folder"])
         for name in ASIDE:
             remove(out / name)
-        steps = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
-        kept = 0
-        for file in steps:
-            is_replaced = file.suffix == ".old" and file.with_suffix("").exists()
-            if is_replaced or (kept >= keep and file.name not in protected):
+        files = [file for file in out.iterdir() if STEP_FILE.fullmatch(file.name) and file != path]
+        older = [file for file in sorted(files, key=step_of, reverse=True)
+                 if step_of(file) <= step_of(path)
+                 and (file.suffix != ".old" or not file.with_suffix("").exists())]
+        for file in files:
+            if file not in older[:keep - 1] and file.name not in protected:
                 remove(file)
-            kept += not is_replaced
     except OSError as error:
         warn(f"old checkpoints in {out} could not be removed: {error}")

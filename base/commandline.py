@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import difflib
 import io
+import itertools
 import math
 import os
 import re
@@ -65,21 +66,18 @@ def groups_of(kind) -> dict[str, str]:
 def add_flags(parser: "Parser", kind, names=None) -> None:
     """Add the fields of a dataclass, or of these `names`, to a parser, in their groups of --help.
     A flag that is not given is absent from what the parser returns."""
-    groups, headings = {}, groups_of(kind)
-    for f in dataclasses.fields(kind):
-        heading = headings[f.name]
-        if names is not None and f.name not in names:
-            continue
-        if heading not in groups:
-            groups[heading] = parser.add_argument_group(heading)
-        options, help = dict(action="store_true"), f.metadata["help"]
-        if f.type is not bool:
-            help += "" if f.default in (None, "") else f" (default {f.default})"
-            form = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
-            options = dict(type=reader_of(f), metavar=form, choices=f.metadata["choices"],
-                           nargs="+" if typing.get_args(f.type) else None)
-        groups[heading].add_argument(flag_name(f.name), help=help, default=argparse.SUPPRESS,
-                                     **options)
+    headings = groups_of(kind)
+    wanted = [f for f in dataclasses.fields(kind) if names is None or f.name in names]
+    for heading, of_group in itertools.groupby(wanted, lambda f: headings[f.name]):
+        group = parser.add_argument_group(heading)
+        for f in of_group:
+            options, help = dict(action="store_true"), f.metadata["help"]
+            if f.type is not bool:
+                help += "" if f.default in (None, "") else f" (default {f.default})"
+                form = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
+                options = dict(type=reader_of(f), metavar=form, choices=f.metadata["choices"],
+                               nargs="+" if typing.get_args(f.type) else None)
+            group.add_argument(flag_name(f.name), help=help, default=argparse.SUPPRESS, **options)
 
 
 def reader_of(f: dataclasses.Field):

@@ -93,6 +93,18 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
 
 
+@contextmanager
+def memory_advice(message: str):
+    """An error of too little memory becomes a MemoryError with this `message`, in which its own
+    first line stands for {}."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise MemoryError(message.format(first_line(error))) from error
+
+
 def is_failure(error: BaseException) -> bool:
     """Whether an error is no mistake of the user."""
     kinds = (ConnectionError, MemoryError, FloatingPointError)

@@ -28,7 +28,7 @@ def fatal_message(error: Exception) -> str | None:
     """One line for a lost peer, without gloo's source file and advice, or for too little memory;
     None for errors that need a traceback."""
     if out_of_memory(error):
-        return "; ".join([first_line(error), *getattr(error, "__notes__", [])])
+        return first_line(error)
     if isinstance(error, dist.DistError):
         reason = re.sub(r"(?<=: )\[\S+\] |\. This is typically.*", "", first_line(error))
         return (f"{reason}; another rank has failed, was killed, or does not answer: see its own "
@@ -63,20 +63,14 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
     raise RuntimeError(f"no answer in {timeout.total_seconds():.0f} s")
 
 
-@contextmanager
-def process_group(rank: int, world: int, device: torch.device, timeout: timedelta):
-    """Initialize torch.distributed for the block; nothing to do for one process."""
-    if world == 1:
-        yield
-        return
+def join_group(rank: int, world: int, device: torch.device, timeout: timedelta) -> None:
+    """Initialize torch.distributed."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
                                 world_size=world, timeout=timeout)
     except RuntimeError as error:
         raise dist.DistError(f"start of the process group: {error}") from error
-    yield
-    dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -144,17 +138,20 @@ def running(job: Job, device: torch.device, timeout: timedelta):
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     status = 0
     try:
-        with process_group(job.rank, job.world, device, timeout):
-            try:
-                with ExitStack() as stack:
-                    yield stack
-            except RunError as error:               # every rank raises the same error
-                status = error.status
-                if job.rank == 0:
-                    print_error(error)
-                all_gather_object(None)             # wait until rank 0 has printed
-                if status == 2:
-                    forbid_restart(job)
+        if job.world > 1:
+            join_group(job.rank, job.world, device, timeout)
+        try:
+            with ExitStack() as stack:
+                yield stack
+        except RunError as error:               # every rank raises the same error
+            status = error.status
+            if job.rank == 0:
+                print_error(error)
+            all_gather_object(None)             # wait until rank 0 has printed
+            if status == 2:
+                forbid_restart(job)
+        if job.world > 1:
+            dist.destroy_process_group()
     except Exception as error:
         message = fatal_message(error)
         if message is not None:

@@ -181,16 +181,15 @@ def check_grid(world: int, config, model_config: GPTConfig | None = None) -> Non
 def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> None:
     """Raise a ValueError if this job cannot run; no communication."""
     check_grid(world, config, model_config)
-    dp = world // (config.tp * config.pp * config.cp)
-    refuse([*rules_of_tp(model_config, config), *rules_of_experts(model_config, config, dp),
-            *rules_of_sizes(model_config, dp, batch, config)])
-
-
-def rules_of_tp(cfg: GPTConfig, config) -> list[tuple]:
-    """What tensor parallelism cannot cut: heads, their channels, or those of the MLP. The first
-    problem alone is told."""
-    tp, channels = config.tp, cfg.n_kv_head * cfg.head_dim
-    rules = [
+    cfg, tp, pp, cp, chunks = model_config, config.tp, config.pp, config.cp, config.pp_chunks
+    dp, channels = world // (tp * pp * cp), cfg.n_kv_head * cfg.head_dim
+    multiple, interleaved = dp * config.micro_batch, ""
+    if chunks > 1:
+        multiple *= pp
+        interleaved = f" x pp {pp} (interleaved)"
+    ramp = getattr(config, "batch_ramp", None)          # tools.schedule has none
+    ramp = f"--batch-ramp {ramp}: " if ramp is not None else ""
+    of_tp = [               # what it cannot cut: the first problem alone is told
         (cfg.n_head % tp, f"n_head {cfg.n_head} is not divisible by tp {tp}: change one"),
         (not can_cut_heads(cfg, tp),
          f"tp {tp} neither divides n_kv_head {cfg.n_kv_head} nor is a multiple of it: change one"),
@@ -199,7 +198,20 @@ def rules_of_tp(cfg: GPTConfig, config) -> list[tuple]:
          f"heads of keys: change one"),
         (cfg.hidden % tp,
          f"the MLP's {cfg.hidden} hidden channels are not divisible by tp {tp}: change one")]
-    return [rule for rule in rules if rule[0]][:1]
+    refuse([
+        *[rule for rule in of_tp if rule[0]][:1], *rules_of_experts(cfg, config, dp),
+        (cp > 1 and cfg.seq_len % (2 * cp),
+         f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, which do not "
+         f"divide seq_len {cfg.seq_len}: change one"),
+        (config.sequence_parallel and cfg.seq_len % (cp * tp),
+         f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by cp {cp} x tp {tp}: "
+         f"change one, or drop --sequence-parallel"),
+        (cfg.n_layer < pp * chunks,
+         f"n_layer {cfg.n_layer} is less than pp {pp} x pp-chunks {chunks}: a stage would be "
+         f"empty: raise --n-layer, or lower these"),
+        (batch % multiple,
+         f"{ramp}batch size {batch} is not divisible by dp {dp} x micro-batch "
+         f"{config.micro_batch}{interleaved} = {multiple}: change one")])
 
 
 def rules_of_experts(cfg: GPTConfig, config, dp: int) -> list[tuple]:
@@ -216,27 +228,3 @@ def rules_of_experts(cfg: GPTConfig, config, dp: int) -> list[tuple]:
         (cfg.shared_hidden % tp,
          f"the shared expert's {cfg.shared_hidden} hidden channels are not divisible by tp {tp}: "
          f"change one")]
-
-
-def rules_of_sizes(cfg: GPTConfig, dp: int, batch: int, config) -> list[tuple]:
-    """Positions, layers or sequences that cannot be divided."""
-    tp, pp, cp, chunks = config.tp, config.pp, config.cp, config.pp_chunks
-    multiple, interleaved = dp * config.micro_batch, ""
-    if chunks > 1:
-        multiple *= pp
-        interleaved = f" x pp {pp} (interleaved)"
-    ramp = getattr(config, "batch_ramp", None)          # tools.schedule has none
-    ramp = f"--batch-ramp {ramp}: " if ramp is not None else ""
-    return [
-        (cp > 1 and cfg.seq_len % (2 * cp),
-         f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, which do not "
-         f"divide seq_len {cfg.seq_len}: change one"),
-        (config.sequence_parallel and cfg.seq_len % (cp * tp),
-         f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by cp {cp} x tp {tp}: "
-         f"change one, or drop --sequence-parallel"),
-        (cfg.n_layer < pp * chunks,
-         f"n_layer {cfg.n_layer} is less than pp {pp} x pp-chunks {chunks}: a stage would be "
-         f"empty: raise --n-layer, or lower these"),
-        (batch % multiple,
-         f"{ramp}batch size {batch} is not divisible by dp {dp} x micro-batch "
-         f"{config.micro_batch}{interleaved} = {multiple}: change one")]

@@ -61,7 +61,9 @@ def latest_valid(files: list) -> tuple[Path | None, dict | None, list[dict]]:
     for path in files:
         if path is None:
             return None, None, events
-        state, reason = read_or_reason(path)
+        is_there = on_rank0(facts_file(path).is_file)
+        state, reason = all_ranks(lambda: read_or_reason(path, is_there))
+        reason = next(filter(None, all_gather_object(reason)), None)
         if reason is None:
             return path, state, events
         events.append(dict(event="damaged", path=str(path), reason=reason))
@@ -71,21 +73,16 @@ def latest_valid(files: list) -> tuple[Path | None, dict | None, list[dict]]:
                    f"{', '.join(map(str, files))}; give another --out to start over")
 
 
-def read_or_reason(path: Path) -> tuple[dict | None, str | None]:
-    """The state in a checkpoint, or why a rank cannot read it. Every rank calls it. Raises RunError
-    if rank 0 has the checkpoint and another rank does not see it."""
-    is_there = on_rank0(facts_file(path).is_file)
-
-    def look() -> tuple[dict | None, str | None]:
-        try:
-            return read(path), None
-        except (CorruptCheckpoint, FileNotFoundError) as error:
-            if is_there and isinstance(error, FileNotFoundError):
-                raise RunError(f"there is no {path} here: --out must be on a disk that all "
-                               f"machines share") from error
-            return None, str(error)
-    state, reason = all_ranks(look)
-    return state, next(filter(None, all_gather_object(reason)), None)
+def read_or_reason(path: Path, is_there: bool) -> tuple[dict | None, str | None]:
+    """The state in a checkpoint, or why this rank cannot read it. Raises RunError if the checkpoint
+    `is_there` on rank 0, and this rank does not see it."""
+    try:
+        return read(path), None
+    except (CorruptCheckpoint, FileNotFoundError) as error:
+        if is_there and isinstance(error, FileNotFoundError):
+            raise RunError(f"there is no {path} here: --out must be on a disk that all machines "
+                           f"share") from error
+        return None, str(error)
 
 
 def read(path: Path) -> dict:

@@ -17,7 +17,7 @@ from model import GPT
 from parallelism.pipeline import run_pipeline
 from runtime.loader import Loader
 from runtime.signals import StopSignal
-from runtime.step_stats import scalar, sum_across_ranks
+from runtime.step_stats import sum_across_ranks
 
 DEFAULT_SEQUENCES = 128         # of each source
 MICROBATCHES = 64               # on each rank, for each all-reduce
@@ -67,10 +67,8 @@ def evaluate_source(model: GPT, data: TokenDataset, source: Source, loader: Load
             loss_sum.zero_()
         if config.exact:
             loss_sum = grid.exact.checked(loss_sum)
-        sums = sum_across_ranks(dict(loss=loss_sum, signals=scalar(stop.requested, loader.device)),
-                                grid, config.timeout)
-        total += sums["loss"]
-        stop.agreed = sums["signals"] > 0
+        # Every rank calls it, also one without a loss: it carries the signals (StopSignal).
+        total += sum_across_ranks(dict(loss=loss_sum), grid, config.timeout, stop)["loss"]
     model.train()
     return total / targets
 

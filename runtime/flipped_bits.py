@@ -84,8 +84,11 @@ def find_difference(flat: FlatParameters, config: Config) -> dict | None:
         return None
     flat.wait_params()
     shared = shared_hashes(flat)
-    own = [(kind, tuple(grid.members(kind)), digest(hashes, config.timeout))
-           for kind, hashes in shared.items() if hashes]
+    own = []                        # [(kind, ranks, a number of all their hashes)]
+    for kind, hashes in shared.items():
+        if hashes:
+            number = to_host(hash_bits(torch.stack(list(hashes.values()))), config.timeout).item()
+            own.append((kind, tuple(grid.members(kind)), number))
     found = defaultdict(set)        # {(kind, ranks of a group): what these have}
     for kind, ranks, number in chain(*all_gather_object(own)):
         found[kind, ranks].add(number)
@@ -102,11 +105,6 @@ def find_difference(flat: FlatParameters, config: Config) -> dict | None:
                       and (2 * count <= len(ranks) or tables[rank][key] != value)]
     parameter, tensor, _ = wrong[0]
     return dict(ranks=sorted({rank for *_, rank in wrong}), parameter=parameter, tensor=tensor)
-
-
-def digest(hashes: dict, timeout: float) -> int:
-    """One number of all these hashes. DistError if a GPU hangs for `timeout` seconds."""
-    return to_host(hash_bits(torch.stack(list(hashes.values()))), timeout).item()
 
 
 def go_back_if_found(run) -> bool:

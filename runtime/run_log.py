@@ -6,7 +6,9 @@ import statistics
 import sys
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -25,20 +27,22 @@ from runtime.step_stats import StepStats, experts_in_words
 LINES = 50                      # of steps on the console in a run, about
 
 
+@dataclass
 class RunLog:
     """What a run reports: metrics.jsonl, complete, and a selection of it on the console."""
-
-    def __init__(self, metrics: Metrics, config: Config, val_data: TokenDataset,
-                 model_config: GPTConfig, device: torch.device, world: int):
-        self.metrics, self.config, self.val_data = metrics, config, val_data
-        self.model_config, self.device, self.world = model_config, device, world
-        self.recent_seconds = deque(maxlen=20)      # of a sequence, in the last steps
-        self.step_ended_at = None       # in seconds, as the others
-        self.evaluation_seconds = None  # of the last evaluation
-        self.save_seconds = 0.0         # how long training waited for the last save
-        self.printed_at = None          # when a step's line was last printed, in seconds
-        self.shown_at = -math.inf       # when that or the line of a terminal was
-        self.on_terminal = sys.stdout is not None and sys.stdout.isatty()
+    metrics: Metrics
+    config: Config
+    val_data: TokenDataset
+    model_config: GPTConfig
+    device: torch.device
+    world: int
+    # of a sequence, in the last steps
+    recent_seconds: deque = field(default_factory=partial(deque, maxlen=20))
+    step_ended_at: float = 0.0          # in seconds, as the others
+    evaluation_seconds: float | None = None     # of the last evaluation
+    save_seconds: float = 0.0           # how long training waited for the last save
+    printed_at: float | None = None     # when a step's line was last printed
+    shown_at: float = -math.inf         # when that or the line of a terminal was
 
     def event(self, kind: str, line: str | None = None, **fields) -> None:
         """Write an event to metrics.jsonl and, if there is one, its line to the console."""
@@ -79,7 +83,7 @@ class RunLog:
             print_rank0(self.format_step(row, self.time_left(row)))
             self.printed_at = now
             self.shown_at = now
-        elif self.on_terminal and now - self.shown_at >= 1:
+        elif now - self.shown_at >= 1 and sys.stdout is not None and sys.stdout.isatty():
             self.shown_at = now
             print_rank0(f"step {step}/{config.steps}  loss {row['loss']:.4f}  "
                         f"left {self.time_left(row)}\x1b[K", end="\r")

@@ -2,6 +2,7 @@
 `run` is a train.Run."""
 import dataclasses
 import time
+from functools import partial
 from pathlib import Path
 from typing import Callable
 
@@ -43,7 +44,11 @@ def restore(state: dict | None, flat: FlatParameters, config: Config, model_conf
     scaler = make_scaler(config.dtype)
     if state is None:
         done = dict(step=0, consumed_samples=0, tokens=0, optimizer_steps=0)
-        flat.initialize(model_config, config.seed, initial_weights(config))
+        load_weights = None
+        if config.init_from is not None:
+            weights = all_ranks(lambda: checkpoint.load(Path(config.init_from)))["parameters"]
+            load_weights = partial(checkpoint.load_shards, weights, kind="master")
+        flat.initialize(model_config, config.seed, load_weights)
     else:
         done = state
         if state["config"]["dtype"] == config.dtype:
@@ -53,15 +58,6 @@ def restore(state: dict | None, flat: FlatParameters, config: Config, model_conf
                       sequences_trained=done["tokens"] // train_data.seq_len)
     return Progress(done["step"], done["optimizer_steps"], batches, scaler,
                     DivergenceMonitor.restored(state, config, train_data))
-
-
-def initial_weights(config: Config) -> Callable | None:
-    """A function that loads this rank's masters from --init-from, or None: from the seed. Every
-    rank calls it."""
-    if config.init_from is None:
-        return None
-    weights = all_ranks(lambda: checkpoint.load(Path(config.init_from)))["parameters"]
-    return lambda flat: checkpoint.load_shards(weights, flat, "master")
 
 
 def go_back(run, find: Callable) -> None:

@@ -11,11 +11,10 @@ alike:
 Only text goes to standard output. All else that a user is told goes to standard error.
 """
 import sys
-from contextlib import contextmanager
 
 import torch
 
-from base.errors import first_line, out_of_memory, warn
+from base.errors import warn
 from corpus.tokenizers import decode
 
 AT_ONCE = 16                    # The samples in a batch. It bounds the memory of the cache.
@@ -121,16 +120,3 @@ class Samples:
             sys.stdout.write(DASHES)
         self.is_first = False
         sys.stdout.write(self.prompt)
-
-
-@contextmanager
-def explain_memory_errors():
-    """An error of too little memory, of a CPU or a GPU, becomes a MemoryError that says what to
-    do."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        raise MemoryError(f"out of memory ({first_line(error)}): lower --num-samples, try --device "
-                          f"cpu, or another machine") from error

@@ -34,7 +34,7 @@ class StopSignal:
     second: a launcher may forward what the terminal has already sent."""
     number: int | None = None       # of the first signal
     since: float = 0.0              # time of the first signal, in seconds
-    agreed: bool = False            # all ranks know that one has a signal (Run.sum_statistics)
+    agreed: bool = False            # all ranks know that one has a signal (sum_across_ranks)
     before: dict = field(default_factory=dict)      # {signal: its handler before the block}
 
     def __enter__(self) -> "StopSignal":

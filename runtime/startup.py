@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from base import devices
 from base.agreement import all_gather_object, all_ranks, assert_equal_across_ranks, on_rank0
-from base.errors import RunError, out_of_memory
+from base.errors import RunError, memory_advice
 from base.options import Config, parse_flags
 from base.processes import Job, exit_for_mistake, refuse_tasks_without_ranks
 from data import TokenDataset
@@ -128,20 +128,14 @@ def resolve(begin: Start, job: Job, device: torch.device, store: dist.Store,
 def join_ranks(config: Config, job: Job, device: torch.device, stack: ExitStack) -> Grid:
     """Create this rank's process groups -> its grid, which has them. Every rank calls it. `stack`
     adds advice to an error of too little memory, and ends the groups."""
-    stack.push(advise_on_memory)
+    stack.enter_context(memory_advice("{}; give --recompute, a smaller --micro-batch, a higher "
+                                      "--zero, or --tp, --pp or --cp on more processes"))
     dp = job.world // (config.pp * config.cp * config.tp)
     grid = Grid(dp, config.pp, config.tp, job.rank, cp=config.cp, ep=config.ep,
                 chunks=config.pp_chunks, sequence_parallel=config.sequence_parallel)
     make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
     return grid
-
-
-def advise_on_memory(kind, error: BaseException | None, trace) -> None:
-    """To an error of too little memory that ends the run, add what takes less."""
-    if error is not None and out_of_memory(error):
-        error.add_note("give --recompute, a smaller --micro-batch, a higher --zero, or --tp, --pp "
-                       "or --cp on more processes")
 
 
 def open_data(config: Config, model_config: GPTConfig, state: dict | None,

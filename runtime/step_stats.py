@@ -19,6 +19,7 @@ from model import GPT
 from parallel import Grid, all_reduce
 from parallelism.collectives import sum_dtype, to_host
 from parallelism.zero import FlatParameters
+from runtime.signals import StopSignal
 
 
 @dataclass
@@ -43,13 +44,16 @@ class StepStats:
         return self.why_skipped == NOT_FINITE
 
 
-def sum_across_ranks(local: dict, grid: Grid, timeout: float) -> dict:
+def sum_across_ranks(local: dict, grid: Grid, timeout: float, stop: StopSignal) -> dict:
     """Sum each tensor of `local` over all ranks -> {name: a number, or a list of the rows of a
-    matrix}. Waits for the other ranks, at most `timeout` seconds."""
+    matrix}. Waits for the other ranks, at most `timeout` seconds. A signal to one rank reaches all
+    only in this sum, which sets stop.agreed: so no rank may skip one."""
     numbers = torch.cat([x.flatten() for x in local.values()])
+    numbers = torch.cat([numbers, scalar(stop.requested, numbers.device).view(1)])
     sums = all_reduce(numbers, grid.groups["world"]).wait()
     host = to_host(sums, timeout if grid.world > 1 else math.inf)
-    parts = host.split([x.numel() for x in local.values()])
+    *parts, signals = host.split([*(x.numel() for x in local.values()), 1])
+    stop.agreed = signals.item() > 0
     return {name: part.view_as(x).tolist() for (name, x), part in zip(local.items(), parts)}
 
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import weakref
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -210,7 +210,8 @@ def run_train(capsys):
                                MASTER_PORT=29500) | environment
         with mock.patch.dict(os.environ, {k: str(v) for k, v in environment.items()}), \
                 mock.patch.object(signal, "signal"), mock.patch.object(processes.time, "sleep"), \
-                mock.patch.object(processes, "process_group", lambda *_: nullcontext()):
+                mock.patch.object(processes, "join_group"), \
+                mock.patch.object(processes.dist, "destroy_process_group"):
             return run_main(capsys, train, *flags)
     return run
 

@@ -30,18 +30,19 @@ def steps_listed(out):
 @pytest.mark.parametrize("latest", [True, False])
 def test_the_newest_file_is_that_of_the_last_step_whatever_the_times(tmp_path, latest):
     """A copy may change times, or lack latest.pt. The files of steps that a rollback has made void
-    are older than the one that it wrote, and are removed before it."""
-    for step, rollbacks, time_ in ((2, 0, 9), (3, 0, 2), (4, 0, 8), (2, 1, 7), (3, 1, 1)):
+    are older than the one that it wrote, and are removed with the next save unless they are
+    protected."""
+    for step, rollbacks, time_ in ((2, 0, 9), (3, 0, 2), (4, 0, 8), (5, 0, 8), (2, 1, 7), (3, 1, 1)):
         state = small_state(step) | dict(monitor=dict(rollbacks=rollbacks))
-        os.utime(checkpoint.save(state, tmp_path, keep=3), (time_, time_))
+        os.utime(checkpoint.save(state, tmp_path, 4, ["step_00000004.pt"]), (time_, time_))
     if not latest:
         (tmp_path / "latest.pt").unlink()
     assert steps_listed(tmp_path) == [3, 2, 4]
     os.truncate(saved_file(tmp_path, 3), 1000)      # its name tells
     assert checkpoint_files.list_checkpoints(tmp_path) == [
         saved_file(tmp_path, k) for k in (3, 2, 4)]
-    checkpoint.save(small_state(5) | dict(monitor=dict(rollbacks=1)), tmp_path, keep=2)
-    assert names_in(tmp_path) == ["latest.pt", "step_00000003.pt", "step_00000005.pt"]
+    checkpoint.save(small_state(3) | dict(monitor=dict(rollbacks=1)), tmp_path, keep=1)
+    assert names_in(tmp_path) == ["latest.pt", "step_00000003.pt"]
 
 
 def content(path):

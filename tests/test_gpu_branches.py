@@ -33,6 +33,7 @@ from parallelism import build, collectives, kernels, pipeline
 from parallelism.pipeline import run_schedule
 from parallelism.pipeline import SCHEDULES
 from runtime import evaluation, step_stats
+from runtime.signals import StopSignal
 from tests.commands import TINY, read_metrics, torchrun
 from tests.harness import (CFG, GPUS, ROOT, Memory, Rows, assert_same_rows, gather_full_state,
                            gridded, log_of, own_processes, run_steps, settings, traffic,
@@ -315,7 +316,8 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         full = agreement.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
-        row = evaluation.evaluate(run.model, run.val_data, run.loader, run.stop)
+        row = evaluation.evaluate(run.model, run.val_data, run.loader, run.progress.batches,
+                                  run.stop)
         restored = row["val_loss"]
     SECOND_LACKS.clear()
     numel = sum(bucket.shard["master"].numel() for bucket in run.flat.buckets)
@@ -377,7 +379,7 @@ def test_a_process_alone_waits_for_its_device_however_long(world, expected):
     """--timeout is for other ranks."""
     grid = SimpleNamespace(world=world, groups=dict(world=None))
     with mock.patch.object(step_stats, "to_host", wraps=collectives.to_host) as to_host:
-        step_stats.sum_across_ranks(dict(loss=torch.zeros(())), grid, 60)
+        step_stats.sum_across_ranks(dict(loss=torch.zeros(())), grid, 60, StopSignal())
     assert to_host.call_args.args[1] == expected
 
 

@@ -158,7 +158,7 @@ def test_a_long_run_prints_fifty_lines_and_at_most_one_a_second(monkeypatch, cap
     a line that is replaced; a file never has one."""
     config = Config(**dict(steps=1000, eval_every=0) | flags)
     log = log_without_run(config)
-    log.on_terminal = on_terminal
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
     log.recent_seconds.append(seconds)
     row = dict(tokens=0, loss=1.0, lr=1.0, grad_norm=1.0, tokens_per_second=1.0, skipped=0)
     for step in range(1, config.steps + 1):
