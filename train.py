@@ -217,7 +217,7 @@ class Run:
             # Skip what --skip-steps or a rollback excludes, then load this rank's microbatches.
             rollback.skip_excluded(step, progress, self.log)
             batch = self.loader.next(progress.batches, step)
-            lr = learning_rate(config, step) * progress.divergence.lr_factor
+            lr = learning_rate(config, step) * progress.monitor.lr_factor
             loss_sum = self.compute_gradients(batch)
             stats = self.sum_statistics(loss_sum, batch)
             self.update(stats, lr)

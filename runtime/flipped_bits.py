@@ -119,13 +119,13 @@ def go_back_if_found(run) -> bool:
     ranks = " or ".join(f"rank {rank} on {host}" for rank, host in host_of.items())
     reason = f"{ranks} has a wrong {difference['parameter']} ({difference['tensor']})"
     run.log.event("replicas", step=step, hosts=hosts, **difference)
-    accused = run.progress.divergence.accused
+    accused = run.progress.monitor.accused
     if again := [host for host in hosts if host in accused]:
         run.log.event("stop", step=step, reason=reason)
         raise RunError(f"step {step}: {reason}, as before on {', '.join(again)}: leave this "
                        f"machine out, then give the same command")
     run_state.go_back(run, lambda: list_checkpoints(Path(run.config.out)) or [None])
-    run.progress.divergence.accused = [*accused, *hosts]    # the restored state does not have it
+    run.progress.monitor.accused = [*accused, *hosts]    # the restored state does not have it
     back = run.progress.step
     run.log.event("rollback", f"replicas {reason}: back to step {back}", reason=reason, to=back,
                   step=step)

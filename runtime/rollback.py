@@ -21,7 +21,7 @@ def find_divergence(batch: Batch, stats: StepStats, progress: Progress,
     """Let the monitor observe a step. Write events if it is not finite, or diverged: from their
     windows TokenDataset.tokens_of rebuilds the batch, or the last batches. Returns a divergence on
     which the run has to act."""
-    batches, monitor = progress.batches, progress.divergence
+    batches, monitor = progress.batches, progress.monitor
     forget_other_mixture(monitor, batches, batch.start)
     divergence = monitor.observe(batch.start, stats)
     seen = dict(step=batch.step, loss=stats.loss, grad_norm=stats.grad_norm,
@@ -63,7 +63,7 @@ def save_or_go_back(run, row: dict, divergence: Divergence | None) -> None:
     elif saving or config.is_nth_or_last(step, config.check_every):
         has_gone_back = flipped_bits.go_back_if_found(run)
         if saving and not has_gone_back:
-            fail_if_diverged(row, run.progress.divergence, config, run.log)
+            fail_if_diverged(row, run.progress.monitor, config, run.log)
             run_state.save(run)
 
 
@@ -74,7 +74,7 @@ def go_back(run, divergence: Divergence) -> None:
     if flipped_bits.go_back_if_found(run):
         return
     config, progress = run.config, run.progress
-    monitor, diverged_at, reason = progress.divergence, progress.step, divergence.reason
+    monitor, diverged_at, reason = progress.monitor, progress.step, divergence.reason
     if config.rollback == "off":
         fail(diverged_at, reason, monitor, config, run.log)
     if monitor.rollbacks >= config.max_rollbacks:
@@ -91,8 +91,8 @@ def go_back(run, divergence: Divergence) -> None:
     restored = run.progress
     excluded[0] = max(excluded[0], restored.batches.consumed)
     # The history of rollbacks outlasts the restored state, which has a monitor of its own.
-    monitor.rolled_back(restored.step, excluded, data_to_blame, restored=restored.divergence)
-    restored.divergence = monitor
+    monitor.rolled_back(restored.step, excluded, data_to_blame, restored=restored.monitor)
+    restored.monitor = monitor
     run.log.event(
         "rollback", f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: back to step "
         f"{restored.step}, learning rate x {monitor.lr_factor:.3g} from now on",
@@ -106,7 +106,7 @@ def skip_excluded(step: int, progress: Progress, log: RunLog) -> None:
     """Leave out the excluded sequences that the batch of this step would contain: those of
     --skip-steps, which the monitor notes, and those of rollbacks. Moves progress.batches past them.
     """
-    batches, monitor = progress.batches, progress.divergence
+    batches, monitor = progress.batches, progress.monitor
     config, consumed = batches.config, batches.consumed
     size = batch_size_at(config, batches.sequences_trained)
     if config.skip_steps is not None and monitor.applied_skip != config.skip_steps:

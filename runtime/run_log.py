@@ -62,7 +62,7 @@ class RunLog:
             batch_size=batch.size, grad_norm=stats.grad_norm, loss_scale=stats.loss_scale,
             activation_norm=stats.activation_norm,
             tokens_per_second=round(batch.num_tokens / seconds, 1), **stats.expert_loads,
-            skipped=progress.divergence.skipped)
+            skipped=progress.monitor.skipped)
         self.print_step(row)
         return row
 

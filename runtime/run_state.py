@@ -33,7 +33,7 @@ class Progress:
     optimizer_steps: int        # updates so far, without skipped steps
     batches: Batches            # where the run is in its data
     scaler: LossScaler
-    divergence: DivergenceMonitor
+    monitor: DivergenceMonitor
 
 
 def restore(state: dict | None, flat: FlatParameters, config: Config, model_config: GPTConfig,
@@ -82,7 +82,7 @@ def save(run, is_start: bool = False) -> None:
     scheduled = config.is_nth_or_last(progress.step, config.save_every)
     scaler = progress.scaler
     at_floor = config.dtype == "fp16" and scaler.scale <= scaler.min_scale
-    progress.divergence.add_checkpoint(progress.step, file, config.keep, scheduled, at_floor,
+    progress.monitor.add_checkpoint(progress.step, file, config.keep, scheduled, at_floor,
                                        is_start)
     all_ranks(run.writer.wait)          # a rank holds at most one copy of its shards
     submit(run)
@@ -99,11 +99,11 @@ def submit(run) -> None:
     files to which a rollback may return stay."""
     progress = run.progress
     facts = make_facts(run.config, run.model_config, run.train_data, run.writer.identity,
-                       progress.scaler, progress.divergence)
+                       progress.scaler, progress.monitor)
     facts |= dict(step=progress.step, optimizer_steps=progress.optimizer_steps,
                   tokens=progress.batches.sequences_trained * run.model_config.seq_len,
                   consumed_samples=progress.batches.consumed)
-    run.writer.submit(facts, {file for _, file, _ in progress.divergence.checkpoints})
+    run.writer.submit(facts, {file for _, file, _ in progress.monitor.checkpoints})
 
 
 def make_facts(config: Config, model_config: GPTConfig, train_data: TokenDataset, identity: dict,

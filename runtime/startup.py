@@ -175,7 +175,7 @@ def begin_training(run, begin: Start, learning_rate: Callable, stack: ExitStack)
                           run.progress.batches, config.steps - begin.step)
     note, fields = "", {}
     if begin.kind in ("continue", "resume"):
-        factor = run.progress.divergence.lr_factor
+        factor = run.progress.monitor.lr_factor
         note = console.note_of_rate(begin, config, factor, learning_rate)
         fields = dict(given=begin.given, lr_factor=factor)
     console.report_begin(run.log, begin, run.train_data.mixture.phases, run.grid.hosts, note,

@@ -529,14 +529,14 @@ def poison(run, times=1, at=40):
     """After step `at` the parameters are wrong, in the first `times` attempts: the next three
     losses are high, and the last of them rolls back."""
     def spoil(step):
-        if step == at and run.progress.divergence.rollbacks < times:
+        if step == at and run.progress.monitor.rollbacks < times:
             for bucket in run.flat.buckets:
                 bucket.shard["data"] *= 30
     after_backward(run, spoil)
 
 
 def monitor_now(run):
-    return asdict(run.progress.divergence), run.progress.batches.consumed, list(run.events)
+    return asdict(run.progress.monitor), run.progress.batches.consumed, list(run.events)
 
 
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):

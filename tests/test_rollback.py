@@ -99,7 +99,7 @@ def late_file(run):
 
 def infinite_gradients(run):
     def spoil(step):
-        if step >= 40 and run.progress.divergence.rollbacks == 0:
+        if step >= 40 and run.progress.monitor.rollbacks == 0:
             run.flat.buckets[0].shard["grad"][0] = math.inf
     after_backward(run, spoil)
 
@@ -171,7 +171,7 @@ def test_bad_batches_are_skipped_and_three_in_a_row_go_back(tmp_path, bad, facts
     seen = watched(settings(tmp_path, steps=50, save_every=4, keep=keep, micro_batch=8), prepare)
     assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == back
     assert [first // 8 for first, _ in seen.batches] == [k for part in read for k in range(*part)]
-    assert seen.run.progress.divergence.lr_factor == lr_factor
+    assert seen.run.progress.monitor.lr_factor == lr_factor
     skipped = [first // 8 for (first, _), row in zip(seen.batches, seen.rows) if row["skipped"]]
     assert skipped == (bad if facts is NOT_FINITE else [])
 
@@ -348,10 +348,10 @@ def test_losses_are_compared_under_the_same_flags_only(tmp_path):
     """Serves "three bad steps": a resume with these flags, and a rollback behind it, keep so many
     of 20 losses."""
     def count(run):
-        counts.append(len(run.progress.divergence.losses))
+        counts.append(len(run.progress.monitor.losses))
         progress = run_state.restore(checkpoint.load(file), run.flat, run.config,
                                      run.model_config, run.train_data)      # as a rollback does
-        counts.append(len(progress.divergence.losses))
+        counts.append(len(progress.monitor.losses))
         raise ZeroDivisionError                     # there is no need to train
     config = settings(tmp_path)
     file = saved_file(tmp_path, 20)
@@ -371,4 +371,4 @@ def test_losses_are_compared_under_the_same_flags_only(tmp_path):
         run.train_data.mixture.phases = [[0, {"memory": 1}], [20 * 8, {"memory": 1}]]
     for lr, kept in ((2.9e-3, 1), (3.1e-3, 21)):            # after a step
         seen = watched(replace(config, lr=lr, steps=21), begin_another_mixture, file)
-        assert len(seen.run.progress.divergence.losses) == kept
+        assert len(seen.run.progress.monitor.losses) == kept
