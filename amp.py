@@ -1,4 +1,4 @@
-"""Numbers: the precisions, the loss scaler, gradient clipping.
+"""Numbers: the precisions, the loss scaler, gradient clipping, AdamW on masters.
 
                  parameters, activations     gradients, masters, Adam's moments
     fp32                fp32                              fp32 (the parameter is its own master)
@@ -13,21 +13,22 @@ One step in 16 bits (Micikevicius et al. 2018, "Mixed Precision Training", secti
        survive.
     3. The 16-bit gradient of every microbatch is added to an fp32 buffer. One factor then takes the
        loss scale out of the buffer and clips it.
-    4. AdamW updates the fp32 masters, and the parameters are the rounded masters. An update that is
-       far smaller than the last bit of a parameter is not lost. It accumulates in the master.
+    4. AdamW updates the fp32 masters, and the parameters are the rounded masters. An update far
+       smaller than a parameter's last bit adds up in the master.
 
-bf16 has the exponent of fp32, so it needs steps 1, 3 and 4 but no scale. train.py runs steps 1 to 3
-in `Run.compute_gradients`, and clips and updates in `Run.update`. parallel.py has the buffers.
+bf16 has the exponent of fp32, so it needs no scale. train.py runs steps 1 to 3 in
+`Run.compute_gradients`, and clips and updates in `Run.update`. parallel.py has the buffers.
 
 An overflow on any rank skips the update on all ranks. Masters, moments and Adam's own step count
-stay as they are. The step number, the learning-rate schedule and the place in the data advance. The
-batch is not tried again, because a batch that always overflows would stop the run.
+stay as they are. The step number, the schedule and the place in the data advance. The batch is not
+tried again: one that always overflows would stop the run.
 """
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 
 
 class Precision(NamedTuple):        # a row of the table
@@ -102,3 +103,29 @@ def clip_factor(norm: float, clip: float, loss_scale: float) -> float:
     if clip > 0:
         factor = min(1.0, clip / (norm + 1e-6))
     return factor / loss_scale
+
+
+def adamw_update(buckets: list, grads: list[torch.Tensor], updates: int, lr: float, beta1: float,
+                 beta2: float, weight_decay: float) -> None:
+    """torch's fused AdamW of this rank's shards of buckets (parallel.Bucket), whose gradients are
+    `grads`. A router's bias (models/moe.py) takes a step of a fixed size instead."""
+    slices = {True: ([], [], [], []), False: ([], [], [], [])}      # with weight decay, and without
+    for bucket, grad in zip(buckets, grads):
+        shard = bucket.shard
+        for spec, part, _ in bucket.shard_ranges:
+            if spec.sign_step > 0:
+                shard["master"][part] -= spec.sign_step * grad[part].sign()
+                continue
+            # They end at a multiple of 32, in the padding. So each number gets the same
+            # instructions, wherever a shard ends.
+            numbers = slice(part.start, math.ceil(part.stop / 32) * 32)
+            whole = shard["master"], grad, shard["exp_avg"], shard["exp_avg_sq"]
+            for tensors, tensor in zip(slices[spec.decays], whole):
+                tensors.append(tensor[numbers])
+    for decays, (masters, grads, *moments) in slices.items():
+        if masters:
+            counts = torch.full((len(masters),), updates - 1.0, device=grads[0].device).unbind()
+            # It adds 1 to each count. The empty list is amsgrad's.
+            adamw(masters, grads, *moments, [], list(counts), fused=True, amsgrad=False,
+                  maximize=False, lr=lr, beta1=beta1, beta2=beta2, eps=1e-8,
+                  weight_decay=weight_decay if decays else 0.0)

@@ -34,11 +34,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 from torch.utils.checkpoint import checkpoint
 
-from amp import NOT_FINITE
-from model import GPT, IGNORE_INDEX, CoreAttention, ceil_div
+from amp import NOT_FINITE, adamw_update
+from model import GPT, IGNORE_INDEX, CoreAttention, GPTConfig, ceil_div, initial_value
 from parallelism import collectives
 from parallelism.collectives import comm_errors, errors_during, name_of, on_hosts, sum_dtype
 from parallelism.kernels import attend_to_prefix, linear, lookup, matmul
@@ -91,11 +90,6 @@ class Grid:
         self.groups = dict.fromkeys(GROUPS)
         self.chunks = chunks
         self.hosts = [socket.gethostname()] * self.world
-
-    def at_rank(self, rank: int) -> "Grid":
-        """The place of another rank in the same layout, without groups."""
-        return Grid(self.dp, self.pp, self.tp, rank, cp=self.cp, ep=self.ep, chunks=self.chunks,
-                    sequence_parallel=self.sequence_parallel)
 
     def members(self, kind: str) -> list[int]:
         """The ranks in this rank's group of this kind."""
@@ -780,7 +774,13 @@ def start_messages(grid: Grid, messages: list[Message]) -> list[Work]:
             part = part.view(-1).chunk(grid.tp)[grid.tp_rank]               # a tp-th of x
         started.append(work)
         operations.append(dist.P2POp(start, part, peer, grid.groups["pp"], tag))
-    collectives.start_together(started, operations)
+    if started:
+        with comm_errors(", ".join(work.operation for work in started)):
+            handles = dist.batch_isend_irecv(operations)
+        if len(handles) == 1:               # NCCL's one handle is that of every message
+            handles = handles * len(started)
+        for work, handle in zip(started, handles, strict=True):
+            work.handle = handle
     return works
 
 
@@ -1013,6 +1013,27 @@ class DataParallel:
         parameter.register_post_accumulate_grad_hook(self.grad_ready)
         setattr(module, attribute, parameter)
 
+    # ---- Values
+
+    @torch.no_grad()
+    def load_parts(self, kind: str, part: Callable) -> None:
+        """Fill this rank's shards "master" or moments: part(spec) -> this rank's part of it."""
+        for bucket in self.buckets:
+            for spec, shard_slice, param_slice in bucket.shard_ranges:
+                bucket.shard[kind][shard_slice].copy_(part(spec).flatten()[param_slice])
+
+    def initialize(self, model_config: GPTConfig, seed: int) -> None:
+        """The masters of step 0. A full parameter is a function of the seed and its name alone, so
+        all layouts begin equal. Only one at a time is in memory, of experts one."""
+        def part(spec):
+            if len(spec.shape) == 3:
+                return spec.cut_experts(partial(expert, spec), self.grid)
+            return spec.cut(initial_value(model_config, spec.name, spec.shape, seed), self.grid)
+
+        def expert(spec, number):
+            return initial_value(model_config, f"{number}.{spec.name}", spec.shape[1:], seed)
+        self.load_parts("master", part)
+
     # ---- Gradients and their sums
 
     def zero_grad(self, loss_scale: float = 1.0) -> None:
@@ -1174,32 +1195,6 @@ class DataParallel:
             if self.zero == 3:
                 assert bucket.unsharding is None, "a gather would write into freed memory"
                 bucket.data.untyped_storage().resize_(0)
-
-
-def adamw_update(buckets: list[Bucket], grads: list[torch.Tensor], updates: int, lr: float,
-                 beta1: float, beta2: float, weight_decay: float) -> None:
-    """torch's fused AdamW of this rank's shards of these buckets, whose gradients are `grads`. A
-    router's bias (models/moe.py) takes a step of a fixed size instead."""
-    slices = {True: ([], [], [], []), False: ([], [], [], [])}      # with weight decay, and without
-    for bucket, grad in zip(buckets, grads):
-        shard = bucket.shard
-        whole = shard["master"], grad, shard["exp_avg"], shard["exp_avg_sq"]
-        for spec, part, _ in bucket.shard_ranges:
-            if spec.sign_step > 0:
-                shard["master"][part] -= spec.sign_step * grad[part].sign()
-                continue
-            # They end at a multiple of 32, in the padding. So each number gets the same
-            # instructions, wherever a shard ends.
-            end = ceil_div(part.stop, 32) * 32
-            for tensors, tensor in zip(slices[spec.decays], whole):
-                tensors.append(tensor[part.start:end])
-    for decays, (masters, grads, *moments) in slices.items():
-        if masters:
-            counts = torch.full((len(masters),), updates - 1.0, device=grads[0].device).unbind()
-            # It adds 1 to each count. The empty list is amsgrad's.
-            adamw(masters, grads, *moments, [], list(counts), fused=True, amsgrad=False,
-                  maximize=False, lr=lr, beta1=beta1, beta2=beta2, eps=1e-8,
-                  weight_decay=weight_decay if decays else 0.0)
 
 
 # ZeRO 3 in train.py: the memory of a bucket comes and goes, and parameters are views into it. So

@@ -203,7 +203,7 @@ class Run:
         self.progress = run_state.restore(state, self.flat, config, model_config, train_data)
         self.step = self.progress.step + 1      # in progress, from 1
         self.loader = Loader(config, model_config, grid, device)
-        self.writer = run_state.make_writer(config, model_config, self.flat)    # of checkpoints
+        self.writer = run_state.make_writer(config, self.flat)      # of checkpoints
         self.stop = StopSignal()        # remembers a signal to this process
         self.log = None                 # startup.begin_training opens it
 

@@ -52,18 +52,6 @@ def on_hosts(ranks: list[int], hosts: list[str]) -> str:
     return " on " + ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
 
 
-def start_together(works: list, operations: list[dist.P2POp]) -> None:
-    """Start messages in one operation, and give each parallel.Work its handle."""
-    if not works:
-        return
-    with comm_errors(", ".join(work.operation for work in works)):
-        handles = dist.batch_isend_irecv(operations)
-    if len(handles) == 1:               # NCCL's one handle is that of every message
-        handles = handles * len(works)
-    for work, handle in zip(works, handles, strict=True):
-        work.handle = handle
-
-
 class Messages:
     """An exchange under way, like a handle of torch.distributed. `finish` runs after it."""
 

@@ -30,7 +30,7 @@ the same, and a row of LayerNorm however many rows there are. Random layouts tes
                                   pipeline; the squares for the norm
 
 Dropout draws a mask for each strip; AdamW's slices end at multiples of 32
-(parallel.adamw_update). It costs float64 gradients, copies of the weights, one strip at a time, and
+(amp.adamw_update). It costs float64 gradients, copies of the weights, one strip at a time, and
 on a CPU all threads but one.
 """
 import math

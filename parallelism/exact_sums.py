@@ -38,7 +38,7 @@ import math
 
 import torch
 
-from parallel import adamw_update
+from amp import adamw_update
 from parallelism.zero import FlatParameters
 
 

@@ -117,8 +117,8 @@ TIED = {"head.weight": "embed.token.weight"}    # one matrix: its name in the he
 
 
 def param_specs(model: GPT, model_config: GPTConfig, grid) -> list[ParamSpec]:
-    """The parameters of a stage (build.build_stage). They depend on the stage alone, so any rank
-    can compute the layout of another one (`pieces.file_order`)."""
+    """The parameters of a stage, whose modules are still whole (build.build_stage). They depend on
+    the stage alone."""
     specs = {}
     tied = TIED if model_config.tied else {}
     for module_name, module in model.named_modules():

@@ -12,12 +12,14 @@ Each number of the model has one owner (parallel.is_owner). A file has the piece
 a folder each rank cuts its own into chunks of the full tensor (base/checkpoint_folder.py).
 """
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
-from model import GPTConfig
-from parallel import Bucket, Grid, is_owner, make_buckets
-from parallelism.build import build_stage
-from parallelism.parameters import ParamSpec, param_specs
+import torch.distributed as dist
+
+from parallel import Bucket, Grid, is_owner
+from parallelism.collectives import comm_errors
+from parallelism.parameters import ParamSpec
 
 
 class Piece(NamedTuple):
@@ -43,29 +45,24 @@ def owned_slices(buckets: list[Bucket], grid: Grid, num_shards: int) -> Iterator
                 yield bucket, spec, shard_slice, param_slice
 
 
-def owners(model_config: GPTConfig, grid: Grid, num_shards: int) -> Iterator[tuple]:
-    """Yields the place and the buckets of each rank that owns numbers, stage by stage."""
-    for stage in range(grid.pp):
-        ranks = grid.ranks[stage].flatten(0, 1)                         # (replica, tp rank)
-        place = grid.at_rank(int(ranks[0, 0]))
-        specs = param_specs(build_stage(model_config, place), model_config, place)
-        for replica in range(max(num_shards, grid.ep)):
-            shard = replica if num_shards > 1 else 0
-            buckets = make_buckets(specs, grid.replicas, num_shards, shard)
-            for rank in ranks[replica].tolist():
-                yield grid.at_rank(rank), buckets
-
-
-def file_order(model_config: GPTConfig, grid: Grid, num_shards: int) -> list[Scattered]:
-    """All parameters of the model, in the order of the file. This is a function of the model and
-    the layout: rank 0 need not ask the other ranks what they hold."""
+def file_order(flat) -> list[Scattered] | None:
+    """On rank 0 all parameters of the model, in the order of the file: stage by stage. Each rank of
+    a zero.FlatParameters tells what it has, and of this which numbers it owns."""
+    grid = flat.grid
+    specs = [replace(spec, owners=[]) for bucket in flat.buckets for spec in bucket.specs
+             if not spec.is_tied_copy]
+    pieces = [(spec.name, Piece(grid.rank, spec.part_of(grid), numbers)) for _, spec, _, numbers
+              in owned_slices(flat.buckets, grid, flat.num_shards)]
+    told = [(specs, pieces)] * grid.world
+    if grid.world > 1:
+        with comm_errors("exchange with all ranks"):
+            dist.gather_object((specs, pieces), told if grid.rank == 0 else None)
+    if grid.rank > 0:
+        return None
     order = {}
-    for place, buckets in owners(model_config, grid, num_shards):
-        for bucket in buckets:
-            for spec in bucket.specs:
-                if spec.name not in order and not spec.is_tied_copy:
-                    order[spec.name] = Scattered(spec, [])
-        for _, spec, _, param_slice in owned_slices(buckets, place, num_shards):
-            piece = Piece(place.rank, spec.part_of(place), param_slice)
-            order[spec.name].pieces.append(piece)
+    for specs, pieces in told:
+        for spec in specs:
+            order.setdefault(spec.name, Scattered(spec, []))
+        for name, piece in pieces:
+            order[name].pieces.append(piece)
     return list(order.values())

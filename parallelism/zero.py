@@ -1,7 +1,6 @@
 """The flat parameters of train.py: `DataParallel` of parallel.py, section 4, and
 
     addition                                 gain                               where
-    the values of step 0, and of files       no rank has the whole model        initialize, load
     the head and the embedding add their     no gradient of a whole matrix in   add_grad,
       gradients to main_grad themselves      between (loss.py)                  main_grad
     --offload: masters and moments are in    6 of 18 bytes per parameter stay   update_offloaded
@@ -14,8 +13,9 @@ from typing import Callable
 
 import torch
 
-from model import GPTConfig, initial_value
-from parallel import Bucket, DataParallel, adamw_update
+from amp import adamw_update
+from model import GPTConfig
+from parallel import Bucket, DataParallel
 from parallelism.collectives import copy_to_host_async
 from parallelism.parameters import ParamSpec
 
@@ -77,27 +77,12 @@ class FlatParameters(DataParallel):
         """Fill this rank's tensors `name` from full parameters: full(name, shape) -> tensor."""
         self.load_parts(name, lambda spec: spec.cut(full(spec.name, spec.shape), self.grid))
 
-    @torch.no_grad()
-    def load_parts(self, name: str, part: Callable) -> None:
-        """The same from this rank's parts: part(spec) -> tensor."""
-        for bucket in self.buckets:
-            for spec, shard_slice, param_slice in bucket.shard_ranges:
-                bucket.shard[name][shard_slice].copy_(part(spec).flatten()[param_slice])
-
     def initialize(self, model_config: GPTConfig, seed: int,
                    load_weights: Callable | None = None) -> None:
         """Set the state of step 0, also after a rollback to it. The weights come from
-        load_weights(self), which sets the masters, or from the seed. Then only one full parameter
-        is in memory at a time, of experts one."""
-        def initial(spec):
-            if len(spec.shape) == 3:
-                return spec.cut_experts(partial(initial_expert, spec), self.grid)
-            return spec.cut(initial_value(model_config, spec.name, spec.shape, seed), self.grid)
-
-        def initial_expert(spec, number):
-            return initial_value(model_config, f"{number}.{spec.name}", spec.shape[1:], seed)
+        load_weights(self), which sets the masters, or from the seed."""
         if load_weights is None:
-            self.load_parts("master", initial)
+            super().initialize(model_config, seed)
         else:
             with torch.no_grad():
                 load_weights(self)

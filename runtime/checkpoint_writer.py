@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,9 +22,8 @@ import torch.distributed as dist
 import checkpoint
 from base.errors import RunError, warn
 from checkpoint import STATE
-from model import GPTConfig
 from parallel import Grid
-from parallelism.pieces import Scattered, file_order, owned_slices
+from parallelism.pieces import Scattered, owned_slices
 from parallelism.zero import FlatParameters
 
 
@@ -33,8 +32,8 @@ class Writer:
     """Writes checkpoints in a thread of each rank, one at a time."""
     out: Path
     keep: int
-    model_config: GPTConfig
     flat: FlatParameters
+    order: list[Scattered] | None       # on rank 0 (pieces.file_order)
     timeout: float              # seconds that rank 0 waits for each piece of another rank, at most
     identity: dict              # the run's id and origin (directory.new_run)
     pending: Future | None = None       # the last write
@@ -48,10 +47,6 @@ class Writer:
     def dtype(self) -> torch.dtype:
         """That of the tensors in a file."""
         return self.flat.buckets[0].shard["master"].dtype
-
-    @cached_property
-    def order(self) -> list[Scattered]:
-        return file_order(self.model_config, self.grid, self.flat.num_shards)
 
     def owned_slices(self) -> Iterator[tuple]:
         return owned_slices(self.flat.buckets, self.grid, self.flat.num_shards)

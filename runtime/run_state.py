@@ -13,6 +13,7 @@ from base.checkpoint_files import step_file
 from base.options import Config
 from data import Batches, TokenDataset
 from model import GPTConfig
+from parallelism.pieces import file_order
 from parallelism.zero import FlatParameters
 from runtime.checkpoint_writer import Writer
 from runtime.directory import latest_valid, new_run
@@ -20,10 +21,12 @@ from runtime.divergence import DivergenceMonitor
 from runtime.folder_writer import FolderWriter
 
 
-def make_writer(config: Config, model_config: GPTConfig, flat: FlatParameters) -> Writer:
-    """The writer of the run's checkpoints, in the format of --checkpoint-format."""
+def make_writer(config: Config, flat: FlatParameters) -> Writer:
+    """The writer of the run's checkpoints, in the format of --checkpoint-format. Every rank calls
+    it."""
     kind = FolderWriter if config.checkpoint_format == "folder" else Writer
-    return kind(Path(config.out), config.keep, model_config, flat, config.timeout, new_run("seed"))
+    return kind(Path(config.out), config.keep, flat, file_order(flat), config.timeout,
+                new_run("seed"))
 
 
 @dataclasses.dataclass

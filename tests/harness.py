@@ -371,9 +371,10 @@ def gather_full_state(flat, cfg, grid, names):
     names = list(names)
     owned = pieces.owned_slices(flat.buckets, grid, flat.num_shards)
     copies = checkpoint.copy_pieces(owned, names, 60)
+    order = pieces.file_order(flat)
     if grid.rank > 0:
         return checkpoint.send_pieces(copies, grid, 0)
-    order, dtype = pieces.file_order(cfg, grid, flat.num_shards), copies[0].dtype
+    dtype = copies[0].dtype
     return {name: {scattered.spec.name: checkpoint.full_tensor(scattered, dtype, copies, grid, 0)
                    for scattered in order} for name in names}
 

@@ -26,8 +26,10 @@ from base.checkpoint_folder import chunks
 from models.llama import LlamaConfig
 from models.llama_sizes import FAMILIES
 from models.moe import MoEConfig
-from parallel import Grid
-from parallelism.pieces import owned_slices, owners
+from parallel import Grid, make_buckets
+from parallelism.build import build_stage
+from parallelism.parameters import param_specs
+from parallelism.pieces import owned_slices
 from tests.commands import TINY, run_main
 from tests.harness import (CFG, assert_same_state, names_in, no_file_above, saved_file,
                            settings, trained, watched)
@@ -49,7 +51,10 @@ def test_each_number_is_in_one_chunk_at_its_place(cfg, grid, num_shards):
     full = {name: torch.arange(math.prod(shape)).view(shape)
             for name, shape in checkpoint.parameter_shapes(cfg).items()}
     counts = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
-    for place, buckets in owners(cfg, grid, num_shards):
+    for rank in range(grid.world):
+        place = Grid(grid.dp, grid.pp, grid.tp, rank, ep=grid.ep)
+        specs = param_specs(build_stage(cfg, place), cfg, place)
+        buckets = make_buckets(specs, place.replicas, num_shards, place.replica % num_shards)
         for _, spec, _, where in owned_slices(buckets, place, num_shards):
             numbers = spec.cut(full[spec.name], place).flatten()[where]
             for offsets, chunk in chunks(spec, place, numbers, where):
