@@ -45,7 +45,6 @@ PRECISIONS = {                      # by --dtype
 
 
 MIN_SCALE = 1.0                 # the floor of the loss scale
-NEVER = 2 ** 62                 # a growth_interval that no run reaches
 NOT_FINITE = "not finite"       # why a step is skipped: the loss or a gradient is inf or NaN
 
 
@@ -93,7 +92,7 @@ def make_scaler(dtype: str) -> LossScaler:
     """The scaler of a precision. Only fp16 needs one. In the others the scale stays 1."""
     if dtype == "fp16":
         return LossScaler()
-    return LossScaler(scale=1.0, growth_interval=NEVER)
+    return LossScaler(scale=1.0, growth_interval=2 ** 62)      # which no run reaches
 
 
 def clip_factor(norm: float, clip: float, loss_scale: float) -> float:

@@ -17,8 +17,7 @@ Each section begins with the idea. Where the code that runs hides it, a short ex
 `plain_...`, which only tests run. `Run.__init__` in train.py puts the sections together. Files of
 parallelism/ replace single classes and methods by what is faster or rarer: a head that never has
 all logits (loss.py), interleaved stages (pipeline.py), --offload (zero.py), other models than GPTs
-(context.py, experts.py). `linear`, `matmul` and `lookup` are those of PyTorch, but for CPUs in 16
-bits (kernels.py).
+(context.py, experts.py). `linear`, `matmul` and `lookup` are PyTorch's, but for 16 bits on CPUs.
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V vocabulary.
 """
@@ -108,9 +107,12 @@ class Grid:
 
 
 def make_groups(grid: Grid, backend: str = "gloo", timeout: timedelta | None = None) -> None:
-    """Create this rank's process groups. An operation waits `timeout` for another rank (None: 30
-    minutes). Only members create a group, and PyTorch names it by counting the process's groups. So
-    "embedding", which stages in the middle do not create, comes last."""
+    """Create this rank's process groups, in which an operation waits `timeout` for another rank.
+    Only members create a group, and PyTorch names it by counting the process's groups: "embedding",
+    which stages in the middle do not create, comes last."""
+    if grid.world > 1:
+        with comm_errors("exchange with all ranks"):
+            dist.all_gather_object(grid.hosts, socket.gethostname())
     for kind in GROUPS:
         ranks = grid.members(kind)
         is_used = grid.ep > 1 or kind != "same_experts"
@@ -165,7 +167,7 @@ def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
 
 def reduce_scatter(x: torch.Tensor, group) -> Work:
     """Cut x along dimension 0 into a slice for each rank. This rank's becomes the sum over the
-    ranks, and is the result. What happens to the other slices is undefined."""
+    ranks, and is the result. The other slices are undefined."""
     if group is None:
         return Work(x)
     own = x.chunk(group.size())[group.rank()]
@@ -253,8 +255,7 @@ def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The output of a matrix that is cut by rows: the sum of what the ranks computed. It overwrites
-    x, to save a copy."""
+    """The output of a matrix that is cut by rows: the sum of the ranks' x, in place."""
     return WithGradient.apply(x, lambda x: sum_over_ranks(x.detach(), grid).wait(),
                               lambda dy: gather_positions(dy, grid).wait())
 
@@ -262,9 +263,8 @@ def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
 class TensorParallel(nn.Module):
     """Takes over the parameters of a module. `partition_dim` says in which dimension they are cut
     (those it does not name are whole), `stacked` how many matrices are stacked there, as q, k and v
-    are: each is cut by itself, (3C, C) -> (3C / tp, C). Here the parameters are whole, but on the
-    meta device, without memory. `DataParallel` then replaces them by this rank's part, of one
-    matrix weight.chunk(tp, dim)[tp_rank] (ParamSpec.cut in parallelism/parameters.py)."""
+    are: each is cut by itself, (3C, C) -> (3C / tp, C). Here they are whole, on the meta device.
+    `DataParallel` replaces them by weight.chunk(tp, dim)[tp_rank] (parameters.ParamSpec.cut)."""
     partition_dim = {}
 
     def __init__(self, whole: nn.Module, grid: Grid):
@@ -288,9 +288,8 @@ class ColumnParallelLinear(TensorParallel):
 
 class ColumnProduct(torch.autograd.Function):
     """f and the product in one, f(x) W^T + b, because backward can then overlap: it computes dx,
-    starts its sum, computes dW and only then waits. With sequence parallelism it gathers x again,
-    because saving f(x) would take tp times the memory: a block then sends as much as five
-    all-reduces instead of four."""
+    starts its sum, computes dW and only then waits. With sequence parallelism it gathers x again
+    instead of saving f(x): a block sends as much as five all-reduces, not four."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, grid):
@@ -334,8 +333,7 @@ class RowParallelLinear(TensorParallel):
 
 
 class AttentionOutput(RowParallelLinear):
-    """Its input is by sequences, as attention returns it, and saves. In the order of the ranks it
-    would be a copy, which backward would save, too."""
+    """Its input is by sequences, as attention saves it. By ranks it would be a copy, saved too."""
 
     def sum(self, y):
         return g(by_ranks(y, self.grid), self.grid)
@@ -373,8 +371,8 @@ class VocabParallelHead(TensorParallel):
 
         loss = log sum_v exp(z_v) - z_target = largest + log sum_v exp(z_v - largest) - z_target
 
-    `largest` keeps exp from overflowing. It cancels, so it needs no gradient. In train.py a
-    subclass, loss.TiledHead, has another `loss`, which never has all logits in memory."""
+    `largest` keeps exp from overflowing. It cancels, so it needs no gradient. train.py runs another
+    `loss`, that of loss.TiledHead, which never has all logits in memory."""
     partition_dim = {"weight": 0, "bias": 0}
 
     def __init__(self, whole: nn.Module, grid: Grid):
@@ -443,9 +441,8 @@ def own_positions(x: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 class PositionEmbedding(TensorParallel):
-    """Of `positions` 0, 1, ... n - 1 it only takes the length: in the whole sequence this rank's
-    positions are others. -> (n, C). Those of packed texts are given for the whole sequence, (B, T)
-    -> (B, n, C)."""
+    """Of `positions` 0, 1, ... n - 1 it only takes the length: this rank's are others -> (n, C).
+    Those of packed texts are given for the whole sequence, (B, T) -> (B, n, C)."""
 
     def forward(self, positions):
         if positions.dim() == 2:
@@ -473,8 +470,8 @@ def cut_positions(x: torch.Tensor, grid: Grid, dim: int = 1) -> torch.Tensor:
 #                                         rank b, sequence 0    2 3
 #                                         rank b, sequence 1    2 3
 #
-# From f to g activations stay by ranks, because a change of the order copies them. A product does
-# not care, because it treats each position alone. Only attention needs whole sequences.
+# From f to g activations stay by ranks, because a change of the order copies them. A product treats
+# each position alone. Only attention needs whole sequences.
 
 
 def by_ranks(x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -573,7 +570,6 @@ def plain_pipeline(stage: GPT, batch: list, schedule: list[tuple], grid: Grid) -
     `recv` waits for its message. `isend` returns at once. With a blocking send 1F1B would hang: two
     neighbors send to each other, and each would wait for the other to receive."""
     ranks = grid.members("pp")              # of this pipeline, by stage
-    dtype = next(stage.parameters()).dtype
     loss_sum = 0.0
     kept = {}           # microbatch: (x, y), the stage's input and output, from F to B
     sends = []
@@ -582,7 +578,7 @@ def plain_pipeline(stage: GPT, batch: list, schedule: list[tuple], grid: Grid) -
         if kind == "F":
             x = tokens
             if not grid.is_first:
-                x = torch.empty(*tokens.shape, stage.cfg.n_embd, dtype=dtype)
+                x = next(stage.parameters()).new_empty(*tokens.shape, stage.cfg.n_embd)
                 dist.recv(x, src=ranks[grid.stage - 1])
                 x.requires_grad_()      # a leaf: backward ends here, with the gradient in x.grad
             y = stage(x, targets)
@@ -623,8 +619,8 @@ def chunk_layers(n_layer: int, grid: Grid) -> list[range]:
 
 
 def keep_stage(model: GPT, grid: Grid) -> None:
-    """Keep the layers of this rank's stage. The first stage also keeps the embedding, the last one
-    the head. The forward of model.GPT leaves out what is None, so it runs the rest as a stage."""
+    """Keep this stage's layers; the first also keeps the embedding, the last one the head. The
+    forward of model.GPT leaves out what is None, so it runs the rest as a stage."""
     layers = set().union(*chunk_layers(model.cfg.n_layer, grid))
     for name in list(model.blocks):
         if int(name) not in layers:
@@ -704,11 +700,9 @@ class Pipeline:
             work.wait()
 
     def may_receive_early(self, op: tuple, next_op: tuple | None) -> bool:
-        """Whether the next op's input may be received during this op, not only after it.
-
-        F, then F: it comes from the other neighbor than the one that the result goes to, so yes
-        (GPipe is 3 to 10% faster on CPUs). F, then B, or B, then F: both messages are with one
-        neighbor and cross, so they have to start together."""
+        """Whether the next op's input may be received during this op. F, then F: it comes from the
+        other neighbor than the one that the result goes to (GPipe is 3 to 10% faster on CPUs). F,
+        then B, or B, then F: the messages with one neighbor cross, so they start together."""
         return next_op is not None and next_op[0] == op[0]
 
     def input_of(self, op: tuple) -> "Message":
@@ -746,13 +740,11 @@ def route(grid: Grid, message: Message) -> tuple[int, int] | None:
 
 
 def start_messages(grid: Grid, messages: list[Message]) -> list[Work]:
-    """Start all messages together, by dist.batch_isend_irecv. Returns a Work for each; its result
-    is None if the message has no `route`. On NCCL they are one operation: if two neighbors send to
-    each other, and each started its send before its receive, NCCL could have both wait forever.
-    gloo starts them one by one; the tag tells them apart.
-
-    The tp ranks of a stage have the same x for those of the next, which is in another machine. Each
-    sends 1 / tp of it. `gather_message` joins the parts (Narayanan et al. 2021, section 4.1)."""
+    """Start all messages together. Returns a Work for each; its result is None if the message has
+    no `route`. On NCCL they are one operation: if two neighbors each started a send before a
+    receive, both could wait forever. gloo starts them one by one; the tag tells them apart. Of x,
+    which the tp ranks of a stage have alike, each sends 1 / tp to the next stage, in another
+    machine. `gather_message` joins the parts (Narayanan et al. 2021, section 4.1)."""
     works = [Work(None) for _ in messages]
     started, operations = [], []
     for work, message in zip(works, messages):
@@ -785,8 +777,7 @@ def start_messages(grid: Grid, messages: list[Message]) -> list[Work]:
 
 
 def gather_message(x: torch.Tensor | None, grid: Grid) -> torch.Tensor | None:
-    """What has arrived, whole: the tp ranks exchange their parts inside their machine. With
-    sequence parallelism x is a part already."""
+    """What has arrived, whole: the tp ranks exchange parts. With sequence parallelism x is one."""
     if x is not None and not grid.sequence_parallel:
         all_gather(x.view(-1), grid.groups["tp"]).wait()                    # in place
     return x
@@ -820,10 +811,10 @@ def plain_replica_step(model, optimizer, tokens, targets):
 #
 # AdamW keeps two moments for each parameter, its averages of the gradient and of the gradient's
 # square, and for a parameter in 16 bits a master in fp32. Gradients add up in fp32, too. With plain
-# data parallelism every replica keeps all of it and makes the same update. ZeRO divides this work:
-# each of r replicas updates a shard of each bucket, and receives the other shards. AdamW is
-# elementwise, so a shard may begin and end anywhere. In bytes per parameter, those sent times
-# (r - 1) / r, for a step of m microbatches (in fp32 a parameter is its own master):
+# data parallelism every replica keeps all and makes the same update. ZeRO divides this work: each
+# of r replicas updates a shard of each bucket, and receives the others. AdamW is elementwise, so a
+# shard may begin and end anywhere. In bytes per parameter, those sent times (r - 1) / r, for a step
+# of m microbatches (in fp32 a parameter is its own master):
 #
 #         masters,                             bytes kept in           bytes sent in 16 bits
 #   ZeRO  moments   gradients   parameters     16 bits     fp32        gradients    parameters
@@ -867,9 +858,8 @@ def plain_zero3_forward(module: nn.Module, shards: list, group, *inputs):
 
 
 # A spec (parameters.ParamSpec) says what this rank has of a parameter: `name` and `shape` in the
-# whole model, `partition_dim`, `local_shape` and `numel` of this rank's part, `owners`, the modules
-# that use it, `is_tied` and `is_tied_copy` of embedding and head, `ep`, the number of replicas that
-# divide its experts, and how AdamW treats it: `decays`, `sign_step`.
+# whole model, `partition_dim`, `local_shape` and `numel` of this rank's part, the modules that own
+# it, `is_tied` and `is_tied_copy`, `ep`: replicas that divide its experts, `decays`, `sign_step`.
 
 
 class Bucket:
@@ -878,8 +868,7 @@ class Bucket:
     group           whose ranks have them: "replicas", or of experts "same_experts"
     num_ranks       how many these are
     num_shards, shard_rank      the number of ZeRO's shards, and which this rank has
-    is_wide         `data` is of the masters' type: a router's, because rounding would choose other
-                    experts (section 6)
+    is_wide         `data` is of the masters' type: rounded, a router would choose other experts
     shard_ranges    the parts of parameters in the shard: [(spec, shard_slice, param_slice)], where
                     shard[kind][shard_slice] belongs to parameter.flatten()[param_slice]
     data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
@@ -934,8 +923,7 @@ def is_owner(spec, grid: Grid, num_shards: int) -> bool:
 
 
 def make_buckets(specs: list, replicas: int, num_shards: int, shard_rank: int) -> list[Bucket]:
-    """Backward completes them from the right; but a tied matrix, to whose gradient embedding and
-    head add, is complete last, and no other parameter waits for it.
+    """Backward completes them from the right; a tied matrix, to which embedding and head add, last.
 
         | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |                 a tied matrix
         | embed | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp | head |         a head of its own
@@ -962,26 +950,30 @@ def make_buckets(specs: list, replicas: int, num_shards: int, shard_rank: int) -
 class DataParallel:
     """This rank's parameters, of type `dtype`, in buckets, with their gradients, masters and
     moments. A step calls zero_grad, then prepare_grad_sync before each backward, finish_grad_sync
-    after the last one, and adamw_step. train.py runs a subclass, zero.FlatParameters, and calls it
-    `flat`. All ranks must start collectives in the same order. Whoever adds a buffer here adds its
-    bytes to tools/plan/memory.py.
+    after the last one, and adamw_step. train.py's `flat` is a subclass, zero.FlatParameters. All
+    ranks must start collectives in the same order. A new buffer counts in tools/plan/memory.py.
 
-    grad_factor     by which the gradients are multiplied: loss scale (amp.py), then also clipping
+    grad_factor         by which the gradients are multiplied: loss scale, then also clipping
+    grads_are_summed    from finish_grad_sync to the next zero_grad
     """
+    grad_dtype = None       # that of the masters
 
-    def __init__(self, specs: list, grid: Grid, dtype, master_dtype, device="cpu", zero: int = 0):
-        self.grid, self.zero = grid, zero
+    def __init__(self, specs: list, grid: Grid, dtype, master_dtype, device="cpu", zero: int = 0,
+                 training: bool = True):
+        self.grid, self.zero, self.training = grid, zero, training
         self.num_shards, shard_rank = (grid.replicas, grid.replica) if zero > 0 else (1, 0)
         self.buckets = make_buckets(specs, grid.replicas, self.num_shards, shard_rank)
         self.buckets_to_sync = []       # those that this backward sums, the next one last
         self.in_flight = []             # [(bucket, the sum of its gradients under way)]
         self.grad_factor = 1.0
+        self.grads_are_summed = False
         for bucket in self.buckets:
             data_dtype = master_dtype if bucket.is_wide else dtype
             bucket.data = torch.zeros(bucket.numel, dtype=data_dtype, device=device)
             own = bucket.own(bucket.data)
             bucket.shard["data"] = bucket.shard["master"] = own.clone() if zero == 3 else own
-            self.allocate_state(bucket, master_dtype, device)
+            if training:
+                self.allocate_state(bucket, master_dtype, device)
             for spec in bucket.specs:
                 for module, attribute in spec.owners:
                     self.attach(module, attribute, bucket, spec)
@@ -989,7 +981,7 @@ class DataParallel:
 
     def allocate_state(self, bucket: Bucket, dtype, device) -> None:
         """What AdamW needs, as the table says: all zero, of type `dtype`."""
-        self.allocate_gradients(bucket, dtype, device)
+        self.allocate_gradients(bucket, self.grad_dtype or dtype, device)
         zeros = partial(torch.zeros, len(bucket.shard["data"]), dtype=dtype, device=device)
         if bucket.data.dtype != dtype:
             bucket.shard["master"] = zeros()
@@ -1006,10 +998,10 @@ class DataParallel:
     def attach(self, module: nn.Module, attribute: str, bucket: Bucket, spec) -> None:
         """Replace the module's parameter by a view into the bucket, with a hook. A tied matrix
         becomes two Parameters on one memory: as one its hook would run only after both uses."""
-        # `.data` has its own version counter: ZeRO 3 gathers into this memory between forward and
-        # backward, which autograd must not take for a modified weight.
+        # `.data` has its own version counter: to autograd the gathers of ZeRO 3 change no weight.
         parameter = nn.Parameter(bucket.view(bucket.data, spec).data)
         parameter.bucket, parameter.spec = bucket, spec
+        parameter.main_grad = partial(self.main_grad, parameter)
         parameter.register_post_accumulate_grad_hook(self.grad_ready)
         setattr(module, attribute, parameter)
 
@@ -1022,9 +1014,12 @@ class DataParallel:
             for spec, shard_slice, param_slice in bucket.shard_ranges:
                 bucket.shard[kind][shard_slice].copy_(part(spec).flatten()[param_slice])
 
-    def initialize(self, model_config: GPTConfig, seed: int) -> None:
-        """The masters of step 0. A full parameter is a function of the seed and its name alone, so
-        all layouts begin equal. Only one at a time is in memory, of experts one."""
+    @torch.no_grad()
+    def initialize(self, model_config: GPTConfig, seed: int,
+                   load_weights: Callable | None = None) -> None:
+        """Set the state of step 0, also after a rollback to it. A full parameter is a function of
+        the seed and its name, so all layouts begin equal. Only one at a time is in memory, of
+        experts one. Or load_weights(self) sets the masters."""
         def part(spec):
             if len(spec.shape) == 3:
                 return spec.cut_experts(partial(expert, spec), self.grid)
@@ -1032,11 +1027,22 @@ class DataParallel:
 
         def expert(spec, number):
             return initial_value(model_config, f"{number}.{spec.name}", spec.shape[1:], seed)
-        self.load_parts("master", part)
+        if load_weights is None:
+            self.load_parts("master", part)
+        else:
+            load_weights(self)
+        for bucket in self.buckets:
+            if self.training:
+                bucket.shard["exp_avg"].zero_()
+                bucket.shard["exp_avg_sq"].zero_()
+        self.sync_params()
+        self.wait_params()
 
     # ---- Gradients and their sums
 
-    def zero_grad(self, loss_scale: float = 1.0) -> None:
+    def zero_grad(self, loss_scale: float = 1.0, tokens: int = 1, targets: int = 1) -> None:
+        """Before a step on so many `tokens` of all ranks, of which `targets` count in the loss."""
+        self.grads_are_summed = False
         self.grad_factor = loss_scale
         torch._foreach_zero_([bucket.grad if self.zero < 2 else bucket.shard["grad"]
                               for bucket in self.buckets])
@@ -1097,8 +1103,8 @@ class DataParallel:
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
-        """Wait for all buckets. Then sum the gradients that have terms on other ranks: the tied
-        matrix's at both ends of a pipeline, and those of `is_in_parts`."""
+        """Wait for all buckets. Then sum the gradients with terms on other ranks: those of a tied
+        matrix, at both ends of a pipeline, and those of `is_in_parts`."""
         assert not self.buckets_to_sync, "a parameter got no gradient"
         self.wait_grad_sync()
         for bucket in self.buckets:
@@ -1109,10 +1115,11 @@ class DataParallel:
         if parts:
             sums = all_reduce(torch.cat(parts), self.grid.groups["tp"]).wait()
             torch._foreach_copy_(parts, sums.split([len(x) for x in parts]))
+        self.grads_are_summed = True
 
     def is_in_parts(self, spec) -> bool:
         """Whether each tp rank has all of the parameter, but only a term of its gradient: that of
-        this rank's positions, or, of a norm of heads, of its heads."""
+        its positions or, of a norm of heads, of its heads."""
         return self.grid.tp > 1 and spec.partition_dim is None and (
             self.grid.sequence_parallel or spec.grad_covers_own_heads)
 
@@ -1211,10 +1218,9 @@ def gather_before_use(model: GPT, flat: DataParallel) -> None:
         return [bucket for bucket in flat.buckets if bucket.name.split(".")[0] == name]
 
     def wrap(module, needed, freed, kept=(), prefetch=(), prefetch_in_backward=None):
-        """needed        the buckets that the module reads, unless they are whole already
-        freed, kept      of these, what it frees, and what only if no backward follows
-        prefetch         what forward begins to gather
-        prefetch_in_backward    the same; None: backward gathers nothing, `kept` is there"""
+        """needed: the buckets that the module reads. freed, kept: of these, what it frees, and what
+        only if no backward follows. prefetch, prefetch_in_backward: what forward and backward begin
+        to gather. None: backward gathers nothing, `kept` is there."""
         run = module.forward
 
         def forward(*args):
@@ -1293,13 +1299,12 @@ class ContextParallelAttention(CoreAttention):
         self.grid, self.part = grid, whole.part
 
     def forward(self, q, k, v, dropout_seed=None, mask=None):
-        """With dropout each rank has a seed of its own. A mask (B, 1, T, T) is of all positions."""
+        """With dropout each rank has its seed. A mask (B, 1, T, T) is of all positions."""
         k, v = gather_keys_and_values(k, v, self.grid)              # (B, H, T, D) each
         return super().forward(q, k, v, dropout_seed, mask)
 
     def attend(self, q, k, v, mask):
-        """A piece of q is the last n of the keys up to its end, to which it attends causally. With
-        all keys, and a mask, there would be about twice the products."""
+        """A piece of q is the last n of the keys to which it attends. A mask doubles the work."""
         outputs = []
         p = self.p if self.training else 0.0
         rank, cp = self.grid.cp_rank, self.grid.cp

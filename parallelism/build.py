@@ -3,7 +3,6 @@
 `Run.__init__` in train.py calls what stands here in order. `build_stage` is the same for the place
 of any rank, for checkpoints and plans.
 """
-import socket
 from datetime import timedelta
 from functools import partial
 
@@ -19,7 +18,6 @@ from models.moe import Mixture
 from parallel import (ContextParallelAttention, Grid, Message, TensorParallel, all_reduce,
                       keep_stage, start_messages, tensor_parallel)
 from parallelism.all_heads_norm import cut_heads
-from parallelism.collectives import comm_errors
 from parallelism.context import context_parallel
 from parallelism.experts import ParallelExperts, ParallelRouter, expert_parallel
 from parallelism.kernels import use_kernels
@@ -35,9 +33,6 @@ from parallelism.zero import FlatParameters
 def make_groups(grid: Grid, device=torch.device("cpu"), timeout: timedelta | None = None) -> None:
     """parallel.make_groups, on gloo or NCCL, and a group of all ranks to save. On GPUs all
     connections are made before the first step."""
-    if grid.world > 1:
-        with comm_errors("exchange with all ranks"):
-            dist.all_gather_object(grid.hosts, socket.gethostname())
     if device.type == "cpu":
         parallel.make_groups(grid, "gloo", timeout)
     else:

@@ -8,13 +8,9 @@
     what is read too early or too late is                                       main_grad,
       refused                                                                   before_state_dict
 """
-from functools import partial
-from typing import Callable
-
 import torch
 
 from amp import adamw_update
-from model import GPTConfig
 from parallel import Bucket, DataParallel
 from parallelism.collectives import copy_to_host_async
 from parallelism.parameters import ParamSpec
@@ -23,20 +19,15 @@ from parallelism.parameters import ParamSpec
 class FlatParameters(DataParallel):
     """This rank's parameters (of type `dtype`) and, for `training`, their gradients, masters and
     Adam moments (of type `master_dtype`), in buckets. With `host`, masters and moments are there,
-    and AdamW runs there.
-
-    grads_are_summed    from finish_grad_sync to the next zero_grad"""
-    grad_dtype = None       # that of the masters
+    and AdamW runs there."""
 
     def __init__(self, specs: list[ParamSpec], grid, dtype, master_dtype, device,
                  zero: int = 0, host=None, training: bool = True):
         device = torch.device(device)
-        self.training = training
         self.host = None
         if host is not None and device != torch.device(host):
             self.host = torch.device(host)
-        self.grads_are_summed = False
-        super().__init__(specs, grid, dtype, master_dtype, device, zero)
+        super().__init__(specs, grid, dtype, master_dtype, device, zero, training)
         # --offload: two rows, in turn: a bucket's gradients arrive in one, its parameters leave
         self.staging = None
         if training and self.host is not None:
@@ -45,20 +36,14 @@ class FlatParameters(DataParallel):
                                        pin_memory=device.type == "cuda")
 
     def allocate_state(self, bucket, dtype, device):
-        if self.training:
-            super().allocate_state(bucket, dtype, device)
-            if self.host is not None:
-                for kind in ("master", "exp_avg", "exp_avg_sq"):
-                    like = bucket.shard[kind]
-                    bucket.shard[kind] = torch.zeros_like(like, dtype=dtype, device=self.host)
-
-    def allocate_gradients(self, bucket, dtype, device):
-        super().allocate_gradients(bucket, self.grad_dtype or dtype, device)
+        super().allocate_state(bucket, dtype, device)
+        if self.host is not None:
+            for kind in ("master", "exp_avg", "exp_avg_sq"):
+                like = bucket.shard[kind]
+                bucket.shard[kind] = torch.zeros_like(like, dtype=dtype, device=self.host)
 
     def attach(self, module, attribute, bucket, spec):
         super().attach(module, attribute, bucket, spec)
-        parameter = getattr(module, attribute)
-        parameter.main_grad = partial(self.main_grad, parameter)
         module.register_state_dict_pre_hook(self.before_state_dict)
 
     def before_state_dict(self, *_) -> None:
@@ -70,35 +55,10 @@ class FlatParameters(DataParallel):
                                "every rank")
         self.wait_params()
 
-    # ---- Values
-
     @torch.no_grad()
     def load(self, name: str, full) -> None:
         """Fill this rank's tensors `name` from full parameters: full(name, shape) -> tensor."""
         self.load_parts(name, lambda spec: spec.cut(full(spec.name, spec.shape), self.grid))
-
-    def initialize(self, model_config: GPTConfig, seed: int,
-                   load_weights: Callable | None = None) -> None:
-        """Set the state of step 0, also after a rollback to it. The weights come from
-        load_weights(self), which sets the masters, or from the seed."""
-        if load_weights is None:
-            super().initialize(model_config, seed)
-        else:
-            with torch.no_grad():
-                load_weights(self)
-        if self.training:
-            for bucket in self.buckets:
-                bucket.shard["exp_avg"].zero_()
-                bucket.shard["exp_avg_sq"].zero_()
-        self.sync_params()
-        self.wait_params()
-
-    # ---- Gradients
-
-    def zero_grad(self, loss_scale: float = 1.0, tokens: int = 1, targets: int = 1) -> None:
-        """Before a step on so many `tokens` of all ranks, of which `targets` count in the loss."""
-        self.grads_are_summed = False
-        super().zero_grad(loss_scale)
 
     # The head computes the gradient of its matrix in forward, and the embedding adds to the same.
     # Both add to main_grad, and autograd gets None (loss.py).
@@ -124,10 +84,6 @@ class FlatParameters(DataParallel):
             super().start_grad_sync(bucket)
         else:       # under GPipe the first backward sends the head's gradient of all microbatches
             self.reshard([bucket])
-
-    def finish_grad_sync(self):
-        super().finish_grad_sync()
-        self.grads_are_summed = True
 
     @property
     def tp_copies_are_equal(self) -> bool:
