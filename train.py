@@ -20,7 +20,7 @@ from amp import PRECISIONS, clip_factor
 from base.errors import RunError
 from base.options import Config
 from base.processes import running
-from checkpoint import plain_load, plain_save
+from checkpoint import plain_load
 from data import Batch, TokenDataset, open_shards, plain_batch, plain_windows
 from model import GPT, GPTConfig
 from parallel import Grid, gather_before_use, keep_stage, tensor_parallel
@@ -144,7 +144,7 @@ def plain_train(config: Config, model_config: GPTConfig, device: torch.device,
             out.log(step, loss, norm, learning_rate(config, step), seconds, val_loss)
             stopping = stop.requested           # read once: a later signal waits for the next step
             if stopping or config.is_nth_or_last(step, config.save_every):
-                plain_save(model, optimizer, out.facts(step), config.out, config.keep)
+                out.save(model, optimizer, step)        # by checkpoint.plain_save
             if stopping:
                 break
         out.report_end()

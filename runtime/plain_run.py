@@ -14,9 +14,11 @@ from base.errors import refuse
 from base.flops import parameter_count
 from base.options import Config
 from base.processes import Job
+from checkpoint import plain_save
 from data import TokenDataset
-from model import GPTConfig
+from model import GPT, GPTConfig
 from runtime import run_state, startup
+from runtime.checkpoint_writer import reason_of_failure, refuse_lost
 from runtime.console import report_begin, report_end
 from runtime.directory import Metrics, Start
 from runtime.divergence import DivergenceMonitor
@@ -75,6 +77,7 @@ class OutputFolder:
     of_all: dict                    # what all checkpoints hold besides tensors
     finished_step: int              # the last one
     run_log: RunLog | None = None   # unless the run has steps to make
+    failed_save: str | None = None  # why the last save failed
 
     @property
     def checkpoint(self) -> Path | None:
@@ -106,6 +109,11 @@ class OutputFolder:
             print_rank0(f"step {step}/{config.steps}  validation {val_loss:.4f}")
         self.run_log.metrics.write(**row)
 
+    def save(self, model: GPT, optimizer: torch.optim.AdamW, step: int) -> None:
+        """Write the checkpoint of this step. If that fails, warn: the next one may succeed."""
+        self.failed_save = reason_of_failure(plain_save, model, optimizer, self.facts(step),
+                                             self.config.out, self.config.keep)
+
     def facts(self, step: int) -> dict:
         """What the checkpoint of this step holds besides tensors."""
         consumed = step * self.config.batch_size
@@ -113,8 +121,10 @@ class OutputFolder:
                                   consumed_samples=consumed)
 
     def report_end(self) -> None:
-        """Tell how the run has ended: before it began, by a signal, or after its last step."""
+        """Tell how the run has ended: before it began, by a signal, or after its last step. Raises
+        RunError if the last checkpoint could not be written."""
         config, step = self.config, self.finished_step
+        refuse_lost(self.failed_save, config.out)
         if self.run_log is None:
             print_rank0(f"{self.start.path} is step {step} of {config.steps}: raise --steps")
         else:       # its checkpoints are files, also where the run that it continues had folders

@@ -44,13 +44,27 @@ def test_a_signal_ends_a_run_after_a_save(shards, tmp_path):
     assert read_metrics(tmp_path)[0][-1]["step"] == last + 1
 
 
-def test_a_full_disk_ends_the_run_in_one_line(shards, run_train, tmp_path):
-    """The earlier checkpoint stays whole."""
-    flags = ["--data", shards, "--out", tmp_path, *PLAIN]
-    assert run_train(*flags, "--steps", 2)[0] == 0
+def test_a_run_outlives_a_failed_save_but_not_the_last(shards, run_train, tmp_path):
+    """As a Run: the earlier checkpoint stays whole, and the losses are those of a healthy disk."""
+    flags = ["--data", shards, *PLAIN, "--save-every", 1]
+    assert run_train(*flags, "--out", tmp_path / "healthy")[0] == 0
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with mock.patch.object(os, "fsync", side_effect=full):
-        status, _, error = run_train(*flags)
-    assert status == 1 and error.count("\n") == 1
-    assert "could not be written" in error and "No space left" in error
-    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 2
+    write = checkpoint.write_file
+    for name, fails, status in (("o", {2, 3}, 0), ("last", {3, 4}, 1)):
+        def write_or_fail(state, aside, path):
+            with mock.patch.object(os, "fsync", side_effect=full if state["step"] in fails
+                                   else None):
+                write(state, aside, path)
+        with mock.patch.object(checkpoint, "write_file", write_or_fail):
+            found, _, error = run_train(*flags, "--out", tmp_path / name)
+        *warnings, last = error.splitlines()[:2], error.splitlines()[-1]
+        assert found == status, error
+        assert error.count("warning: ") == error.count("untouched") == 2
+        assert ("the last checkpoint is lost" in last) == (status == 1)
+        assert error.count("\n") == 2 + status and error.count("No space left") == 2 + status
+        rows, events = read_metrics(tmp_path / name)
+        healthy, _ = read_metrics(tmp_path / "healthy")
+        assert [row["loss"] for row in rows] == [row["loss"] for row in healthy]
+        assert (events[-1]["event"] == "end") == (status == 0)
+        newest = checkpoint.load(tmp_path / name / "latest.pt")
+        assert newest["step"] == (4 if status == 0 else 2)
