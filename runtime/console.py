@@ -126,6 +126,10 @@ def report_begin(log: RunLog, begin: Start, phases: list, hosts: list[str], note
     if is_rank0():
         fields |= dict(data=describe_data(log.val_data, config), environment=environment(hosts))
     log.event(kind, line, config=dataclasses.asdict(config), **fields, step=begin.step)
+    if config.warmup_steps > config.steps:
+        print_rank0(f"note     --warmup-steps {config.warmup_steps} is more than the run's "
+                    f"{config.steps} steps: the learning rate reaches "
+                    f"{config.lr * config.steps / config.warmup_steps:.2e}, not {config.lr:.2e}")
 
 
 def note_of_rate(begin: Start, config: Config, factor: float, learning_rate: Callable) -> str:
