@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -27,23 +26,6 @@ from model import GPTConfig
 from parallel import Grid
 from parallelism.pieces import Scattered, file_order, owned_slices
 from parallelism.zero import FlatParameters
-
-
-def reason_of_failure(save: Callable, *what) -> str | None:
-    """save(*what). If it fails, warn and return why: training continues, earlier files are whole."""
-    try:
-        save(*what)
-    except OSError as error:
-        reason = str(error)             # the exception itself would keep a tensor in memory
-        warn(f"{reason}; earlier checkpoints, if any, are untouched")
-        return reason
-
-
-def refuse_lost(reason: str | None, out: Path | str) -> None:
-    """Raise RunError if the last checkpoint of a run could not be written."""
-    if reason is not None:
-        raise RunError(f"the last checkpoint is lost: {reason}: see that {out} can be written and "
-                       f"has space for it, then give the same command")
 
 
 @dataclass
@@ -92,7 +74,12 @@ class Writer:
                   for spec, _ in self.order}
         tensors = {key: {name: Streamed(like, full_tensors) for name, like in shapes.items()}
                    for key in STATE}
-        reason = reason_of_failure(checkpoint.save, facts | tensors, self.out, self.keep, protected)
+        try:
+            checkpoint.save(facts | tensors, self.out, self.keep, protected)
+            return None
+        except OSError as error:        # training continues: earlier files are whole
+            reason = str(error)         # the exception itself would keep a tensor in memory
+        warn(f"{reason}; earlier checkpoints, if any, are untouched")
         for _ in full_tensors:          # each rank waits until rank 0 has taken all its pieces
             pass
         return reason
@@ -102,8 +89,9 @@ class Writer:
         least. Raises DistError if another rank is gone, and RunError if rank 0 could not write a
         checkpoint that is `required`."""
         error = None if self.pending is None else self.pending.result()
-        if required:
-            refuse_lost(error, self.out)
+        if required and error is not None:
+            raise RunError(f"the last checkpoint is lost: {error}: see that {self.out} can be "
+                           f"written and has space for it, then give the same command")
         return error
 
     def close(self) -> None:

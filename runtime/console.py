@@ -108,19 +108,20 @@ def print_finished(begin: Start, config: Config, phases: list) -> None:
                 f"{unused}; {advice}")
 
 
-def report_begin(log: RunLog, begin: Start, phases: list, hosts: list[str], note: str = "",
-                 **fields) -> None:
+def report_begin(log: RunLog, begin: Start, phases: list, hosts: list[str],
+                 learning_rate: Callable, lr_factor: float = 1.0) -> None:
     """The event of a new run, and a line if it begins from weights; or those of a resume, which
-    name the settings that differ from the stored ones, and add `note`. `phases`: the mixture's.
-    Only rank 0, which writes the event, reads the shards."""
-    config, kind, line = log.config, "start", None
+    name the settings that differ from the stored ones. `phases`: the mixture's. `lr_factor`: of
+    rollbacks. Only rank 0, which writes the event, reads the shards."""
+    config, kind, line, fields = log.config, "start", None, {}
     if begin.kind == "init-from":
         line = f"weights  from {config.init_from}"
     if begin.kind in ("continue", "resume"):
         changed = changed_settings(config, phases, begin.state)
-        kind, fields = "resume", fields | dict(path=str(begin.path), changed=changed)
-        line = ", ".join([f"resume   {begin.path}, after step {begin.step}",
-                          *describe(changed)]) + note
+        kind = "resume"
+        fields = dict(path=str(begin.path), changed=changed, given=begin.given, lr_factor=lr_factor)
+        line = ", ".join([f"resume   {begin.path}, after step {begin.step}", *describe(changed)])
+        line += note_of_rate(begin, config, lr_factor, learning_rate)
         for event in begin.events:
             log.metrics.write(**event, step=begin.step)
     if is_rank0():
