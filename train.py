@@ -144,7 +144,8 @@ def plain_train(config: Config, model_config: GPTConfig, device: torch.device,
             out.log(step, loss, norm, learning_rate(config, step), seconds, val_loss)
             stopping = stop.requested           # read once: a later signal waits for the next step
             if stopping or config.is_nth_or_last(step, config.save_every):
-                plain_save(model, optimizer, out.facts(step), config.out, config.keep)
+                with plain_run.outlive_failed_save(stopping or step == config.steps):
+                    plain_save(model, optimizer, out.facts(step), config.out, config.keep)
             if stopping:
                 break
         out.report_end()
@@ -289,7 +290,8 @@ def main() -> None:
     job, flags, device, timeout = startup.parse()       # exits here if a flag is wrong
     with running(job, device, timeout) as stack:        # closes at its end what is opened here
         if flags.get("plain"):
-            config, model_config, out = plain_run.begin(flags, job, device, stack)
+            config, model_config, out = plain_run.begin(
+                flags, job, device, stack, learning_rate)
             plain_train(config, model_config, device, out)
             return
         config, model_config, start = startup.prepare(flags, job, device, stack)

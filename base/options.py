@@ -199,6 +199,9 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
         if "balance_bias" in given and "balance_loss" not in given:
             shape["balance_loss"] = 0.0             # the bias balances in place of the loss
         return config, base | shape
+    # What a run may change is the checkpoint's, unless its own flag is given.
+    of_run = {*ROUTER_LOSSES, "seq_len"} if weights_only else {*ROUTER_LOSSES}
+    shape = {name: value for name, value in shape.items() if name in given or name not in of_run}
     problems, drop = [], []
     may_be_longer = "rope_theta" in base and not base.get("learned_positions", False)
     for name, value in shape.items():

@@ -55,8 +55,7 @@ class Mixture:
         metas = [source.meta for source in sources.values()]
         self.meta = {key: metas[0][key] for key in ("tokenizer", "vocab_size")} | dict(
             bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
-        for meta in reversed(metas):            # the first that has an entry gives it
-            self.meta |= {key: meta[key] for key in OPTIONAL if meta.get(key) is not None}
+        self.meta |= optional_entries(metas)
 
     # ---- Which source gives a sequence -------------------------------------------------------
 
@@ -159,6 +158,18 @@ def combine(weights: dict[Path, int], opened: list[tuple]) -> Mixture:
                                               windows, meta)
         first += windows.count
     return Mixture(sources)
+
+
+def optional_entries(metas: list[dict]) -> dict:
+    """What several sources, or data and the checkpoint of weights, have of OPTIONAL: the ends of
+    all, and of the rest what the first has."""
+    found, ends = {}, set()
+    for meta in reversed(metas):
+        if meta.get("template") is not None:
+            found.pop("template_file", None)            # of another template
+        found |= {key: meta[key] for key in OPTIONAL if meta.get(key) is not None}
+        ends.update(meta.get("ends") or ())
+    return found | dict(ends=sorted(ends)) if ends else found
 
 
 def check_pair(pair: str, one: dict, other: dict) -> None:

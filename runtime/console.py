@@ -108,24 +108,29 @@ def print_finished(begin: Start, config: Config, phases: list) -> None:
                 f"{unused}; {advice}")
 
 
-def report_begin(log: RunLog, begin: Start, phases: list, hosts: list[str], note: str = "",
-                 **fields) -> None:
+def report_begin(log: RunLog, begin: Start, phases: list, hosts: list[str],
+                 learning_rate: Callable, lr_factor: float = 1.0) -> None:
     """The event of a new run, and a line if it begins from weights; or those of a resume, which
-    name the settings that differ from the stored ones, and add `note`. `phases`: the mixture's.
-    Only rank 0, which writes the event, reads the shards."""
-    config, kind, line = log.config, "start", None
+    name the settings that differ from the stored ones. `phases`: the mixture's. `lr_factor`: of
+    rollbacks. Only rank 0, which writes the event, reads the shards."""
+    config, kind, line, fields = log.config, "start", None, {}
     if begin.kind == "init-from":
         line = f"weights  from {config.init_from}"
     if begin.kind in ("continue", "resume"):
         changed = changed_settings(config, phases, begin.state)
-        kind, fields = "resume", fields | dict(path=str(begin.path), changed=changed)
-        line = ", ".join([f"resume   {begin.path}, after step {begin.step}",
-                          *describe(changed)]) + note
+        kind = "resume"
+        fields = dict(path=str(begin.path), changed=changed, given=begin.given, lr_factor=lr_factor)
+        line = ", ".join([f"resume   {begin.path}, after step {begin.step}", *describe(changed)])
+        line += note_of_rate(begin, config, lr_factor, learning_rate)
         for event in begin.events:
             log.metrics.write(**event, step=begin.step)
     if is_rank0():
         fields |= dict(data=describe_data(log.val_data, config), environment=environment(hosts))
     log.event(kind, line, config=dataclasses.asdict(config), **fields, step=begin.step)
+    if config.warmup_steps > config.steps:
+        print_rank0(f"note     --warmup-steps {config.warmup_steps} is more than the run's "
+                    f"{config.steps} steps: the learning rate reaches "
+                    f"{config.lr * config.steps / config.warmup_steps:.2e}, not {config.lr:.2e}")
 
 
 def note_of_rate(begin: Start, config: Config, factor: float, learning_rate: Callable) -> str:

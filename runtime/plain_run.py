@@ -2,15 +2,16 @@
 the folder that it writes, as a train.Run does."""
 import dataclasses
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Callable
 
 import torch
 
 from amp import make_scaler
 from base.agreement import all_ranks, print_rank0
 from base.commandline import flag_name
-from base.errors import refuse
+from base.errors import refuse, warn
 from base.flops import parameter_count
 from base.options import Config
 from base.processes import Job
@@ -26,7 +27,7 @@ OF_OTHERS = ("dropout", "batch_ramp", "skip_steps")
 
 
 def begin(given: dict, job: Job, device: torch.device,
-          stack: ExitStack) -> tuple[Config, GPTConfig, "OutputFolder"]:
+          stack: ExitStack, learning_rate: Callable) -> tuple[Config, GPTConfig, "OutputFolder"]:
     """The config and the model of a run with the flags `given`, and its folder, which `stack`
     unlocks. Raises RunError if the plain program cannot train it."""
     config, model_config, start = startup.prepare(given, job, device, stack)
@@ -61,9 +62,20 @@ def begin(given: dict, job: Job, device: torch.device,
                                  make_scaler(config.dtype), DivergenceMonitor())    # a new one
     out = OutputFolder(config, model_config.seq_len, start, facts, start.step)
     if out.finished_step < config.steps:
-        out.report_begin(model_config, val_data)
+        out.report_begin(model_config, val_data, learning_rate)
     micro_batch = given.get("micro_batch")      # the default is for a train.Run
     return dataclasses.replace(config, micro_batch=micro_batch), model_config, out
+
+
+@contextmanager
+def outlive_failed_save(is_last: bool):
+    """A save in the block that fails costs a warning, unless it is the last one of the run."""
+    try:
+        yield
+    except OSError as error:
+        if is_last:
+            raise
+        warn(f"{error}; earlier checkpoints, if any, are untouched")
 
 
 @dataclasses.dataclass
@@ -81,14 +93,16 @@ class OutputFolder:
         """The newest whole checkpoint of the run, from which it begins."""
         return self.start.path
 
-    def report_begin(self, model_config: GPTConfig, val_data: TokenDataset) -> None:
+    def report_begin(self, model_config: GPTConfig, val_data: TokenDataset,
+                     learning_rate: Callable) -> None:
         """Open metrics.jsonl. Tell how the run begins."""
         config = self.config
         metrics = all_ranks(lambda: Metrics(Path(config.out)))
         self.run_log = RunLog(metrics, config, val_data, model_config, torch.device("cpu"), world=1)
         print_rank0(f"model    {parameter_count(model_config):,} parameters, {config.dtype}; "
                     f"{config.data} -> {config.out}")
-        report_begin(self.run_log, self.start, self.of_all["data"], [socket.gethostname()])
+        report_begin(self.run_log, self.start, self.of_all["data"], [socket.gethostname()],
+                     learning_rate)
 
     def log(self, step: int, loss: float, norm: float, lr: float, seconds: float,
             val_loss: float | None) -> None:

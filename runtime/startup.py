@@ -17,6 +17,8 @@ from base.agreement import all_gather_object, all_ranks, assert_equal_across_ran
 from base.errors import RunError, memory_advice
 from base.options import Config, parse_flags
 from base.processes import Job, exit_for_mistake, refuse_tasks_without_ranks
+from checkpoint import load
+from corpus.mixtures import optional_entries
 from data import TokenDataset
 from model import GPTConfig
 from parallel import Grid
@@ -150,6 +152,11 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
     if state is not None:
         _, known = state["data"][-1]            # the last phase
         train_data.mixture.resume(state["data"], state["consumed_samples"])
+    weights = state
+    if state is None and config.init_from is not None:
+        weights = all_ranks(lambda: load(Path(config.init_from)))
+    if weights is not None:                 # its template and its ends stay with it
+        train_data.meta |= optional_entries([train_data.meta, weights])
     rows = min(train_data.meta["vocab_size"], model_config.vocab_size)  # an import may have fewer
     if not set(fingerprints) <= set(known):
         for data in [val_data] if config.eval_only else [train_data, val_data]:
@@ -173,12 +180,7 @@ def begin_training(run, begin: Start, learning_rate: Callable, stack: ExitStack)
         stack.callback(metrics.send, lambda dashboard: dashboard.close())
     console.print_summary(config, run.model_config, run.flat, run.device,
                           run.progress.batches, config.steps - begin.step)
-    note, fields = "", {}
-    if begin.kind in ("continue", "resume"):
-        factor = run.progress.monitor.lr_factor
-        note = console.note_of_rate(begin, config, factor, learning_rate)
-        fields = dict(given=begin.given, lr_factor=factor)
-    console.report_begin(run.log, begin, run.train_data.mixture.phases, run.grid.hosts, note,
-                         **fields)
+    console.report_begin(run.log, begin, run.train_data.mixture.phases, run.grid.hosts,
+                         learning_rate, run.progress.monitor.lr_factor)
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)

@@ -20,6 +20,7 @@ from corpus import EOT
 from corpus import encode
 from corpus.chat_records import Message
 from corpus.huggingface_tokenizers import find_tokenizer, train_tokenizer
+from corpus.mixtures import optional_entries
 from corpus.templates import JinjaTemplate, choose_template
 from corpus.tokenizers import decode, document_start, get_tokenizer
 from data import open_shard
@@ -348,17 +349,59 @@ def test_a_record_that_is_not_written_whole_is_named_in_a_line(folders, refuse_d
                 folders["chatml"], "--template", "t.jinja", "--near-duplicates", "ignore")
 
 
+def save_random_model(folder, folders):
+    """A Qwen2 of random weights, with the tokenizer and the template of ChatML."""
+    theirs = transformers.Qwen2Config(
+        vocab_size=326, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(theirs).save_pretrained(folder)
+    shutil.copytree(folders["chatml"], folder, dirs_exist_ok=True)
+
+
+def test_ends_and_template_stay_with_weights_that_are_tuned_on_text(tmp_path, folders, run_data,
+                                                                    run_train, monkeypatch):
+    """The text is made with a tokenizer that has neither. A run that continues keeps them, too, by
+    either program and on other data."""
+    monkeypatch.chdir(tmp_path)
+    save_random_model("model", folders)
+    shutil.copytree("model", "bare")
+    Path("bare/generation_config.json").unlink()
+    write_folder(Path("bare"), byte_level(), eos_token="<|im_end|>")
+    Path("model/generation_config.json").write_text(json.dumps(dict(eos_token_id=[0, 1, 7])))
+    huggingface.import_model("model", Path("base.pt"))
+    text = write_texts(Path("t.jsonl"), TEXTS)
+    assert run_data("--input", text, "--tokenizer", "bare", "--out", "d")[0] == 0
+    assert not {"ends", "template"} & meta_of(Path("d")).keys()
+    flags = "--data", "d", "--seq-len", 16, "--batch-size", 4, "--out", "o"
+    status, out, error = run_train("--init-from", "base.pt", *flags, "--steps", 1)
+    assert status == 0 and "--chat" in out, error
+    huggingface.export_model(Path("o/latest.pt"), Path("hf"))
+    ends = json.loads(Path("hf/generation_config.json").read_text())["eos_token_id"]
+    assert {0, 1, 7} < set(ends)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("hf")
+    assert tokenizer.chat_template == CHATML
+    for step, flags_of_program in ((2, ["--plain"]), (3, [])):
+        assert run_train(*flags, *flags_of_program, "--steps", step)[0] == 0
+        state = checkpoint.load(Path("o/latest.pt"))
+        assert (state["step"], state["ends"]) == (step, [0, 1, 7])
+        assert state["template_file"] == CHATML
+
+
+def test_several_sources_have_the_ends_of_all_and_one_template_with_its_own_file():
+    own, plain = dict(template="jinja-1", template_file="{{ 1 }}"), dict(template="plain")
+    assert optional_entries([dict(ends=[7, 1]), dict(ends=None) | own, dict(ends=[0, 1])]) == dict(
+        ends=[0, 1, 7]) | own
+    assert optional_entries([plain, own]) == plain
+    assert optional_entries([dict(template=None), {}]) == {}
+
+
 def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, folders, run_data,
                                                           run_train, monkeypatch, capsys):
     """The four commands of docs/conversations.md and the export, with a Qwen2 of random weights:
     transformers' greedy answer is that of sample.py."""
     monkeypatch.chdir(tmp_path)
-    theirs = transformers.Qwen2Config(
-        vocab_size=326, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
-    torch.manual_seed(0)
-    transformers.Qwen2ForCausalLM(theirs).save_pretrained("hub/model")
-    shutil.copytree(folders["chatml"], "hub/model", dirs_exist_ok=True)
+    save_random_model("hub/model", folders)
     huggingface.import_model("hub/model", Path("base.pt"))
     chat = write_lines("chat.jsonl", [dict(prompt=f"the {i}?", completion=f"answer {i}")
                                       for i in range(100)])

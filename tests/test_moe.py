@@ -2,6 +2,7 @@
 
 That they train in every layout as in one process: tests/test_layouts.py.
 """
+import shutil
 from functools import partial
 
 import numpy as np
@@ -11,12 +12,14 @@ import torch.nn.functional as F
 
 import checkpoint
 import parallel
+from base.commandline import flag_name
 from base.flops import flops_per_token
 from base.options import Config
 from model import IGNORE_INDEX
 from models.moe import MoEConfig
-from tests.harness import (BOUNDS, Memory, assert_same_rows, random_gpt, relative, run_steps,
-                           settings, tokens_of, trained, whole_gradient, without_saves)
+from tests.commands import TINY
+from tests.harness import (BOUNDS, Memory, assert_same_rows, assert_same_state, random_gpt,
+                           relative, run_steps, settings, tokens_of, trained, whole_gradient, without_saves)
 from tests.test_layouts import MIXTURE, MODELS
 
 
@@ -262,3 +265,25 @@ def test_flops_count_the_experts_of_a_token_alone():
     routers = 6 * cfg.n_layer * (8 - 1) * cfg.n_embd
     assert flops_per_token(cfg) - routers == flops_per_token(dense)
     assert flops_per_token(cfg, True) - routers == flops_per_token(dense, True)
+
+
+@pytest.mark.parametrize("flag, value", [("balance_bias", 0.01), ("balance_loss", 0.5)])
+def test_a_cut_run_with_a_named_size_continues_with_its_own_losses(run_train, shards, tmp_path,
+                                                                   flag, value):
+    """Its own command, and the same without the flag, end with the bits of the uninterrupted run.
+    Another value is in the resume line."""
+    common = ["--data", shards, "--model", "moe-nano", *TINY[:-6], "--hidden", 16, "--n-kv-head", 2,
+              "--head-dim", 8, "--save-every", 2]
+    own = [flag_name(flag), value]
+    assert run_train(*common, *own, "--out", tmp_path / "whole")[0] == 0
+    whole = checkpoint.load(tmp_path / "whole/latest.pt")
+    for name, flags in (("own", own), ("without", [])):
+        (tmp_path / name).mkdir()
+        shutil.copy(tmp_path / "whole/step_00000002.pt", tmp_path / name)
+        status, said, _ = run_train(*common, *flags, "--out", tmp_path / name)
+        assert status == 0 and "after step 2\n" in said
+        again = checkpoint.load(tmp_path / name / "latest.pt")
+        assert again["model"] == whole["model"] and again["model"][flag] == value
+        assert_same_state(again, whole)
+    _, said, _ = run_train(*common, "--z-loss", 0.25, "--steps", 6, "--out", tmp_path / "own")
+    assert "z loss 0.25 instead of the default" in said

@@ -4,12 +4,14 @@ its end by a signal. test_all.py shows that it trains as train.py does.
 import errno
 import json
 import os
+import shutil
 import signal
 from unittest import mock
 
 import checkpoint
 from corpus.prepare import prepare
 from tests.commands import TINY, Command, expect_mistake, read_metrics, wait_for_step
+from tests.harness import column
 
 PLAIN = [*TINY, "--plain", "--device", "cpu"]
 
@@ -44,13 +46,39 @@ def test_a_signal_ends_a_run_after_a_save(shards, tmp_path):
     assert read_metrics(tmp_path)[0][-1]["step"] == last + 1
 
 
-def test_a_full_disk_ends_the_run_in_one_line(shards, run_train, tmp_path):
-    """The earlier checkpoint stays whole."""
-    flags = ["--data", shards, "--out", tmp_path, *PLAIN]
-    assert run_train(*flags, "--steps", 2)[0] == 0
+def test_a_resume_after_the_decay_tells_both_learning_rates(shards, run_train, tmp_path):
+    """As a Run does: the same line, whichever program continues."""
+    flags, lines = ["--data", shards, *PLAIN, "--lr", 0.01], []
+    assert run_train(*flags, "--out", tmp_path / "o")[0] == 0
+    for left_out in (None, "--plain"):
+        shutil.copytree(tmp_path / "o", tmp_path / "there")
+        flags = [flag for flag in flags if flag != left_out]
+        _, told, _ = run_train(*flags, "--out", tmp_path / "there", "--steps", 8)
+        lines.append([line for line in told.splitlines() if line.startswith("resume ")])
+        shutil.rmtree(tmp_path / "there")
+    assert lines[0] == lines[1]
+    assert "steps 8 instead of 4; so the next step's learning rate is 5.50e-03 instead of " \
+        "1.00e-03" in lines[0][0]
+
+
+def test_a_run_outlives_a_failed_save_but_not_the_last(shards, run_train, tmp_path):
+    """As a Run: the earlier checkpoint stays whole, and the losses are those of a healthy disk."""
+    flags = ["--data", shards, *PLAIN, "--save-every", 1]
+    assert run_train(*flags, "--out", tmp_path / "healthy")[0] == 0
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with mock.patch.object(os, "fsync", side_effect=full):
-        status, _, error = run_train(*flags)
-    assert status == 1 and error.count("\n") == 1
-    assert "could not be written" in error and "No space left" in error
-    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 2
+    healthy, _ = read_metrics(tmp_path / "healthy")
+    write = checkpoint.write_file
+    for name, fails, status in (("o", {2, 3}, 0), ("last", {3, 4}, 1)):
+        def write_or_fail(state, aside, path):
+            with mock.patch.object(os, "fsync", side_effect=full if state["step"] in fails
+                                   else None):
+                write(state, aside, path)
+        with mock.patch.object(checkpoint, "write_file", write_or_fail):
+            found, _, error = run_train(*flags, "--out", tmp_path / name)
+        assert found == status and error.count("\n") == error.count("No space left") == 2, error
+        assert error.count("warning: ") == error.count("untouched") == 2 - status
+        rows, events = read_metrics(tmp_path / name)
+        assert column(rows, "loss") == column(healthy, "loss")
+        assert (events[-1]["event"] == "end") == (status == 0)
+        newest = checkpoint.load(tmp_path / name / "latest.pt")
+        assert newest["step"] == (4 if status == 0 else 2)

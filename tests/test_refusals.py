@@ -330,6 +330,24 @@ def test_what_a_checkpoint_of_weights_may_change():
     assert merge_config(given | dict(balance_loss=0.1), None)[1]["balance_loss"] == 0.1
 
 
+@pytest.mark.parametrize("weights_only", [False, True], ids=["resume", "init-from"])
+def test_a_checkpoint_wins_over_its_named_size_and_a_flag_over_the_checkpoint(weights_only):
+    """What a size also sets, and a run may change, is the checkpoint's unless its own flag is
+    given."""
+    _, shape = merge_config(dict(model="moe-nano", balance_bias=0.01, z_loss=0.1), None)
+    state = dict(model=asdict(MoEConfig(**shape)), config={})
+
+    def merge(**given):
+        found = merge_config(dict(model="moe-nano") | given, state, weights_only)[1]
+        return {name: found[name] for name in shape}
+    assert merge() == merge(balance_bias=0.01) == shape
+    assert (shape["balance_loss"], shape["z_loss"]) == (0.0, 0.1)
+    assert merge(balance_loss=0.5) == shape | dict(balance_loss=0.5)
+    if weights_only:        # a size has a length, too
+        state["model"]["seq_len"] = 64
+        assert merge()["seq_len"] == 64 and merge(seq_len=32)["seq_len"] == 32
+
+
 def test_help_lists_every_flag_with_its_default(run_train):
     text = " ".join(run_train("--help")[1].split())
     for name, value in asdict(Config()).items():

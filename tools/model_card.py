@@ -97,7 +97,7 @@ def facts_of_run(file: Path, state: dict, cfg: GPTConfig) -> dict:
     facts = {
         "step": state["step"], "updates": state["optimizer_steps"], "tokens": state["tokens"],
         "FLOPs, about": f"{flops_per_token(cfg) * state['tokens']:.2e}", "data": flags["data"],
-        "loss": "of the answers alone" if "template" in state else None,
+        "loss": "in conversations of the answers alone" if "template" in state else None,
         "rollbacks": state["monitor"].get("rollbacks"), "run": state["run"]["id"],
         "began": kind if origin is None else f"{kind}: step {step} of the run {origin}",
         "command": shlex.join(["python", "train.py", *words_of(given)])}
