@@ -725,8 +725,7 @@ class Message:
 
 
 def route(grid: Grid, message: Message) -> tuple[int, int] | None:
-    """(the stage at the other end of a message, its tag); None at the ends of the model, where
-    there is no other stage."""
+    """(the stage at the other end of a message, its tag); None at the ends of the model."""
     kind, i, chunk = message.op
     places = grid.pp * grid.chunks          # chunk c of stage s is number c p + s in the model
     here = chunk * grid.pp + grid.stage
@@ -1040,12 +1039,13 @@ class DataParallel:
 
     # ---- Gradients and their sums
 
-    def zero_grad(self, loss_scale: float = 1.0, tokens: int = 1, targets: int = 1) -> None:
-        """Before a step on so many `tokens` of all ranks, of which `targets` count in the loss."""
+    def zero_grad(self) -> None:
         self.grads_are_summed = False
-        self.grad_factor = loss_scale
         torch._foreach_zero_([bucket.grad if self.zero < 2 else bucket.shard["grad"]
                               for bucket in self.buckets])
+
+    def set_loss_scale(self, loss_scale: float, tokens: int, targets: int) -> None:
+        self.grad_factor = loss_scale       # --exact also needs the numbers of the batch
 
     def prepare_grad_sync(self, chunk: nn.Module, last: bool) -> None:
         """Before each backward of a chunk of the model. Only the step's `last` one sums over the

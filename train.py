@@ -6,8 +6,8 @@
 
 The plain program is the whole algorithm: a batch, forward and backward, clipping, AdamW,
 evaluation, saving. `Run` does the same on any number of ranks and in any precision, and tests
-compare the two. Read parallel.py, which defines the parallelism, before it. base/options.py has
-the flags and their defaults; runtime/ loads, logs, saves, rolls back. docs/extend.md: changes."""
+compare the two. Before `Run`, read parallel.py: it divides the work. base/options.py has the flags
+and their defaults; runtime/ does loading, logging, saving and rollback."""
 import math
 import time
 
@@ -50,12 +50,11 @@ def plain_step(config: Config, model: GPT, optimizer: torch.optim.Optimizer, sha
         for step in range(1, 21):       # the losses of `python train.py --plain --steps 20`
             print(plain_step(config, model, optimizer, shards, step))
     """
-    # A shard is an array of tokens. With T = seq_len, window i is tokens[i T : (i + 1) T + 1],
-    # because the target of a token is the next one. The seed shuffles all windows, again for each
-    # epoch. A step takes the next batch_size of them.
+    # A shard is an array of tokens. With T = seq_len, window i is tokens[i * T : (i + 1) * T + 1],
+    # because the target of a token is the next one. Each epoch visits all windows in a new order,
+    # set by the seed. A step takes the next batch_size of them.
     T = model.cfg.seq_len
-    consumed = (step - 1) * config.batch_size
-    rows = plain_batch(shards, T, config.seed, consumed, config.batch_size)
+    rows = plain_batch(shards, T, config.seed, (step - 1) * config.batch_size, config.batch_size)
     rows = torch.from_numpy(rows).to(model.device)                          # (B, T + 1)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
@@ -65,12 +64,12 @@ def plain_step(config: Config, model: GPT, optimizer: torch.optim.Optimizer, sha
     for microbatch in rows.split(config.micro_batch or config.batch_size):
         inputs, targets = microbatch[:, :-1], microbatch[:, 1:]             # (b, T) each
         with torch.autocast(model.device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
-            loss = model(inputs, targets) / (config.batch_size * T)     # it returns the sum
+            loss = model(inputs, targets) / (config.batch_size * T)     # the sum -> its mean
         loss.backward()                 # the gradients of the microbatches add up
         mean_loss += loss.item()
     max_norm = config.clip if config.clip > 0 else math.inf     # --clip 0: no clipping
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    if not norm.isfinite():             # `Run` skips such a step, and after several rolls back
+    if not norm.isfinite():             # `Run` skips such a step, or goes back to a checkpoint
         raise RunError(f"step {step} has loss {mean_loss} and gradient norm {norm}: lower --lr")
     optimizer.step()
     return mean_loss, norm.item()
@@ -109,7 +108,7 @@ def plain_evaluate(config: Config, model: GPT, shards: list) -> float:
     """The mean loss in nats on evenly spaced windows, the same in every evaluation."""
     T = model.cfg.seq_len
     n_windows = sum((len(tokens) - 1) // T for tokens in shards)
-    count = evaluation.eval_sequences(config, T, n_windows)     # as --eval-tokens says, or 128
+    count = evaluation.eval_sequences(config, T, n_windows)     # --eval-tokens / T, or 128
     window_ids = np.linspace(0, n_windows - 1, count).astype(np.int64)
     loss_sum = 0.0
     model.eval()                        # no dropout
@@ -152,8 +151,8 @@ def plain_train(config: Config, model_config: GPTConfig, device: torch.device,
 
 
 # ---- The same on many ranks -----------------------------------------------------------------
-# --plain runs the program above, every other command runs `Run`. Now each process is a rank. With
-# --tp 2 --pp 2, eight ranks are two replicas of the whole model:
+# --plain runs the program above; without it, `Run` runs. A rank is one process, with its own GPU.
+# With --tp 2 --pp 2, eight ranks are two replicas of the whole model:
 #
 #                    replica 0: half of the rows            replica 1: the other half
 #     first layers   [rank 0 <-tp-> rank 1]      <-dp->     [rank 2 <-tp-> rank 3]      stage 0
@@ -161,11 +160,11 @@ def plain_train(config: Config, model_config: GPTConfig, device: torch.device,
 #     last layers    [rank 4 <-tp-> rank 5]      <-dp->     [rank 6 <-tp-> rank 7]      stage 1
 #
 # dp: ranks at the same place in different replicas, such as 0 and 2, sum their gradients; with
-# --zero each updates a part. --cp cuts a replica's sequences, --ep divides experts among replicas.
+# --zero each updates a part. --cp divides sequences over more ranks, --ep experts over replicas.
 #
 #     the plain program       Run, on each rank       what it calls, in parallel.py
-#     plain_train             __init__                tensor_parallel, DataParallel (self.flat)
-#       plain_step            train
+#     plain_train             __init__, train         tensor_parallel, DataParallel (self.flat)
+#       plain_step
 #         plain_batch           loader.next           cut_sequence
 #         forward, backward     compute_gradients     Pipeline, flat.prepare_grad_sync
 #         clip_grad_norm_       sum_statistics        flat.grad_norm_squares, all_reduce
@@ -179,28 +178,29 @@ class Run:
                  train_data: TokenDataset, val_data: TokenDataset, state: dict | None):
         self.config, self.model_config, self.grid, self.device = config, model_config, grid, device
         self.train_data, self.val_data = train_data, val_data
-        # The whole model, on the meta device: without memory. Each call removes what other ranks
-        # have, or adds communication with them.
+        # The whole model, on the meta device: shapes, no memory yet. Each call removes what other
+        # ranks hold, or adds communication with them.
         with torch.device("meta"):
             self.model = model = model_config.build()
         tensor_parallel(model, grid)            # tp: layers with a slice of each matrix
-        use_faster_modules(model, grid)         # the same results
+        use_faster_modules(model, grid)         # faster, with the same results
         context_parallel(model, grid, config.recompute)     # cp: attention gathers keys and values
-        expert_parallel(model, grid)            # ep: some of the experts; tokens are sent to theirs
-        keep_stage(model, grid)                 # pp: the blocks of a stage
-        # dp, ZeRO: parameters become views of large buffers. Hooks sum the gradients in backward.
-        if config.exact:
-            self.flat = make_exact(model, grid, config, device)     # the same bits in every layout
+        expert_parallel(model, grid)            # ep: some experts; tokens are sent to their rank
+        keep_stage(model, grid)                 # pp: the blocks of this rank's stage
+        # dp, ZeRO: a few large buffers take the place of the optimizer. They hold this rank's
+        # parameters, gradients and AdamW state. Hooks sum the gradients during backward.
+        if config.exact:        # by exact sums: bit-identical in every layout
+            self.flat = make_exact(model, grid, config, device)
         else:
             self.flat = data_parallel(model, grid, config, device)
-        # Each call wraps a block's forward, with the wrappers before it.
+        # Each call wraps the forward of every block, outside the wrappers before it.
         if config.compile:
             compile_model(model, grid, PRECISIONS[config.dtype].parameters, device)
         if config.recompute:
-            recompute_blocks(model)                 # in backward
+            recompute_blocks(model)                 # in backward, instead of keeping activations
         if config.zero > 0:
-            gather_before_use(model, self.flat)     # the parameters, in forward and in backward
-        # Load `state`, or initialize. progress.batches has the order of train_data, and our place.
+            gather_before_use(model, self.flat)     # a block's parameters, when it needs them
+        # Load `state`, or initialize. progress.batches: train_data, its order and how far we are.
         self.progress = run_state.restore(state, self.flat, config, model_config, train_data)
         self.step = self.progress.step + 1      # in progress, from 1
         self.loader = Loader(config, model_config, grid, device)
@@ -215,10 +215,10 @@ class Run:
         while self.step <= config.steps and not self.stop.agreed:
             start = time.perf_counter()
             step, progress = self.step, self.progress
-            # Skip what --skip-steps or a rollback excludes, then load this rank's microbatches.
-            rollback.skip_excluded(step, progress, self.log)
+            # Leave out what --skip-steps or a rollback excludes; load this rank's microbatches.
+            rollback.leave_out_batches(step, progress, self.log)
             batch = self.loader.next(progress.batches, step)
-            lr = learning_rate(config, step) * progress.monitor.lr_factor
+            lr = learning_rate(config, step) * progress.monitor.lr_factor   # below 1 by rollbacks
             loss_sum = self.compute_gradients(batch)
             stats = self.sum_statistics(loss_sum, batch)
             self.update(stats, lr)
@@ -230,7 +230,7 @@ class Run:
                 row |= evaluation.evaluate(self.model, self.val_data, self.loader, progress.batches,
                                            self.stop)
             self.log.write_row(row)
-            rollback.save_or_go_back(self, row, divergence)     # to an older checkpoint
+            rollback.save_or_go_back(self, row, divergence)     # go back after a divergence
             self.step = self.progress.step + 1
         self.flat.wait_params()         # other ranks may still be receiving this rank's shard
         run_state.wait_for_last_save(self.writer)
@@ -244,16 +244,16 @@ class Run:
         # The model returns a sum of losses. loss_factor makes it a share of the batch's mean loss,
         # times the loss scale: so the gradients of all microbatches and replicas simply add up.
         loss_factor = loss_scale / batch.num_targets
-        flat.zero_grad(loss_scale, batch.num_tokens, batch.num_targets)
-        # The head and the routers compute gradients already in forward: they need their factors.
-        set_loss_factors(model, loss_factor, loss_scale / batch.num_tokens)
+        flat.zero_grad()
+        # The head computes its gradients already in forward, to keep the logits of a few positions
+        # only, and routers add theirs to the loss: both need the factors before.
+        set_loss_factors(model, flat, loss_scale, batch.num_tokens, batch.num_targets)
         if self.grid.pp == 1:
             loss_sum = step_stats.scalar(0.0, self.device)
             for m, (inputs, targets, dropout_seed, positions) in enumerate(microbatches):
                 # Hooks start the all-reduce of each bucket of gradients in the backward of the last
                 # microbatch. With ZeRO 2 and 3 they do so in every one.
-                is_last = m == len(microbatches) - 1
-                flat.prepare_grad_sync(model, is_last)
+                flat.prepare_grad_sync(model, last=m == len(microbatches) - 1)
                 loss = model(inputs, targets, dropout_seed, positions=positions)
                 (loss * loss_factor).backward()
                 loss_sum += loss.detach()
@@ -265,9 +265,9 @@ class Run:
         return loss_sum
 
     def sum_statistics(self, loss_sum: torch.Tensor, batch: Batch) -> step_stats.StepStats:
-        """2. Sum the loss and the squared norm over all ranks, so that all decide alike. What
-        several ranks have, such as the loss in a tp group, counts once. One rank may get a signal
-        alone: the sum tells the others, by self.stop.agreed."""
+        """2. Sum the loss and the squared norm over all ranks, so that all decide alike. A value
+        that several ranks hold, such as the loss in a tp group, is counted once. A signal may reach
+        only one rank: the sum tells the others (self.stop.agreed)."""
         local = step_stats.local_sums(loss_sum, self.model, self.flat)
         total = step_stats.sum_across_ranks(local, self.grid, self.config.timeout, self.stop)
         loss_scale = self.progress.scaler.scale
@@ -300,7 +300,7 @@ def main() -> None:
         run = Run(config, model_config, grid, device, train_data, val_data, start.state)
         with startup.errors_with_step(run):
             if config.eval_only or has_ended(start.step, config):
-                startup.report_only(run, start)         # evaluate, or tell that it has ended
+                startup.report_only(run, start)         # evaluate, or say that it has ended
             else:
                 startup.begin_training(run, start, learning_rate, stack)
                 run.train()

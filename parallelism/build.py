@@ -105,16 +105,18 @@ def recompute_blocks(model: GPT) -> None:
                                 preserve_rng_state=False)
 
 
-def set_loss_factors(model: GPT, loss_factor: float, token_factor: float) -> None:
-    """Begin a step: by what the head's loss, a mean over the targets, and those of the routers,
-    means over the tokens, are multiplied before backward. The head computes its gradients in
-    forward, so backward of loss * loss_factor does not apply it again. Also zero head.norms and the
-    routers' loads."""
+def set_loss_factors(model: GPT, flat: FlatParameters, loss_scale: float, tokens: int,
+                     targets: int) -> None:
+    """Before a step on so many `tokens` of all ranks, of which `targets` count in the loss: by what
+    the head's loss, a mean over the targets, and those of the routers, means over the tokens, are
+    multiplied before backward. The head computes its gradients in forward, so backward of loss *
+    loss_scale / targets does not apply it again. Also zero head.norms and the routers' loads."""
+    flat.set_loss_scale(loss_scale, tokens, targets)
     for module in model.modules():
         if isinstance(module, TiledHead):
-            module.set_loss_factor(loss_factor)
+            module.set_loss_factor(loss_scale / targets)
         elif isinstance(module, ParallelRouter):
-            module.set_token_factor(token_factor)
+            module.set_token_factor(loss_scale / tokens)
 
 
 # ---------------------------------------------------------------------------------------------

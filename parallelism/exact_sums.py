@@ -132,9 +132,9 @@ class ExactParameters(FlatParameters):
     grad_dtype = torch.float64
     tp_copies_are_equal = True
 
-    def zero_grad(self, loss_scale=1.0, tokens=1, targets=1):
+    def set_loss_scale(self, loss_scale, tokens, targets):
         self.grid.exact.set_units(loss_scale, tokens, targets)
-        super().zero_grad(loss_scale)
+        super().set_loss_scale(loss_scale, tokens, targets)
 
     def add_grad(self, parameter):
         exact, grad = self.grid.exact, parameter.grad

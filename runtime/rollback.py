@@ -102,7 +102,7 @@ def go_back(run, divergence: Divergence) -> None:
     run_state.wait_for_last_save(run.writer)
 
 
-def skip_excluded(step: int, progress: Progress, log: RunLog) -> None:
+def leave_out_batches(step: int, progress: Progress, log: RunLog) -> None:
     """Leave out the excluded sequences that the batch of this step would contain: those of
     --skip-steps, which the monitor notes, and those of rollbacks. Moves progress.batches past them.
     """
