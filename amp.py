@@ -11,13 +11,13 @@ One step in 16 bits (Micikevicius et al. 2018, "Mixed Precision Training", secti
        loss, and a gradient's sum over the tokens are computed in fp32, and then rounded.
     2. The loss is multiplied by the loss scale, so that gradients too small for fp16 (below 6e-8)
        survive.
-    3. The 16-bit gradient of every microbatch is added to an fp32 buffer. One factor then takes the
-       loss scale out of the buffer and clips it.
-    4. AdamW updates the fp32 masters, and the parameters are the rounded masters. An update far
+    3. The 16-bit gradient of every microbatch is added to an fp32 buffer.
+    4. One factor takes the loss scale out of the buffer and clips it.
+    5. AdamW updates the fp32 masters, and the parameters are the rounded masters. An update far
        smaller than a parameter's last bit adds up in the master.
 
 bf16 has the exponent of fp32, so it needs no scale. train.py runs steps 1 to 3 in
-`Run.compute_gradients`, and clips and updates in `Run.update`. parallel.py has the buffers.
+`Run.compute_gradients`, 4 and 5 in `Run.update`. parallel.py has the buffers.
 
 An overflow on any rank skips the update on all ranks. Masters, moments and Adam's own step count
 stay as they are. The step number, the schedule and the place in the data advance. The batch is not
@@ -115,16 +115,16 @@ def adamw_update(buckets: list, grads: list[torch.Tensor], updates: int, lr: flo
             if spec.sign_step > 0:
                 shard["master"][part] -= spec.sign_step * grad[part].sign()
                 continue
-            # They end at a multiple of 32, in the padding. So each number gets the same
+            # The slices end at a multiple of 32, in the padding. So each number gets the same
             # instructions, wherever a shard ends.
             numbers = slice(part.start, math.ceil(part.stop / 32) * 32)
             whole = shard["master"], grad, shard["exp_avg"], shard["exp_avg_sq"]
             for tensors, tensor in zip(slices[spec.decays], whole):
                 tensors.append(tensor[numbers])
-    for decays, (masters, grads, *moments) in slices.items():
+    for decays, (masters, of_grads, *moments) in slices.items():
         if masters:
-            counts = torch.full((len(masters),), updates - 1.0, device=grads[0].device).unbind()
+            counts = torch.full((len(masters),), updates - 1.0, device=masters[0].device).unbind()
             # It adds 1 to each count. The empty list is amsgrad's.
-            adamw(masters, grads, *moments, [], list(counts), fused=True, amsgrad=False,
+            adamw(masters, of_grads, *moments, [], list(counts), fused=True, amsgrad=False,
                   maximize=False, lr=lr, beta1=beta1, beta2=beta2, eps=1e-8,
                   weight_decay=weight_decay if decays else 0.0)

@@ -166,7 +166,7 @@ def full_tensor(scattered, dtype: torch.dtype, copies: deque, grid, step: int) -
     the others send."""
     spec = scattered.spec
     parts = torch.empty(spec.num_parts, spec.numel, dtype=dtype)
-    receives = []                       # [(operation, Work)] under way
+    receives = []                       # [(operation, handle)] under way
     for rank, part, numbers in scattered.pieces:
         space = parts[part, numbers]
         if rank == 0:

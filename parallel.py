@@ -56,7 +56,6 @@ from parallelism.kernels import attend_to_prefix, linear, lookup, matmul
 # each block, data parallelism sums each gradient once. Pipelines send least, one block's output and
 # its gradient: cut a job into machines between stages (Narayanan et al. 2021, section 3).
 
-
 GROUPS = ("tp", "cp", "replicas", "ep", "same_experts", "pp", "world", "embedding")
 
 
@@ -149,6 +148,7 @@ class Work:
         if self.handle is not None:
             with comm_errors(self.operation, self.group):
                 self.handle.wait()
+            self.handle = None
         return self.result
 
 
@@ -197,9 +197,8 @@ def all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group) -> 
 class WithGradient(torch.autograd.Function):
     """function(x), whose gradient is gradient(dy), because autograd does not see communication.
 
-    The gradient of an all-gather is a reduce-scatter: all ranks compute with this rank's slice, so
-    its gradient is the sum of theirs. The gradient of a reduce-scatter is an all-gather. That of an
-    all-reduce depends on what follows: the drawing of f and g says how."""
+    The gradient of an all-gather is a reduce-scatter: the sum of what all ranks computed with this
+    rank's slice. That of a reduce-scatter is an all-gather. That of an all-reduce: see f and g."""
 
     @staticmethod
     def forward(ctx, x, function, gradient):
@@ -251,7 +250,7 @@ def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """The input of matrices that are cut by columns."""
     # Autograd wants another tensor than x as the output. The sum is in place, so it takes a copy.
     return WithGradient.apply(x, lambda x: gather_positions(x.view_as(x), grid).wait(),
-                              lambda dx: sum_over_ranks(dx.clone(), grid).wait())
+                              lambda dx: sum_over_ranks(dx.contiguous().clone(), grid).wait())
 
 
 def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -428,8 +427,7 @@ def gather_positions(x: torch.Tensor, grid: Grid) -> Work:
 def sum_over_ranks(x: torch.Tensor, grid: Grid) -> Work:
     """For g's forward and f's backward: the sum of the ranks' x (B, T, C), in place. With sequence
     parallelism x is by ranks, (tp B, T / tp, C), and the result a part of it: the sum of this
-    rank's positions, (B, T / tp, C). The other parts change too, so autograd must not have saved
-    x."""
+    rank's positions, (B, T / tp, C). All of x changes: autograd must not have saved it."""
     if not grid.sequence_parallel:
         return all_reduce(x, grid.groups["tp"])
     return reduce_scatter(x, grid.groups["tp"])
@@ -784,9 +782,8 @@ def gather_message(x: torch.Tensor | None, grid: Grid) -> torch.Tensor | None:
 
 # ---- 4. Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020) -----------
 #
-# Every replica trains on its share of the batch. The gradients are summed over the replicas. The
-# replicas start equal, because they have the same seed. They make the same update, so they stay
-# equal. The whole idea, if every process is a replica:
+# Every replica trains on its share of the batch, and the gradients are summed. Replicas start equal
+# by the seed and make the same update, so they stay equal. The whole idea, one process a replica:
 
 
 def plain_replica_step(model, optimizer, tokens, targets):
@@ -952,10 +949,11 @@ class DataParallel:
     after the last one, and adamw_step. train.py's `flat` is a subclass, zero.FlatParameters. All
     ranks must start collectives in the same order. A new buffer counts in tools/plan/memory.py.
 
-    grad_factor         by which the gradients are multiplied: loss scale, then also clipping
+    grad_factor         by which the gradients are multiplied: loss scale, then that of clipping
     grads_are_summed    from finish_grad_sync to the next zero_grad
     """
     grad_dtype = None       # that of the masters
+    host = None             # where masters and moments are (--offload); None: with the parameters
 
     def __init__(self, specs: list, grid: Grid, dtype, master_dtype, device="cpu", zero: int = 0,
                  training: bool = True):
@@ -981,8 +979,9 @@ class DataParallel:
     def allocate_state(self, bucket: Bucket, dtype, device) -> None:
         """What AdamW needs, as the table says: all zero, of type `dtype`."""
         self.allocate_gradients(bucket, self.grad_dtype or dtype, device)
-        zeros = partial(torch.zeros, len(bucket.shard["data"]), dtype=dtype, device=device)
-        if bucket.data.dtype != dtype:
+        n = len(bucket.shard["data"])
+        zeros = partial(torch.zeros, n, dtype=dtype, device=self.host or device)
+        if bucket.data.dtype != dtype or self.host is not None:
             bucket.shard["master"] = zeros()
         bucket.shard["exp_avg"], bucket.shard["exp_avg_sq"] = zeros(), zeros()
 
@@ -1045,7 +1044,7 @@ class DataParallel:
                               for bucket in self.buckets])
 
     def set_loss_scale(self, loss_scale: float, tokens: int, targets: int) -> None:
-        self.grad_factor = loss_scale       # --exact also needs the numbers of the batch
+        self.grad_factor = loss_scale       # a subclass also needs the numbers of the batch
 
     def prepare_grad_sync(self, chunk: nn.Module, last: bool) -> None:
         """Before each backward of a chunk of the model. Only the step's `last` one sums over the
@@ -1213,7 +1212,8 @@ class DataParallel:
 
 def gather_before_use(model: GPT, flat: DataParallel) -> None:
     """Wrap the forward of the embedding, each block and the head in unshard and reshard. ZeRO 1 and
-    2 await there, bucket by bucket, the all-gather after AdamW."""
+    2 await there, bucket by bucket, the all-gather after AdamW. (ZeRO 3 in a pipeline is refused:
+    the first backward would free the parameters of the ends.)"""
     def buckets_of(name):       # tied, embed, ends, head, or the number of a block
         return [bucket for bucket in flat.buckets if bucket.name.split(".")[0] == name]
 

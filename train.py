@@ -189,7 +189,7 @@ class Run:
         keep_stage(model, grid)                 # pp: the blocks of this rank's stage
         # dp, ZeRO: a few large buffers take the place of the optimizer. They hold this rank's
         # parameters, gradients and AdamW state. Hooks sum the gradients during backward.
-        if config.exact:        # by exact sums: bit-identical in every layout
+        if config.exact:        # sums in which no order matters: the same bits in every layout
             self.flat = make_exact(model, grid, config, device)
         else:
             self.flat = data_parallel(model, grid, config, device)

@@ -132,7 +132,7 @@ def refuse_tasks_without_ranks() -> None:
 def running(job: Job, device: torch.device, timeout: timedelta):
     """The life of one process after its flags, up to its exit status. Yields an ExitStack, which is
     left when the block ends, also by an error."""
-    # NCCL: a group's first operation connects its ranks for all later ones (`groups.connect`).
+    # NCCL: a group's first operation connects its ranks for all later ones (`build.connect`).
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     # PyTorch: let communication kernels start before queued matrix products.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

@@ -1,7 +1,7 @@
-"""How a rank of train.py is put together: its grid and process groups, and its part of the model.
+"""What `Run.__init__` in train.py needs to put a rank together besides parallel.py: groups on GPUs,
+which connect before the first step; --recompute, which keeps 1 of about 16 activations; --compile.
 
-`Run.__init__` in train.py calls what stands here in order. `build_stage` is the same for the place
-of any rank, for checkpoints and plans.
+`build_stage` is the composition of `Run.__init__` for the place of any rank, for tools/plan.
 """
 from datetime import timedelta
 from functools import partial
@@ -80,8 +80,8 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
 
 
 def use_faster_modules(model: GPT, grid: Grid) -> None:
-    """Modules that compute the same as those of model.py and parallel.py, faster or for more
-    models."""
+    """Modules that compute what those of model.py and parallel.py do, faster; and the heads of
+    Llamas that parallel.py cannot cut (all_heads_norm.py, shared_heads.py)."""
     use_kernels(model)
     add_in_place(model, grid)
     cut_heads(model, grid)
@@ -108,7 +108,7 @@ def recompute_blocks(model: GPT) -> None:
 def set_loss_factors(model: GPT, flat: FlatParameters, loss_scale: float, tokens: int,
                      targets: int) -> None:
     """Before a step on so many `tokens` of all ranks, of which `targets` count in the loss: by what
-    the head's loss, a mean over the targets, and those of the routers, means over the tokens, are
+    the head's loss, a sum over the targets, and those of the routers, sums over the tokens, are
     multiplied before backward. The head computes its gradients in forward, so backward of loss *
     loss_scale / targets does not apply it again. Also zero head.norms and the routers' loads."""
     flat.set_loss_scale(loss_scale, tokens, targets)

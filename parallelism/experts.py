@@ -11,7 +11,8 @@ hidden channels of the rank's experts:
 
 The router is whole on every tp rank. All use the choice of the first, which sends its N K numbers.
 
-What differs from models/moe.py and section 6:
+With --ep each tp rank sends all rows, so --tp multiplies the bytes of the all-to-alls. What differs
+from models/moe.py and section 6:
 
     difference                               gain                           where
     a rank has E / ep experts                memory / ep                    ParamSpec.cut

@@ -50,7 +50,7 @@ def file_order(flat) -> list[Scattered] | None:
     a zero.FlatParameters tells what it has, and of this which numbers it owns."""
     grid = flat.grid
     specs = [replace(spec, owners=[]) for bucket in flat.buckets for spec in bucket.specs
-             if not spec.is_tied_copy]
+             if not spec.is_tied_copy and grid.replica == grid.tp_rank == 0]      # alike on others
     pieces = [(spec.name, Piece(grid.rank, spec.part_of(grid), numbers)) for _, spec, _, numbers
               in owned_slices(flat.buckets, grid, flat.num_shards)]
     told = [(specs, pieces)] * grid.world

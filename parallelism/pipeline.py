@@ -105,6 +105,8 @@ def run_pipeline(name: str, model: GPT, grid, batch: list, loss_factor: float = 
 def run_schedule(schedule: list[tuple], model: GPT, grid, batch: list, loss_factor: float = 1.0,
                  flat=None) -> torch.Tensor:
     """Run this stage's list of ops -> the sum of the losses (parallel.Pipeline)."""
+    if flat is not None:        # the head has already multiplied its gradients by its own factor
+        assert getattr(model.head, "loss_factor", loss_factor) == loss_factor, "two loss factors"
     kind = Interleaved if grid.chunks > 1 else Pipeline
     pipeline = kind(model, grid, batch, loss_factor, flat)
     pipeline.run(schedule)

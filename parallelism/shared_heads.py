@@ -1,5 +1,5 @@
 """Heads of keys and values that ranks share: tensor parallelism where K < tp (multi-query
-attention, Shazeer 2019, as in PaLM; grouped queries on many ranks). build.build_stage swaps qkv.
+attention, Shazeer 2019, as in PaLM; grouped queries). all_heads_norm.cut_heads swaps qkv.
 
 Each rank has whole heads of q, so tp / K ranks attend to one head of k and v. They divide its
 matrix: each computes some of the channels of (k, v), which the ranks then exchange. For K = 1, tp 2

@@ -24,7 +24,6 @@ class FlatParameters(DataParallel):
     def __init__(self, specs: list[ParamSpec], grid, dtype, master_dtype, device,
                  zero: int = 0, host=None, training: bool = True):
         device = torch.device(device)
-        self.host = None
         if host is not None and device != torch.device(host):
             self.host = torch.device(host)
         super().__init__(specs, grid, dtype, master_dtype, device, zero, training)
@@ -34,13 +33,6 @@ class FlatParameters(DataParallel):
             longest = max(bucket.numel // bucket.num_shards for bucket in self.buckets)
             self.staging = torch.empty(2, longest, dtype=master_dtype, device=self.host,
                                        pin_memory=device.type == "cuda")
-
-    def allocate_state(self, bucket, dtype, device):
-        super().allocate_state(bucket, dtype, device)
-        if self.host is not None:
-            for kind in ("master", "exp_avg", "exp_avg_sq"):
-                like = bucket.shard[kind]
-                bucket.shard[kind] = torch.zeros_like(like, dtype=dtype, device=self.host)
 
     def attach(self, module, attribute, bucket, spec):
         super().attach(module, attribute, bucket, spec)
@@ -80,10 +72,8 @@ class FlatParameters(DataParallel):
         return super().main_grad(parameter)
 
     def start_grad_sync(self, bucket):
-        if bucket.grad is not None:
+        if bucket.grad is not None:     # under GPipe the first backward sends the head's, of all
             super().start_grad_sync(bucket)
-        else:       # under GPipe the first backward sends the head's gradient of all microbatches
-            self.reshard([bucket])
 
     @property
     def tp_copies_are_equal(self) -> bool:

@@ -1,6 +1,7 @@
 """The rows of a batch that this rank reads, as microbatches.
 
-The next batch is loaded while the GPU computes, and its windows are announced to the disk before.
+The next batch is loaded while the GPU computes. Stages in the middle of a pipeline load theirs too,
+for its shape alone.
 """
 from dataclasses import dataclass
 

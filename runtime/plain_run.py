@@ -41,7 +41,7 @@ def begin(given: dict, job: Job, device: torch.device,
          f"--plain moves no bias of a router, and this model has --balance-bias {bias:g}: drop "
          f"--plain, or give --balance-bias 0 in a new run")]
     problems += [(getattr(config, name) != getattr(Config(), name),
-                  f"this run has {flag_name(name)}, which --plain has not: drop --plain")
+                  f"this run has {flag_name(name)}, which --plain does not have: drop --plain")
                  for name in OF_OTHERS]
     if start.state is not None:
         # So far each step has read one batch of the same data, as the steps to come will.

@@ -19,7 +19,7 @@ from runtime.step_stats import StepStats
 def find_divergence(batch: Batch, stats: StepStats, progress: Progress,
                     log: RunLog) -> Divergence | None:
     """Let the monitor observe a step. Write events if it is not finite, or diverged: from their
-    windows TokenDataset.tokens_of rebuilds the batch, or the last batches. Returns a divergence on
+    windows TokenDataset.read rebuilds the batch, or the last batches. Returns a divergence on
     which the run has to act."""
     batches, monitor = progress.batches, progress.monitor
     forget_other_mixture(monitor, batches, batch.start)

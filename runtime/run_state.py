@@ -86,7 +86,7 @@ def save(run, is_start: bool = False) -> None:
     scaler = progress.scaler
     at_floor = config.dtype == "fp16" and scaler.scale <= scaler.min_scale
     progress.monitor.add_checkpoint(progress.step, file, config.keep, scheduled, at_floor,
-                                       is_start)
+                                    is_start)
     all_ranks(run.writer.wait)          # a rank holds at most one copy of its shards
     submit(run)
     run.log.save_seconds = time.monotonic() - began

@@ -343,7 +343,7 @@ class Memory(data.TokenDataset):
 
 
 class Rows:
-    """checkpoint.Metrics for a test: keeps the rows, and what `look(run)` sees after each step."""
+    """directory.Metrics for a test: keeps the rows, and what `look(run)` sees after each step."""
 
     def __init__(self, run, look):
         self.run, self.look, self.steps, self.seen = run, look, [], []

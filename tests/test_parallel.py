@@ -12,10 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import parallel
+import train
 from base import processes
+from parallelism.build import build_stage
 from parallelism.parameters import TIED
-from tests.harness import (CFG, assert_close, gridded, on_ranks, random_gpt, random_tensor,
-                           relative, tokens_of)
+from tests.harness import (CFG, Memory, assert_close, gridded, on_ranks, random_gpt, random_tensor,
+                           relative, settings, tokens_of)
+from tests.test_layouts import MODELS
 
 
 def sgd(gpt):
@@ -118,3 +121,16 @@ def test_plain_mlp_is_the_mlp_of_the_whole_matrices(rank, world=2):
     expected = dx, dA.chunk(world, 1)[rank], dB.chunk(world, 0)[rank]
     pairs = dict(zip(("dx", "dA", "dB"), zip(gradients, expected)))
     assert_close(pairs | dict(y=(ours, y)), 1e-12)
+
+
+@pytest.mark.parametrize("cfg", [CFG, MODELS["olmoe"], MODELS["shared, bias"]])
+@on_ranks
+def test_a_run_has_the_modules_of_build_stage(rank, world=2, *, cfg):
+    """Plans compose a rank's part once more."""
+    config = settings("unused", tp=2)
+    with gridded(rank, world, tp=2, pp=1) as grid:
+        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
+        ours, planned = (
+            {name: type(module) for name, module in model.named_modules()}
+            for model in (run.model, build_stage(cfg, grid)))
+        assert ours == planned

@@ -26,7 +26,7 @@ def traffic_bytes(stage: Stage) -> dict:
                     their gradients; of mixtures how many tokens chose each expert, (B, E) integers
         pp          1 / tp of x (B, T / cp, C) forward, of its gradient backward, of each chunk
         ep          K rows of C numbers for each position, to the experts and back, forward and
-                    backward, from each tp rank a tp-th, and forward E integers before them;
+                    backward, from each tp rank all of them, and forward E integers before them;
                     recomputation sends what forward does once more
         gradients   `gradient_rings`, those of experts among the ranks that have the same ones
         parameters  ZeRO 1, 2: an all-gather; 3: for each microbatch one forward and another
