@@ -173,7 +173,8 @@ def report_end(log: RunLog, step: int, config: Config, facts: dict) -> None:
         log.event("stop", f"stopped and saved after step {step}; run {command} to go on", step=step)
         return
     log.event("end", step=config.steps)
-    if is_named(facts["tokenizer"]) or "tokenizer_file" in facts:
+    can_sample = is_named(facts["tokenizer"]) or "tokenizer_file" in facts
+    if can_sample and log.beats_a_uniform_guess:
         file = shlex.quote(f"{config.out}/{LATEST[config.checkpoint_format]}")
         chat = " --chat" if "template" in facts else ""
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}{chat}")

@@ -117,8 +117,7 @@ class OutputFolder:
                         f"norm {norm:.3f}  {tokens / seconds:,.0f} tok/s")
         if val_loss is not None:
             row["val_loss"] = val_loss
-            print_rank0(f"step {step}/{config.steps}  validation {val_loss:.4f}")
-        self.run_log.metrics.write(**row)
+        self.run_log.write_row(row)
 
     def facts(self, step: int) -> dict:
         """What the checkpoint of this step holds besides tensors."""

@@ -41,6 +41,7 @@ class RunLog:
     step_ended_at: float = 0.0          # in seconds, as the others
     evaluation_seconds: float | None = None     # of the last evaluation
     save_seconds: float = 0.0           # how long training waited for the last save
+    beats_a_uniform_guess: bool = True  # the last evaluation
     printed_at: float | None = None     # when a step's line was last printed
     shown_at: float = -math.inf         # when that or the line of a terminal was
 
@@ -111,6 +112,8 @@ class RunLog:
         self.metrics.write(**row)
         if "val_loss" in row:
             self.evaluation_seconds = time.monotonic() - self.step_ended_at
+            uniform = math.log(self.model_config.vocab_size)
+            self.beats_a_uniform_guess = row["val_loss"] <= uniform
             print_rank0(format_eval(row, self.config, self.model_config, self.val_data))
             if "dead_experts" in row:
                 print_rank0(experts_in_words(row, self.model_config))
@@ -153,7 +156,7 @@ def format_eval(row: dict, config: Config, model_config: GPTConfig, data: TokenD
     count = evaluated_sequences(config, data)
     read = f"{count * data.seq_len:,} of {data.n_tokens:,} tokens"
     if data.has_conversations:
-        read = f"{count:,} of {data.n_windows:,} windows of conversations"
+        read = f"{count:,} of {data.n_windows:,} windows"
     names = {"": "validation:"}         # {what ends the keys of its numbers: name}
     if len(data.mixture.sources) > 1:
         names |= {f"/{source.name}": f"  {source.name}:"
@@ -163,7 +166,7 @@ def format_eval(row: dict, config: Config, model_config: GPTConfig, data: TokenD
     uniform = math.log(model_config.vocab_size)
     for i, key in enumerate(names):
         if row["val_loss" + key] > uniform:
-            lines[i] += f" (a uniform guess: {uniform:.4f} nats)"
+            lines[i] += f" (worse than a uniform guess: {uniform:.4f} nats)"
     lines[0] += f" (on {read})"
     return "\n".join(map(str.rstrip, lines))
 

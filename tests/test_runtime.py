@@ -336,6 +336,16 @@ def test_a_warm_up_that_is_longer_than_the_run_is_told(run_train, shards, tmp_pa
     assert "--warmup-steps" not in run_train(*flags, 20, "--out", tmp_path / "whole")[1]
 
 
+@pytest.mark.parametrize("program", [[], ["--plain"]], ids=["Run", "plain"])
+def test_a_run_that_a_uniform_guess_beats_is_not_to_be_sampled_from(run_train, shards, tmp_path,
+                                                                    program):
+    for lr, worse in ((10, True), (1e-2, False)):
+        status, told, _ = run_train("--data", shards, *TINY, *program, "--lr", lr, "--steps", 8,
+                                    "--eval-every", 0, "--out", tmp_path / str(lr))
+        assert status == 0 and ("worse than a uniform guess: 5.54" in told) == worse, told
+        assert ("Now sample from it" in told) == (not worse)
+
+
 def test_the_activation_norm_is_that_of_the_plain_model(tmp_path):
     """The mean norm of the last activations. (Of every layout: test_layouts.py.)"""
     cfg = replace(CFG, n_layer=2)
