@@ -645,6 +645,11 @@ def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
              if after > before]
     assert skipped[:2] == [1, 2] and 2 < grown[0] < skipped[-1]
     assert min(norms[0]) > 0.3                          # it clips
+    [resumed], *_ = trained(pool, out=tmp_path, state=tmp_path / "fp64" / "latest.pt", dtype="fp16",
+                            **flags | dict(steps=21))
+    assert resumed["loss_scale"] == amp.make_scaler("fp16").scale       # fp64 left none
+    updates = column([*exact, resumed], "skipped").count(0)
+    assert saved(tmp_path, 21)["optimizer_steps"] == updates
     masters = GPT(CFG).initialize(settings("").seed)
     steps = zip(half, gradients)
 

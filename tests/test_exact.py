@@ -19,6 +19,7 @@ from runtime import checks
 from tests.harness import (after_backward, column, differences, different_bits, plain_gradient,
                            relative, run_steps, same_bits, settings, trained, watched,
                            whole_gradient)
+from tests.test_layouts import MODELS
 
 
 def terms_of_many_sizes(count, seed=0):
@@ -70,6 +71,14 @@ def test_a_term_above_its_share_of_the_sum_is_noticed(dtype):
         assert sums.checked(torch.tensor(5.0)) == 5.0
 
 
+def test_units_follow_the_loss_scale_and_the_number_of_targets():
+    """As the table in exact_sums.py says: 64 tokens of which 24 are learnt, and a scale of 2^10."""
+    sums = ExactSums(1, 1, torch.device("cpu"))
+    sums.set_units(2.0 ** 10, 64, 24)
+    assert sums.activation_gradient == 2.0 ** (-36 + 5)         # 2^10 / 24 is between 2^5 and 2^6
+    assert (sums.gradient, sums.embedding_gradient) == (2.0 ** -30, 2.0 ** -26)
+
+
 def test_a_looked_up_row_has_the_share_of_one_token():
     """All tokens may be the same one, so the gradient of each may reach 2^52 units / tokens."""
     for share, inside in [(0.9, True), (1.1, False)]:
@@ -80,6 +89,16 @@ def test_a_looked_up_row_has_the_share_of_one_token():
         rows = torch.zeros(1, 1, dtype=torch.int64)
         largest = 2 ** 52 / 64 * sums.embedding_gradient
         (ExactLookup.apply(rows, weight, sums) * share * largest).sum().backward()
+        assert sums.checked(torch.tensor(5.0)) == (5.0 if inside else torch.inf)
+
+
+def test_of_more_rows_for_each_position_each_has_a_smaller_share():
+    """Four of 64 tokens are 256 terms, as with four strips on other ranks."""
+    for share, inside in [(0.9, True), (1.1, False)]:
+        sums = ExactSums(1, 1, torch.device("cpu"))
+        sums.set_units(1.0, 64)
+        row = torch.full((1, 1), share * 2 ** 52 / 256 * sums.gradient)
+        sums.add_rows(torch.zeros(1, dtype=torch.float64), row, sums.gradient, rows=4)
         assert sums.checked(torch.tensor(5.0)) == (5.0 if inside else torch.inf)
 
 
@@ -219,14 +238,15 @@ def large_activations(y):
     return y * 2.0 ** 40
 
 
-def test_exact_sums_are_precise(pool, tmp_path, reference):
+@pytest.mark.parametrize("cfg", [NARROW, MODELS["olmoe"]], ids=["gpt", "mixture"])
+def test_exact_sums_are_precise(pool, tmp_path, reference, cfg):
     """In fp64 the rows of an exact run, and each parameter's gradient, are those of a run without
     --exact; the first gradient is autograd's, to its units, which are 1e-8 of it."""
     flags = dict(dtype="fp64", steps=3)
-    ours = trained(pool, (1, 1, 1), tmp_path, NARROW, whole_gradient, exact=True, **flags)
-    assert max(differences(ours, reference(NARROW, **flags))) < 1e-6
+    ours = trained(pool, (1, 1, 1), tmp_path, cfg, whole_gradient, exact=True, **flags)
+    assert max(differences(ours, reference(cfg, **flags))) < 1e-6
     exact, plain = (torch.cat([gradient[name].double().flatten() for name in sorted(gradient)])
-                    for gradient in (ours.seen[0], plain_gradient(NARROW)))
+                    for gradient in (ours.seen[0], plain_gradient(cfg)))
     assert 1e-9 < relative(exact, plain) < 2e-8
 
 

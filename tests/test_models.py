@@ -192,7 +192,7 @@ def test_the_loss_of_16_bit_logits_is_computed_in_fp32():
         torch.testing.assert_close(gpt(tokens, tokens), expected)
 
 
-@pytest.mark.parametrize("cp, sequence_parallel", [(1, False), (2, True)])
+@pytest.mark.parametrize("cp, sequence_parallel", [(1, False), (2, False), (2, True)])
 @on_ranks
 def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_path, cp,
                                                        sequence_parallel):

@@ -243,6 +243,13 @@ def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
     seen, batches = watched(config, poison), batches_from(config, 0, 60)
     assert kinds(seen.events) == ["skip", "spike", "rollback", "skip"]
     assert seen.batches == [*batches[:40], *batches[43:58]]
+    windows = [Memory(CFG).window_ids(1337, *batch).tolist() for batch in seen.batches[32:43]]
+    assert seen.events[1]["windows"] == sum(windows, [])        # none of the skipped ones
+
+    def exclude(run):
+        run.progress.monitor.excluded = [[16, 24], [8, 16]]     # in another order than the data
+    config = settings(tmp_path / "order", steps=2)
+    assert watched(config, exclude).batches == [(0, 8), (24, 8)]
 
 
 # ---- Mechanisms

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import IGNORE_INDEX, GPTConfig
-from parallel import ColumnParallelLinear, Grid
+from parallel import ColumnParallelLinear, ContextParallelAttention, Grid, f
 from parallelism.loss import MAX_LOGITS, softmax_over_ranks, tile_loss, tile_sums
-from tests.harness import (CFG, Alive, Passes, gridded, in_turn, on_ranks, random_gpt,
-                           random_tensor, relative, stage_of, staged, tokens_of, traffic)
+from tests.harness import (CFG, Alive, Passes, after_backward, gridded, in_turn, on_ranks,
+                           random_gpt, random_tensor, relative, run_steps, settings, stage_of,
+                           staged, tokens_of, traffic, without_saves)
 
 
 def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypatch):
@@ -117,3 +118,29 @@ def test_a_loss_that_is_scaled_by_hand_is_refused():
     local, _ = staged(replace(CFG, n_layer=1), Grid(1, 1, 1))
     with pytest.raises(RuntimeError, match="multiply the loss by head.loss_factor"):
         (local(tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)) / 2).backward()
+
+
+@on_ranks
+def test_f_sums_a_copy_of_the_gradient(rank, world=2):
+    """Autograd may give the same tensor to another function, too."""
+    x = random_tensor(2, 4, 3, seed=0).requires_grad_()
+    dy, other = random_tensor(2, 4, 3, seed=rank), random_tensor(2, 4, 3, seed=1 - rank)
+    before = dy.clone()
+    with gridded(rank, world, tp=world, pp=1) as grid:
+        f(x, grid).backward(dy)
+    assert dy.equal(before) and relative(x.grad, dy + other) < 1e-15
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@on_ranks
+def test_attention_of_context_parallel_ranks_runs_again_once(rank, world=2, *, tmp_path, recompute):
+    """Mechanism (of the memory of keys and values): alone, or with its whole block."""
+    def prepare(run):
+        without_saves(run)
+        after_backward(run, lambda step: seen.append(attend.call_count))
+    seen = []
+    config = settings(tmp_path, steps=1, cp=world, recompute=recompute, micro_batch=2)
+    with mock.patch.object(ContextParallelAttention, "attend", autospec=True,
+                           side_effect=ContextParallelAttention.attend) as attend:
+        run_steps(rank, world, (1, 1, 1), config, replace(CFG, n_layer=1), prepare=prepare)
+    assert seen == [2 * 4]                              # in each of four microbatches

@@ -114,6 +114,8 @@ def events_of_a_step(rank, world, zero):
             flat.zero_grad()
             run_schedule(SCHEDULES["1f1b"](0, 1, 2), local, grid, batch, flat=flat)
             flat.finish_grad_sync()
+            with pytest.raises(RuntimeError, match="full_gradients"):
+                parameter.main_grad()
             events.append(("update", ""))
             flat.adamw_step(1.0, 1, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
             for name, first in parts.items():
@@ -187,9 +189,20 @@ def test_zero_3_holds_one_block_and_gathers_the_next(recompute):
     forward = ["tied ends 0+ 0+", "tied ends 0 0 1+ 1+", "tied ends 1 1 2+ 2+", "tied ends 2 2"]
     backward = ["ends 2 2", "ends 1+ 1+ 2 2", "ends 0+ 0+ 1 1", "ends 0 0"]
     assert in_turn(seen) == [*forward, *backward, "", *forward, ""]
+    with pytest.raises(RuntimeError, match="full_tensors"):
+        local.state_dict()
+
+
+def test_the_last_stage_sums_the_head_first():
+    """Mechanism (overlap): there the tied matrix has its gradient before the blocks."""
+    local, flat = staged(replace(CFG, n_layer=2), Grid(1, 2, 1, rank=1))
+    flat.prepare_grad_sync(local, True)
+    assert [bucket.name for bucket in flat.buckets_to_sync] == ["ends", "1.attn", "1.mlp", "tied"]
 
 
 def gradients_and_weights(run):
+    with pytest.raises(RuntimeError, match="full_tensors"):
+        run.model.state_dict()
     return dict(full_gradients(run.flat)), dict(full_tensors(run.flat, "master"))
 
 
