@@ -3,8 +3,8 @@ expert parallelism and ZeRO. This is what train.py runs:
 
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2 --zero 1         # dp = 8 / (tp pp) = 2
 
-With the same seed and global batch every layout has the same losses and gradients, up to the order
-of additions.
+With the same seed and global batch, and without dropout, every layout has the same losses and
+gradients, up to the order of additions.
 
     1. Ranks                    their grid, their groups, their collectives
     2. Tensor parallelism       each matrix is cut             --tp, --sequence-parallel
@@ -127,7 +127,7 @@ def make_groups(grid: Grid, backend: str = "gloo", timeout: timedelta | None = N
 #       rank a   a0 a1       a0+b0  -            a0+b0  a1+b1        a0+b0  a1+b1
 #       rank b   b0 b1       -      a1+b1        a0+b0  a1+b1        a0+b0  a1+b1
 #
-# So an all-reduce costs as much as the other two together. These three work in the memory of x.
+# So an all-reduce sends as much as the other two together. These three work in the memory of x.
 # `all_to_all` is the fourth: its result is new memory. Each function starts at once and returns a
 # `Work`, so a rank can compute until it waits for the result. Without a group x is the result.
 
@@ -565,8 +565,8 @@ def plain_pipeline(stage: GPT, batch: list, schedule: list[tuple], grid: Grid) -
     """Run the schedule of a stage. The gradients of the summed loss add up in its parameters.
     Returns this loss on the last stage, else 0. batch: [(tokens, targets)], (B, T) each.
 
-    `recv` waits for its message. `isend` returns at once. With a blocking send 1F1B would hang: two
-    neighbors send to each other, and each would wait for the other to receive."""
+    For gloo: `recv` waits for its message, `isend` returns at once. With a blocking send, or on
+    NCCL, 1F1B could hang: two neighbors send to each other, and each waits for a receive."""
     ranks = grid.members("pp")              # of this pipeline, by stage
     loss_sum = 0.0
     kept = {}           # microbatch: (x, y), the stage's input and output, from F to B
@@ -598,9 +598,9 @@ def plain_pipeline(stage: GPT, batch: list, schedule: list[tuple], grid: Grid) -
     return loss_sum
 
 
-# `Pipeline` below, which train.py runs, computes the same. Its messages travel while a stage
-# computes, and those that cross start together, as NCCL requires. Each tp rank sends a part of an
-# activation. After either, a tied matrix is summed: each end stage has a term of its gradient.
+# `Pipeline` below, which train.py runs, computes the same. Results travel while the next op runs,
+# and messages that cross start together, as NCCL requires. Each tp rank sends a part of an
+# activation. After either form, a tied matrix is summed: each end stage has a term of its gradient.
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
@@ -823,7 +823,7 @@ def plain_replica_step(model, optimizer, tokens, targets):
 # fp32: a reduce-scatter sends 4 bytes, and an all-reduce, which is two collectives, 8. So ZeRO 1 is
 #
 #     own = reduce_scatter(grad, group).wait()    in place of plain_replica_step's all_reduce
-#     AdamW of `own` and of this rank's shard of the master
+#     AdamW of `own` and of this rank's shard of the master, which is rounded to its slice of data
 #     all_gather(data, group).wait()              the parameters, in which each has its shard
 #
 # ZeRO 2 sums the gradients of each microbatch, to keep only a shard of them. ZeRO 3 (FSDP, Zhao et
@@ -840,7 +840,7 @@ def plain_zero3_forward(module: nn.Module, shards: list, group, *inputs):
         return all_gather(whole.flatten(), group).wait()                    # (n,)
 
     def scatter(dwhole):
-        return reduce_scatter(dwhole.clone(), group).wait()                 # (n / ranks,)
+        return reduce_scatter(dwhole.clone(), group).wait().clone()         # (n / ranks,)
 
     def gather_and_run(*inputs):
         parameters = {}
@@ -1265,7 +1265,7 @@ def gather_before_use(model: GPT, flat: DataParallel) -> None:
 #     number of keys      1 2 3    4 5 6    7 8 9    10 11 12        39 on either rank
 #
 # Ring attention (Liu et al. 2023) instead passes K and V from rank to rank, and merges the outputs
-# for each part: more to read.
+# for each part: more to read, but no rank holds K and V of all positions at once.
 
 
 def cut_sequence(x: torch.Tensor, rank: int, cp: int, dim: int = -1) -> torch.Tensor:

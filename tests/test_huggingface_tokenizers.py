@@ -374,8 +374,8 @@ def test_ends_and_template_stay_with_weights_that_are_tuned_on_text(tmp_path, fo
     assert run_data("--input", text, "--tokenizer", "bare", "--out", "d")[0] == 0
     assert not {"ends", "template"} & meta_of(Path("d")).keys()
     flags = "--data", "d", "--seq-len", 16, "--batch-size", 4, "--out", "o"
-    status, out, error = run_train("--init-from", "base.pt", *flags, "--steps", 1)
-    assert status == 0 and "--chat" in out, error
+    status, _, error = run_train("--init-from", "base.pt", *flags, "--steps", 1)
+    assert status == 0, error
     huggingface.export_model(Path("o/latest.pt"), Path("hf"))
     ends = json.loads(Path("hf/generation_config.json").read_text())["eos_token_id"]
     assert {0, 1, 7} < set(ends)
