@@ -204,6 +204,7 @@ def drawn(seed, names=tuple(MODELS), most=8, **fixed):
                      sequence_parallel=rng.random() < 0.5, ep=rng.choice([1, 2, 4]),
                      micro_batch=rng.choice([1, 2, 4]), offload=rng.random() < 0.2)
         flags |= (schedule if pp > 1 else {}) | fixed
+        cp = flags["cp"]                    # it may be fixed
         cfg = replace(MODELS[name], n_layer=pp * flags.get("pp_chunks", 1) + 1)
         world = dp * tp * pp * cp
         with suppress(ValueError):
