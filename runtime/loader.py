@@ -53,10 +53,13 @@ class Loader:
         own_windows = window_ids.reshape(-1, grid.dp, self.config.micro_batch)[:, grid.dp_rank]
         microbatches = []
         for m, ids in enumerate(own_windows):
-            inputs, targets, positions = (to_device(x, self.device) for x in dataset.rows(ids))
-            inputs = cut_sequence(inputs, grid.cp_rank, grid.cp)
-            targets = cut_sequence(targets, grid.cp_rank, grid.cp)
-            microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))
+            inputs, targets, positions = dataset.rows(ids)
+            inputs = cut_sequence(torch.from_numpy(inputs), grid.cp_rank, grid.cp)
+            targets = cut_sequence(torch.from_numpy(targets), grid.cp_rank, grid.cp)
+            if positions is not None:
+                positions = to_device(torch.from_numpy(positions), self.device)
+            microbatches.append((to_device(inputs, self.device), to_device(targets, self.device),
+                                 self.dropout_seed(step, m), positions))
         return microbatches
 
     def dropout_seed(self, step: int | None, microbatch: int) -> int | None:
@@ -77,11 +80,8 @@ class Loader:
         return derive_seed(*key) + first_row
 
 
-def to_device(array: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
-    """Copy an array to the device; a GPU's copy runs beside its other work. None stays None."""
-    if array is None:
-        return None
-    x = torch.from_numpy(array)
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a CPU tensor to the device; a GPU's copy runs beside its other work."""
     if device.type == "cuda":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
