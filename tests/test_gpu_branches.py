@@ -312,7 +312,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         rows = Rows(run, lambda run: len(SECOND_LOG))
         run.log = log_of(run, rows)
         run.train()
-        whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
+        whole = gather_full_state(run.flat, checkpoint.STATE.values())
         full = agreement.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
