@@ -1195,8 +1195,7 @@ class DataParallel:
             self.unshard(self.buckets)
 
     def reshard(self, buckets: list[Bucket]) -> None:
-        """ZeRO 3: free the gathered parameters. Their views refer to the storage: filling it again
-        (`unshard`) makes them valid again."""
+        """ZeRO 3: free the gathered parameters. `unshard` makes their views valid again."""
         for bucket in buckets:
             if self.zero == 3:
                 assert bucket.unsharding is None, "a gather would write into freed memory"
@@ -1206,8 +1205,14 @@ class DataParallel:
 # ZeRO 3 in train.py: the memory of a bucket comes and goes, and parameters are views into it. So
 # backward gathers again, but does not run the block again. Gathers start one block ahead:
 #
-#     forward    unshard block i, prefetch i + 1, run, reshard
-#     backward   unshard block i, prefetch i - 1, run; start_grad_sync sums and reshards
+#     forward of       needs               gathers ahead   frees       without a backward also
+#     embedding        tied, embed, ends   block 0         embed
+#     block i          block i             block i + 1     block i
+#     the last block   its own                                         its own
+#     head             tied, head, ends                    tied, head  ends
+#
+# Backward of block i needs block i, and gathers block i - 1 ahead. start_grad_sync frees what it
+# sums. The head computes the tied matrix's gradient in forward (loss.py), so it frees the matrix.
 
 
 def gather_before_use(model: GPT, flat: DataParallel) -> None:
@@ -1217,39 +1222,34 @@ def gather_before_use(model: GPT, flat: DataParallel) -> None:
     def buckets_of(name):       # tied, embed, ends, head, or the number of a block
         return [bucket for bucket in flat.buckets if bucket.name.split(".")[0] == name]
 
-    def wrap(module, needed, freed, kept=(), prefetch=(), prefetch_in_backward=None):
-        """needed: the buckets that the module reads. freed, kept: of these, what it frees, and what
-        only if no backward follows. prefetch, prefetch_in_backward: what forward and backward begin
-        to gather. None: backward gathers nothing, `kept` is there."""
+    def wrap(module, needed, ahead=(), freed=(), freed_without_backward=(), before=None):
+        """A row of the table. `before`: of a block, what its backward gathers ahead."""
         run = module.forward
 
         def forward(*args):
-            flat.unshard(needed, prefetch=prefetch)
+            flat.unshard(needed, prefetch=ahead)
             y = run(*args)
-            if y.requires_grad and prefetch_in_backward is not None:
+            if y.requires_grad and before is not None:
                 # The hook runs when y's gradient is there, before the module's backward.
-                y.register_hook(lambda dy: flat.unshard(needed, prefetch=prefetch_in_backward))
+                y.register_hook(lambda dy: flat.unshard(needed, prefetch=before))
             flat.reshard(freed)
             if not y.requires_grad:
-                flat.reshard(kept)
+                flat.reshard(freed_without_backward)
             return y
         module.forward = forward
 
-    # The tied matrix stays from the embedding to the head, whose forward computes its gradient, too
-    # (loss.py). The other parameters of the ends, and the last block's, stay until backward.
     tied, embed, ends, head = map(buckets_of, ("tied", "embed", "ends", "head"))
     blocks = [buckets_of(number) for number in model.blocks]            # [[attention, MLP ...]]
     if model.embed is not None:
-        wrap(model.embed, tied + embed + ends, freed=embed, prefetch=blocks[0])
+        wrap(model.embed, tied + embed + ends, ahead=blocks[0], freed=embed)
     for i, block in enumerate(model.blocks.values()):
-        earlier = blocks[i - 1] if i > 0 else []
+        before = blocks[i - 1] if i > 0 else []
         if i + 1 < len(blocks):
-            wrap(block, blocks[i], freed=blocks[i], prefetch=blocks[i + 1],
-                 prefetch_in_backward=earlier)
+            wrap(block, blocks[i], ahead=blocks[i + 1], freed=blocks[i], before=before)
         else:
-            wrap(block, blocks[i], freed=[], kept=blocks[i], prefetch_in_backward=earlier)
+            wrap(block, blocks[i], freed_without_backward=blocks[i], before=before)
     if model.head is not None:
-        wrap(model.head, tied + head + ends, freed=tied + head, kept=ends)
+        wrap(model.head, tied + head + ends, freed=tied + head, freed_without_backward=ends)
 
 
 # ---- 5. Context parallelism (Llama 3, Grattafiori et al. 2024, section 3.3.2) ---------------
