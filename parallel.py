@@ -107,15 +107,18 @@ class Grid:
 
 def make_groups(grid: Grid, backend: str = "gloo", timeout: timedelta | None = None) -> None:
     """Create this rank's process groups, in which an operation waits `timeout` for another rank.
-    Only members create a group, and PyTorch names it by counting the process's groups: "embedding",
-    which stages in the middle do not create, comes last."""
+    Only members create a group. PyTorch names it by counting the process's groups, so "embedding",
+    which stages in the middle do not create, is last. A group takes memory of a GPU: three kinds,
+    used when nothing else is under way, are another one of equal ranks if there is one."""
     if grid.world > 1:
         with comm_errors("exchange with all ranks"):
             dist.all_gather_object(grid.hosts, socket.gethostname())
     for kind in GROUPS:
         ranks = grid.members(kind)
-        is_used = grid.ep > 1 or kind != "same_experts"
-        if is_used and grid.rank in ranks and len(set(ranks)) > 1:
+        equal = [other for other in GROUPS if grid.groups[other] and grid.members(other) == ranks]
+        if equal and kind in ("same_experts", "world", "embedding"):
+            grid.groups[kind] = grid.groups[equal[0]]
+        elif grid.rank in ranks and len(set(ranks)) > 1:
             grid.groups[kind] = dist.new_group(
                 ranks, timeout=timeout, backend=backend, use_local_synchronization=True,
                 group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
@@ -153,8 +156,7 @@ class Work:
 
 
 def implementation(x: torch.Tensor):
-    """The module with the collectives for x: torch.distributed, for CPUs our own, which send
-    less (parallelism/collectives.py)."""
+    """Where the collectives for x are: for CPUs parallelism/collectives.py, which sends less."""
     return collectives if x.device.type == "cpu" else dist
 
 
@@ -610,8 +612,7 @@ def stage_layers(n_layer: int, pp: int, stage: int) -> range:
 
 
 def chunk_layers(n_layer: int, grid: Grid) -> list[range]:
-    """The numbers of this rank's blocks, in each of its chunks: one, unless they are interleaved
-    (pipeline.py)."""
+    """The numbers of this rank's blocks, in each of its chunks (pipeline.py has several)."""
     return [stage_layers(n_layer, grid.pp * grid.chunks, chunk * grid.pp + grid.stage)
             for chunk in range(grid.chunks)]
 
@@ -1080,8 +1081,7 @@ class DataParallel:
         return bucket.view(bucket.grad, parameter.spec)
 
     def start_grad_sync(self, bucket: Bucket) -> None:
-        """Start the sum of a complete bucket over the replicas. This backward does not need its
-        parameters again."""
+        """Start the sum over the replicas. This backward needs none of the bucket's parameters."""
         # Wait for the previous bucket first where a sum in flight holds memory: from ZeRO 2 on the
         # whole bucket's gradients, on a CPU what the other ranks have sent.
         if self.zero >= 2 or (self.zero == 1 and bucket.grad.device.type == "cpu"):

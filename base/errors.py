@@ -83,14 +83,19 @@ def one_line(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type's name if it has none."""
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """The first line of an error's message, or its type's name if it has none. The first line of
+    NCCL says nothing: in its place are the last ones, which have the reason, often a remedy."""
+    text = str(error) or type(error).__name__
+    operation, _, of_nccl = text.partition("NCCL error in: ")
+    reason = " ".join(of_nccl.partition("Last error:")[2].split())
+    return f"{operation}NCCL: {reason}" if reason else text.splitlines()[0]
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a CPU or a GPU has too little memory."""
+    """Whether a CPU or a GPU has too little memory. NVLS lacks memory of the NVSwitch."""
     words = "allocate memory|out of memory|ALLOC_FAILED"        # of the CPU, NCCL, cuBLAS
-    return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
+    is_of_gpu = re.search(words, str(error)) is not None and "NVLS" not in str(error)
+    return isinstance(error, MemoryError) or is_of_gpu
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from amp import PRECISIONS
 from model import GPT, Dropout, GPTConfig
 from models.moe import Mixture
 from parallel import (ContextParallelAttention, Grid, Message, TensorParallel, all_reduce,
-                      keep_stage, start_messages, tensor_parallel)
+                      all_to_all, keep_stage, start_messages, tensor_parallel)
 from parallelism.all_heads_norm import cut_heads
 from parallelism.context import context_parallel
 from parallelism.experts import ParallelExperts, ParallelRouter, expert_parallel
@@ -54,6 +54,10 @@ def connect(grid: Grid, device: torch.device) -> None:
     x = torch.zeros(grid.tp, device=device)         # tp ranks send a part of a message each
     for group in grid.groups.values():
         all_reduce(x, group).wait()
+    for kind in ("tp", "ep"):           # an all-to-all is messages, which connect pair by pair
+        one_each = [1] * getattr(grid, kind)
+        all_to_all(torch.zeros(len(one_each), device=device), one_each, one_each,
+                   grid.groups[kind]).wait()
     messages = [Message(sending, (kind, 0, chunk), x) for sending in (True, False)
                 for kind in "FB" for chunk in range(grid.chunks)]
     for work in start_messages(grid, messages):

@@ -41,14 +41,15 @@ from tests.harness import (CFG, GPUS, ROOT, Memory, Rows, assert_same_rows, gath
 
 # ---- NCCL: groups, connections, settings and the order of messages
 
-def connections_of(rank, world):
-    """{(group, function, peer)} of the communication of make_groups on a device that is not the
-    CPU; gloo stands in for NCCL."""
+def connections_of(rank, world, dp, pp, tp, ep):
+    """The groups of make_groups on a device that is not the CPU, {(group, function, peer)} of its
+    communication, and how many of the groups are of NCCL, for which gloo stands in."""
     new_group, connect = dist.new_group, build.connect
-    started = []
+    started, backends = [], []
 
     def on_gloo(ranks=None, *, backend, timeout, **options):
         assert backend == ("gloo" if ranks is None else "nccl")     # "save" sends host memory
+        backends.append(backend)
         return new_group(ranks, backend="gloo", **options)
 
     def note(function, x, *args, **kwargs):
@@ -58,21 +59,32 @@ def connections_of(rank, world):
     with mock.patch.object(dist, "new_group", on_gloo), traffic(note), mock.patch.object(
             build, "connect", lambda grid, device: connect(grid, torch.device("cpu"))), \
             mock.patch.object(torch.cpu, "synchronize", lambda: started.append("synchronize")):
-        grid = Grid(dp=1, pp=4, tp=2, rank=rank)
+        grid = Grid(dp, pp, tp, rank, ep=ep)
         build.make_groups(grid, torch.device("meta"), timedelta(seconds=30))
     assert started.pop() == "synchronize" and "synchronize" not in started
-    names = {group: name for name, group in grid.groups.items() if group is not None}
+    names = {}                                  # {group: its first name}
+    for name, group in grid.groups.items():
+        if group is not None:
+            names.setdefault(group, name)
     grid.groups.clear()
-    return {*names.values()}, {(names[group], *rest) for group, *rest in started}
+    connected = {(names[group], *rest) for group, *rest in started}
+    return {*names.values()}, connected, backends.count("nccl")
 
 
-def test_the_groups_of_a_gpu_connect_before_the_first_step(pool):
-    """Of four stages of tp 2, each with its neighbors."""
-    for rank, (groups, started) in enumerate(pool.run(8, connections_of)):
+@pytest.mark.parametrize("dp, pp, tp, ep, count", [
+    (1, 4, 2, 1, 4), (8, 1, 1, 1, 1), (1, 8, 1, 1, 2), (2, 2, 2, 2, 5)])
+def test_the_groups_of_a_gpu_connect_before_the_first_step(pool, dp, pp, tp, ep, count):
+    """Each stage with its neighbors, and the ranks of an all-to-all with each other. Kinds of equal
+    ranks that are never used at once are one group of NCCL, which takes memory."""
+    for rank, (groups, started, of_nccl) in enumerate(pool.run(8, connections_of, dp, pp, tp, ep)):
+        stage = rank * pp // 8
+        assert of_nccl == count - (0 < stage < pp - 1)      # without "embedding"
         assert {name for name, _, _ in started} == groups - {"save"}
-        neighbors = {stage for stage in (rank // 2 - 1, rank // 2 + 1) if 0 <= stage < 4}
+        neighbors = {other for other in (stage - 1, stage + 1) if 0 <= other < pp}
         assert {x for x in started if x[0] == "pp" and x[1] != "all_reduce"} == {
-            ("pp", function, stage) for function in ("isend", "irecv") for stage in neighbors}
+            ("pp", function, other) for function in ("isend", "irecv") for other in neighbors}
+        assert {x for x in started if x[1] == "all_to_all_single"} == {
+            (kind, "all_to_all_single", None) for kind in ("tp", "ep") if kind in groups}
 
 
 def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FB"):

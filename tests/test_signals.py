@@ -14,9 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import checkpoint
-from base import agreement, processes
+from base import agreement, errors, processes
 from base.checkpoint_files import LATEST
 from base.options import parse_flags
 from parallelism import collectives
@@ -149,6 +150,37 @@ def test_a_kernel_that_fails_here_is_no_lost_peer():
     with pytest.raises(torch.AcceleratorError) as error, collectives.comm_errors("all-reduce"):
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
     assert processes.fatal_message(error.value) is None
+
+
+NCCL_ERROR = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, \
+unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.29.3
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+"""
+NVLS = """Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 2 \
+'out of memory'.
+This is usually caused by a system or configuration error in the Fabric Manager or NVSwitches.
+Disable NVLS (NCCL_NVLS_ENABLE=0)"""
+
+
+@pytest.mark.parametrize("last, line", [
+    (NVLS, f"NCCL: {' '.join(NVLS.split())}; docs/troubleshooting.md, NCCL, has remedies"),
+    ("Cuda failure 2 'out of memory'", "NCCL: Cuda failure 2 'out of memory'; give --recompute"),
+    ("socketPollConnect: connect to 10.0.0.2<41> returned Connection refused",
+     "NCCL: socketPollConnect: connect to 10.0.0.2<41> returned Connection refused; another rank "
+     "has failed, was killed, or does not answer: see its own message, then give the same command "
+     "again"),
+    ("", "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, unhandled "
+     "cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.29.3; another rank has "
+     "failed, was killed, or does not answer: see its own message, then give the same command "
+     "again")])
+def test_the_reason_of_nccl_is_in_the_line(last, line):
+    """Serves "what ended a run is in one line": a communicator that cannot start says why, and the
+    memory that an NVSwitch lacks is not the model's."""
+    with pytest.raises((dist.DistError, MemoryError)) as error, \
+            errors.memory_advice("{}; give --recompute"), collectives.comm_errors("all-reduce"):
+        raise dist.DistBackendError(NCCL_ERROR + last)
+    assert processes.fatal_message(error.value) == f"all-reduce: {line}"
 
 
 def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monkeypatch, capfd):
