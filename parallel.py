@@ -107,21 +107,22 @@ class Grid:
 
 def make_groups(grid: Grid, backend: str = "gloo", timeout: timedelta | None = None) -> None:
     """Create this rank's process groups, in which an operation waits `timeout` for another rank.
-    Only members create a group. PyTorch names it by counting the process's groups, so "embedding",
-    which stages in the middle do not create, is last. A group takes memory of a GPU: three kinds,
-    used when nothing else is under way, are another one of equal ranks if there is one."""
+    Only members create a group, and PyTorch names it by counting the process's groups: "embedding",
+    which stages in the middle do not create, comes last. On GPUs a group takes memory: "world" and
+    "embedding", used while no other is, share that of equal ranks. The others overlap."""
     if grid.world > 1:
         with comm_errors("exchange with all ranks"):
             dist.all_gather_object(grid.hosts, socket.gethostname())
+    made = {}
     for kind in GROUPS:
-        ranks = grid.members(kind)
-        equal = [other for other in GROUPS if grid.groups[other] and grid.members(other) == ranks]
-        if equal and kind in ("same_experts", "world", "embedding"):
-            grid.groups[kind] = grid.groups[equal[0]]
-        elif grid.rank in ranks and len(set(ranks)) > 1:
-            grid.groups[kind] = dist.new_group(
+        ranks = tuple(grid.members(kind))
+        is_used = grid.ep > 1 or kind != "same_experts"
+        if kind in ("world", "embedding") and ranks in made:
+            grid.groups[kind] = made[ranks]
+        elif is_used and grid.rank in ranks and len(set(ranks)) > 1:
+            grid.groups[kind] = made[ranks] = dist.new_group(
                 ranks, timeout=timeout, backend=backend, use_local_synchronization=True,
-                group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
+                group_desc=f"ranks {[*ranks]}{on_hosts(ranks, grid.hosts)}")
 
 
 # The ranks of a group exchange tensors by collectives. For ranks a and b, with two slices each:
@@ -156,7 +157,7 @@ class Work:
 
 
 def implementation(x: torch.Tensor):
-    """Where the collectives for x are: for CPUs parallelism/collectives.py, which sends less."""
+    """The module with the collectives for x: for CPUs our own, which send less, or PyTorch's."""
     return collectives if x.device.type == "cpu" else dist
 
 
@@ -600,9 +601,8 @@ def plain_pipeline(stage: GPT, batch: list, schedule: list[tuple], grid: Grid) -
     return loss_sum
 
 
-# `Pipeline` below, which train.py runs, computes the same. Results travel while the next op runs,
-# and messages that cross start together, as NCCL requires. Each tp rank sends a part of an
-# activation. After either form, a tied matrix is summed: each end stage has a term of its gradient.
+# `Pipeline` below, which train.py runs, computes the same. Results travel while the next op runs.
+# After either form, a tied matrix is summed: each end stage has a term of its gradient.
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
@@ -699,10 +699,10 @@ class Pipeline:
             work.wait()
 
     def may_receive_early(self, op: tuple, next_op: tuple | None) -> bool:
-        """Whether the next op's input may be received during this op. F, then F: it comes from the
-        other neighbor than the one that the result goes to (GPipe is 3 to 10% faster on CPUs). F,
-        then B, or B, then F: the messages with one neighbor cross, so they start together."""
-        return next_op is not None and next_op[0] == op[0]
+        """Whether the next op's input may be received during this op: on a GPU a receive that waits
+        occupies multiprocessors. F, then F: it comes from the other neighbor than the one that the
+        result goes to (GPipe is 3 to 10% faster). F, then B: messages cross, so start together."""
+        return next_op is not None and next_op[0] == op[0] and self.loss.device.type == "cpu"
 
     def input_of(self, op: tuple) -> "Message":
         return Message(sending=False, op=op, tensor=self.activation_like)
@@ -1326,8 +1326,7 @@ class ContextParallelAttention(CoreAttention):
 #     replica 0    tokens for experts 0 1 | 2 3    ->    experts 0 1 of both    ->    own tokens
 #     replica 1    tokens for experts 0 1 | 2 3    ->    experts 2 3 of both    ->    own tokens
 #
-# An expert's gradient is then already a sum over ep replicas. The replicas that have the same
-# experts sum theirs (`Bucket.group`).
+# An expert's gradient is then a sum over ep replicas. Those with the same experts add theirs up.
 
 
 def run_on_their_ranks(experts: nn.Module, grid: Grid, x: torch.Tensor, counts: torch.Tensor):
@@ -1337,8 +1336,7 @@ def run_on_their_ranks(experts: nn.Module, grid: Grid, x: torch.Tensor, counts: 
     group, ep = grid.groups["ep"], grid.ep
     leaving = counts.view(ep, -1)                                               # (to, E / ep)
     arriving = all_to_all(leaving, [1] * ep, [1] * ep, group).wait()            # (from, E / ep)
-    leaving, arriving = torch.stack([leaving, arriving]).cpu()      # one copy to the host
-    sent, received = leaving.sum(1).tolist(), arriving.sum(1).tolist()
+    sent, received = torch.stack([leaving, arriving]).sum(2).tolist()   # one copy to the host
     rows = exchange_rows(x, sent, received, group)
     y = experts.run_blocks(rows, arriving)          # of each rank a block of rows
     return exchange_rows(y, received, sent, group)

@@ -83,19 +83,20 @@ def one_line(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type's name if it has none. The first line of
-    NCCL says nothing: in its place are the last ones, which have the reason, often a remedy."""
+    """The first line of an error's message, or its type's name if it has none. Of NCCL's error the
+    last lines, in one: the reason and what to do."""
     text = str(error) or type(error).__name__
-    operation, _, of_nccl = text.partition("NCCL error in: ")
-    reason = " ".join(of_nccl.partition("Last error:")[2].split())
-    return f"{operation}NCCL: {reason}" if reason else text.splitlines()[0]
+    text = re.sub(r"(?s)NCCL error in: .*?\nLast error:\s*(?=\S)", "NCCL: ", text)
+    if "NCCL: " in text:
+        return " ".join(text.partition("\nException raised from")[0].split())
+    return text.splitlines()[0]
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a CPU or a GPU has too little memory. NVLS lacks memory of the NVSwitch."""
-    words = "allocate memory|out of memory|ALLOC_FAILED"        # of the CPU, NCCL, cuBLAS
-    is_of_gpu = re.search(words, str(error)) is not None and "NVLS" not in str(error)
-    return isinstance(error, MemoryError) or is_of_gpu
+    """Whether a CPU or a GPU has too little memory. CUDA also says so of NCCL's multicast memory,
+    for which activations and parameters make no room."""
+    words = r"(?s)^(?!.*NCCL error).*(allocate memory|out of memory|ALLOC_FAILED)"      # or cuBLAS
+    return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
 
 
 @contextmanager

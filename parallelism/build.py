@@ -54,10 +54,9 @@ def connect(grid: Grid, device: torch.device) -> None:
     x = torch.zeros(grid.tp, device=device)         # tp ranks send a part of a message each
     for group in grid.groups.values():
         all_reduce(x, group).wait()
-    for kind in ("tp", "ep"):           # an all-to-all is messages, which connect pair by pair
-        one_each = [1] * getattr(grid, kind)
-        all_to_all(torch.zeros(len(one_each), device=device), one_each, one_each,
-                   grid.groups[kind]).wait()
+    for group in (grid.groups["tp"], grid.groups["ep"]):        # shared_heads.py, experts.py
+        ones = [1] * (1 if group is None else group.size())
+        all_to_all(torch.zeros(len(ones), device=device), ones, ones, group).wait()
     messages = [Message(sending, (kind, 0, chunk), x) for sending in (True, False)
                 for kind in "FB" for chunk in range(grid.chunks)]
     for work in start_messages(grid, messages):
