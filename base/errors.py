@@ -93,10 +93,11 @@ def first_line(error: BaseException) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a CPU or a GPU has too little memory. CUDA also says so of NCCL's multicast memory,
-    for which activations and parameters make no room."""
-    words = r"(?s)^(?!.*NCCL error).*(allocate memory|out of memory|ALLOC_FAILED)"      # or cuBLAS
-    return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
+    """Whether a CPU or a GPU has too little memory. In an error of NCCL it may be the memory of a
+    switch, and NCCL says what to do."""
+    text = str(error)
+    found = re.search("allocate memory|out of memory|ALLOC_FAILED", text)       # CPU, CUDA, cuBLAS
+    return isinstance(error, MemoryError) or (found is not None and "NCCL error" not in text)
 
 
 @contextmanager
