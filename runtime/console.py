@@ -4,8 +4,8 @@ ends. run_log.py prints the steps and evaluations.
 import dataclasses
 import platform
 import shlex
-import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Callable
 
@@ -183,10 +183,10 @@ def report_end(log: RunLog, step: int, config: Config, facts: dict) -> None:
 def environment(hosts: list[str]) -> dict:
     """Versions, the git commit that this source is based on (None without a repository), and each
     rank's machine, for an event."""
-    folder = Path(__file__).resolve().parent.parent
+    repository = Path(__file__).resolve().parents[1] / ".git"
     commit = None
-    if shutil.which("git") is not None and (folder / ".git").exists():
-        command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    with suppress(FileNotFoundError):           # no git
+        command = ["git", "--git-dir", repository, "rev-parse", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
     return dict(python=platform.python_version(), pytorch=torch.__version__, commit=commit,
                 hosts=hosts)

@@ -73,17 +73,14 @@ class RunLog:
         beside these how far the run has come, in a line that the next one replaces."""
         config, step = self.config, row["step"]
         now = time.monotonic()
-        is_due = config.is_nth_or_last(step, config.eval_every)
         if config.log_every is not None:
-            is_due = is_due or step % config.log_every == 0
-        elif self.printed_at is None:
-            is_due = True
-        elif now - self.printed_at >= 1:
-            is_due = is_due or step % ceil_div(config.steps, LINES) == 0
-        if is_due:
+            is_due = step % config.log_every == 0
+        else:
+            is_due = self.printed_at is None or (
+                now - self.printed_at >= 1 and step % ceil_div(config.steps, LINES) == 0)
+        if is_due or config.is_nth_or_last(step, config.eval_every):
             print_rank0(self.format_step(row, self.time_left(row)))
-            self.printed_at = now
-            self.shown_at = now
+            self.printed_at = self.shown_at = now
         elif now - self.shown_at >= 1 and sys.stdout is not None and sys.stdout.isatty():
             self.shown_at = now
             print_rank0(f"step {step}/{config.steps}  loss {row['loss']:.4f}  "

@@ -35,19 +35,14 @@ def parse() -> tuple[Job, dict, torch.device, timedelta]:
     try:
         refuse_tasks_without_ranks()
         job = Job.from_environment()
-        return job, *read_flags(job)
+        given = parse_flags(sys.argv[1:])
+        config = Config(**given)
+        if config.plain:
+            checks.check_plain(given, job.world)
+        checks.check_grid(job.world, config)
+        return job, given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
     except ValueError as error:
         exit_for_mistake(error, job)
-
-
-def read_flags(job: Job) -> tuple[dict, torch.device, timedelta]:
-    """The flags that were given, the device, and --timeout. Raises ValueError."""
-    given = parse_flags(sys.argv[1:])
-    config = Config(**given)
-    if config.plain:
-        checks.check_plain(given, job.world)
-    checks.check_grid(job.world, config)
-    return given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
 
 
 @contextmanager
