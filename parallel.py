@@ -108,17 +108,21 @@ class Grid:
 def make_groups(grid: Grid, backend: str = "gloo", timeout: timedelta | None = None) -> None:
     """Create this rank's process groups, in which an operation waits `timeout` for another rank.
     Only members create a group, and PyTorch names it by counting the process's groups: "embedding",
-    which stages in the middle do not create, comes last."""
+    which stages in the middle do not create, comes last. On GPUs a group takes memory: "world" and
+    "embedding", used while no other is, share that of equal ranks. The others overlap."""
     if grid.world > 1:
         with comm_errors("exchange with all ranks"):
             dist.all_gather_object(grid.hosts, socket.gethostname())
+    made = {}
     for kind in GROUPS:
-        ranks = grid.members(kind)
+        ranks = tuple(grid.members(kind))
         is_used = grid.ep > 1 or kind != "same_experts"
-        if is_used and grid.rank in ranks and len(set(ranks)) > 1:
-            grid.groups[kind] = dist.new_group(
+        if kind in ("world", "embedding") and ranks in made:
+            grid.groups[kind] = made[ranks]
+        elif is_used and grid.rank in ranks and len(set(ranks)) > 1:
+            grid.groups[kind] = made[ranks] = dist.new_group(
                 ranks, timeout=timeout, backend=backend, use_local_synchronization=True,
-                group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
+                group_desc=f"ranks {[*ranks]}{on_hosts(ranks, grid.hosts)}")
 
 
 # The ranks of a group exchange tensors by collectives. For ranks a and b, with two slices each:
@@ -153,8 +157,7 @@ class Work:
 
 
 def implementation(x: torch.Tensor):
-    """The module with the collectives for x: torch.distributed, for CPUs our own, which send
-    less (parallelism/collectives.py)."""
+    """The module with the collectives for x: for CPUs our own, which send less, or PyTorch's."""
     return collectives if x.device.type == "cpu" else dist
 
 
@@ -598,9 +601,8 @@ def plain_pipeline(stage: GPT, batch: list, schedule: list[tuple], grid: Grid) -
     return loss_sum
 
 
-# `Pipeline` below, which train.py runs, computes the same. Results travel while the next op runs,
-# and messages that cross start together, as NCCL requires. Each tp rank sends a part of an
-# activation. After either form, a tied matrix is summed: each end stage has a term of its gradient.
+# `Pipeline` below, which train.py runs, computes the same. Results travel while the next op runs.
+# After either form, a tied matrix is summed: each end stage has a term of its gradient.
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
@@ -610,8 +612,7 @@ def stage_layers(n_layer: int, pp: int, stage: int) -> range:
 
 
 def chunk_layers(n_layer: int, grid: Grid) -> list[range]:
-    """The numbers of this rank's blocks, in each of its chunks: one, unless they are interleaved
-    (pipeline.py)."""
+    """The numbers of this rank's blocks, in each of its chunks (pipeline.py has several)."""
     return [stage_layers(n_layer, grid.pp * grid.chunks, chunk * grid.pp + grid.stage)
             for chunk in range(grid.chunks)]
 
@@ -698,10 +699,10 @@ class Pipeline:
             work.wait()
 
     def may_receive_early(self, op: tuple, next_op: tuple | None) -> bool:
-        """Whether the next op's input may be received during this op. F, then F: it comes from the
-        other neighbor than the one that the result goes to (GPipe is 3 to 10% faster on CPUs). F,
-        then B, or B, then F: the messages with one neighbor cross, so they start together."""
-        return next_op is not None and next_op[0] == op[0]
+        """Whether the next op's input may be received during this op: on a GPU a receive that waits
+        occupies multiprocessors. F, then F: it comes from the other neighbor than the one that the
+        result goes to (GPipe is 3 to 10% faster). F, then B: messages cross, so start together."""
+        return next_op is not None and next_op[0] == op[0] and self.loss.device.type == "cpu"
 
     def input_of(self, op: tuple) -> "Message":
         return Message(sending=False, op=op, tensor=self.activation_like)
@@ -1080,8 +1081,7 @@ class DataParallel:
         return bucket.view(bucket.grad, parameter.spec)
 
     def start_grad_sync(self, bucket: Bucket) -> None:
-        """Start the sum of a complete bucket over the replicas. This backward does not need its
-        parameters again."""
+        """Start the sum over the replicas. This backward needs none of the bucket's parameters."""
         # Wait for the previous bucket first where a sum in flight holds memory: from ZeRO 2 on the
         # whole bucket's gradients, on a CPU what the other ranks have sent.
         if self.zero >= 2 or (self.zero == 1 and bucket.grad.device.type == "cpu"):
@@ -1195,8 +1195,7 @@ class DataParallel:
             self.unshard(self.buckets)
 
     def reshard(self, buckets: list[Bucket]) -> None:
-        """ZeRO 3: free the gathered parameters. Their views refer to the storage: filling it again
-        (`unshard`) makes them valid again."""
+        """ZeRO 3: free the gathered parameters. `unshard` makes their views valid again."""
         for bucket in buckets:
             if self.zero == 3:
                 assert bucket.unsharding is None, "a gather would write into freed memory"
@@ -1206,8 +1205,14 @@ class DataParallel:
 # ZeRO 3 in train.py: the memory of a bucket comes and goes, and parameters are views into it. So
 # backward gathers again, but does not run the block again. Gathers start one block ahead:
 #
-#     forward    unshard block i, prefetch i + 1, run, reshard
-#     backward   unshard block i, prefetch i - 1, run; start_grad_sync sums and reshards
+#     forward of       needs               gathers ahead   frees       without a backward also
+#     embedding        tied, embed, ends   block 0         embed
+#     block i          block i             block i + 1     block i
+#     the last block   its own                                         its own
+#     head             tied, head, ends                    tied, head  ends
+#
+# Backward of block i needs block i, and gathers block i - 1 ahead. start_grad_sync frees what it
+# sums. The head computes the tied matrix's gradient in forward (loss.py), so it frees the matrix.
 
 
 def gather_before_use(model: GPT, flat: DataParallel) -> None:
@@ -1217,39 +1222,34 @@ def gather_before_use(model: GPT, flat: DataParallel) -> None:
     def buckets_of(name):       # tied, embed, ends, head, or the number of a block
         return [bucket for bucket in flat.buckets if bucket.name.split(".")[0] == name]
 
-    def wrap(module, needed, freed, kept=(), prefetch=(), prefetch_in_backward=None):
-        """needed: the buckets that the module reads. freed, kept: of these, what it frees, and what
-        only if no backward follows. prefetch, prefetch_in_backward: what forward and backward begin
-        to gather. None: backward gathers nothing, `kept` is there."""
+    def wrap(module, needed, ahead=(), freed=(), freed_without_backward=(), before=None):
+        """A row of the table. `before`: of a block, what its backward gathers ahead."""
         run = module.forward
 
         def forward(*args):
-            flat.unshard(needed, prefetch=prefetch)
+            flat.unshard(needed, prefetch=ahead)
             y = run(*args)
-            if y.requires_grad and prefetch_in_backward is not None:
+            if y.requires_grad and before is not None:
                 # The hook runs when y's gradient is there, before the module's backward.
-                y.register_hook(lambda dy: flat.unshard(needed, prefetch=prefetch_in_backward))
+                y.register_hook(lambda dy: flat.unshard(needed, prefetch=before))
             flat.reshard(freed)
             if not y.requires_grad:
-                flat.reshard(kept)
+                flat.reshard(freed_without_backward)
             return y
         module.forward = forward
 
-    # The tied matrix stays from the embedding to the head, whose forward computes its gradient, too
-    # (loss.py). The other parameters of the ends, and the last block's, stay until backward.
     tied, embed, ends, head = map(buckets_of, ("tied", "embed", "ends", "head"))
     blocks = [buckets_of(number) for number in model.blocks]            # [[attention, MLP ...]]
     if model.embed is not None:
-        wrap(model.embed, tied + embed + ends, freed=embed, prefetch=blocks[0])
+        wrap(model.embed, tied + embed + ends, ahead=blocks[0], freed=embed)
     for i, block in enumerate(model.blocks.values()):
-        earlier = blocks[i - 1] if i > 0 else []
+        before = blocks[i - 1] if i > 0 else []
         if i + 1 < len(blocks):
-            wrap(block, blocks[i], freed=blocks[i], prefetch=blocks[i + 1],
-                 prefetch_in_backward=earlier)
+            wrap(block, blocks[i], ahead=blocks[i + 1], freed=blocks[i], before=before)
         else:
-            wrap(block, blocks[i], freed=[], kept=blocks[i], prefetch_in_backward=earlier)
+            wrap(block, blocks[i], freed_without_backward=blocks[i], before=before)
     if model.head is not None:
-        wrap(model.head, tied + head + ends, freed=tied + head, kept=ends)
+        wrap(model.head, tied + head + ends, freed=tied + head, freed_without_backward=ends)
 
 
 # ---- 5. Context parallelism (Llama 3, Grattafiori et al. 2024, section 3.3.2) ---------------
@@ -1326,8 +1326,7 @@ class ContextParallelAttention(CoreAttention):
 #     replica 0    tokens for experts 0 1 | 2 3    ->    experts 0 1 of both    ->    own tokens
 #     replica 1    tokens for experts 0 1 | 2 3    ->    experts 2 3 of both    ->    own tokens
 #
-# An expert's gradient is then already a sum over ep replicas. The replicas that have the same
-# experts sum theirs (`Bucket.group`).
+# An expert's gradient is then a sum over ep replicas. Those with the same experts add theirs up.
 
 
 def run_on_their_ranks(experts: nn.Module, grid: Grid, x: torch.Tensor, counts: torch.Tensor):
@@ -1337,8 +1336,7 @@ def run_on_their_ranks(experts: nn.Module, grid: Grid, x: torch.Tensor, counts: 
     group, ep = grid.groups["ep"], grid.ep
     leaving = counts.view(ep, -1)                                               # (to, E / ep)
     arriving = all_to_all(leaving, [1] * ep, [1] * ep, group).wait()            # (from, E / ep)
-    leaving, arriving = torch.stack([leaving, arriving]).cpu()      # one copy to the host
-    sent, received = leaving.sum(1).tolist(), arriving.sum(1).tolist()
+    sent, received = torch.stack([leaving, arriving]).sum(2).tolist()   # one copy to the host
     rows = exchange_rows(x, sent, received, group)
     y = experts.run_blocks(rows, arriving)          # of each rank a block of rows
     return exchange_rows(y, received, sent, group)

@@ -95,6 +95,8 @@ def advice(path: Path) -> str:
     inside = sorted([*path.glob("*.pt"), *(facts.parent for facts in path.glob(f"*/{FACTS}"))])
     if inside:                                          # latest or latest.pt is the first
         return f"it is a directory: give a file in it: {', '.join(map(str, inside))}"
+    if str(path) in ("resume", "scratch"):              # of nanoGPT's init_from
+        return "leave the flag out: a run resumes from --out, and a new one begins from its seed"
     others = [file.name for file in list_checkpoints(path.parent)]
     if path.suffix == ".pt" and others:                 # --keep has removed it
         return f"{path.parent} has {', '.join(others)}"

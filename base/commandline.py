@@ -21,6 +21,8 @@ import os
 import re
 import sys
 import typing
+from contextlib import suppress
+from pathlib import Path
 
 
 # ---- Flags as fields of a dataclass ----------------------------------------------------------
@@ -103,6 +105,17 @@ INSTEAD = {     # what to do about an error of argparse, by words in its message
     "ignored explicit argument": "a switch takes no value: give FLAG alone, or leave it out"}
 
 
+def name_in_other_projects(name: str) -> list[str]:
+    """The flags here of what nanoGPT or Megatron-LM calls --name, by the table in docs/flags.md."""
+    page = Path(__file__).parents[1] / "docs/flags.md"
+    rows = []
+    with suppress(OSError):                     # a copy of the programs alone has no pages
+        rows = re.findall(r"(?m)^\| `(--[\w-]+)` \|(.*\|.*)\|$", page.read_text("utf-8"))
+    return [ours for ours, theirs in rows
+            if name in [f"--{word.strip('-').replace('_', '-')}"
+                        for word in re.findall(r"`([\w-]+)", theirs)]]
+
+
 class Parser(argparse.ArgumentParser):
     """The parser of all programs here. Flags may have underscores for dashes, as nanoGPT's. A
     mistake ends the program with status 2 and one line, which suggests what is spelled alike."""
@@ -152,7 +165,8 @@ class Parser(argparse.ArgumentParser):
             told = [text for words, text in INSTEAD.items() if words in message]
             return ": ".join([message, *told]).replace("FLAG", flag or "")
         value = re.search(r"invalid choice: '?(.*?)'? \(choose", message)[1]
-        near = difflib.get_close_matches(value.lower(), list(map(str, action.choices)), 1)
+        value = value.lower().replace("bfloat", "bf").replace("float", "fp")     # of torch
+        near = difflib.get_close_matches(value, list(map(str, action.choices)), 1)
         if len(action.choices) > 10:
             message = message.partition(" (choose from")[0] + ": --help lists the choices"
         return f"{message}: did you mean {near[0]}?" if near else message
@@ -160,8 +174,11 @@ class Parser(argparse.ArgumentParser):
     def advise(self, unknown: str) -> str:
         """What to do about a flag or a word that is unknown."""
         actions = self._option_string_actions
+        if unknown.endswith((".py", ".yaml", ".yml", ".toml")) and not unknown.startswith("-"):
+            return "there are no files of settings: give flags, which --help lists"
         name = "--" + unknown.partition("=")[0].lstrip("-")
-        near = [flag for flag in actions if flag.startswith(name)]
+        near = [flag for flag in name_in_other_projects(name) if flag in actions][:1]
+        near = near or [flag for flag in actions if flag.startswith(name)]
         if len(near) != 1:
             near = difflib.get_close_matches(name, actions, 1, 0.75)
         if near:

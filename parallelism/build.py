@@ -16,7 +16,7 @@ from amp import PRECISIONS
 from model import GPT, Dropout, GPTConfig
 from models.moe import Mixture
 from parallel import (ContextParallelAttention, Grid, Message, TensorParallel, all_reduce,
-                      keep_stage, start_messages, tensor_parallel)
+                      all_to_all, keep_stage, start_messages, tensor_parallel)
 from parallelism.all_heads_norm import cut_heads
 from parallelism.context import context_parallel
 from parallelism.experts import ParallelExperts, ParallelRouter, expert_parallel
@@ -54,6 +54,9 @@ def connect(grid: Grid, device: torch.device) -> None:
     x = torch.zeros(grid.tp, device=device)         # tp ranks send a part of a message each
     for group in grid.groups.values():
         all_reduce(x, group).wait()
+    for group in (grid.groups["tp"], grid.groups["ep"]):        # shared_heads.py, experts.py
+        ones = [1] * (1 if group is None else group.size())
+        all_to_all(torch.zeros(len(ones), device=device), ones, ones, group).wait()
     messages = [Message(sending, (kind, 0, chunk), x) for sending in (True, False)
                 for kind in "FB" for chunk in range(grid.chunks)]
     for work in start_messages(grid, messages):

@@ -43,8 +43,8 @@ class FlatParameters(DataParallel):
         parallelism, or freed memory, with ZeRO 3. With ZeRO 1 and 2 wait for the last update."""
         if self.grid.tp * self.grid.pp > 1 or self.zero == 3:
             raise RuntimeError("state_dict() of one rank is not the model's: read a checkpoint's "
-                               "parameters, or call full_tensors.full_tensors(flat, 'master') on "
-                               "every rank")
+                               "parameters, or call runtime.full_tensors.full_tensors(flat, "
+                               "'master') on every rank")
         self.wait_params()
 
     @torch.no_grad()

@@ -171,10 +171,11 @@ def check_grid(world: int, config, model_config: GPTConfig | None = None) -> Non
         (config.sequence_parallel and tp == 1,
          "sequence parallelism splits the positions over tensor-parallel ranks, but tp is 1: drop "
          "it, or give --tp"),
-        (is_interleaved != (config.pp_chunks > 1) or (is_interleaved and pp == 1),
-         f"--pp-schedule {schedule} with pp {pp} and pp-chunks {config.pp_chunks}: chunks require "
-         f"the schedule interleaved, and it requires --pp and --pp-chunks of 2 or more: give all, "
-         f"or drop both flags"),
+        (config.pp_chunks > 1 and not is_interleaved,
+         f"--pp-chunks {config.pp_chunks} requires --pp-schedule interleaved: give both, or none"),
+        (is_interleaved and min(pp, config.pp_chunks) == 1,
+         f"--pp-schedule interleaved requires --pp and --pp-chunks of 2 or more, not {pp} and "
+         f"{config.pp_chunks}: give both, or another schedule"),
         *exact.refusals(config, model_config)])
 
 

@@ -65,14 +65,13 @@ from base.options import Config
 from corpus.mixtures import Mixture, Source
 from model import GPT, OF_VOCABULARY, GPTConfig
 from parallel import Grid
-from parallelism import full_tensors, pieces
 from parallelism.build import build_stage, make_groups, recompute_blocks
 from parallelism.context import recompute_attention
-from parallelism.full_tensors import full_gradients
 from parallelism.loss import MAX_LOGITS
 from parallelism.parameters import param_specs
 from parallelism.zero import FlatParameters
 from runtime import loader, run_log, run_state
+from runtime.full_tensors import full_gradients, full_tensors
 
 torch.set_num_threads(1)
 
@@ -365,32 +364,15 @@ def settings(out, **changes):
     return Config(**{**usual, **changes, "out": str(out)})
 
 
-def gather_full_state(flat, cfg, grid, names):
-    """{flat name: {global parameter name: full tensor}} on rank 0, by the parts of a save; None on
-    the others."""
-    names = list(names)
-    owned = pieces.owned_slices(flat.buckets, grid, flat.num_shards)
-    copies = checkpoint.copy_pieces(owned, names, 60)
-    order = pieces.file_order(flat)
-    if grid.rank > 0:
-        return checkpoint.send_pieces(copies, grid, 0)
-    dtype = copies[0].dtype
-    return {name: {scattered.spec.name: checkpoint.full_tensor(scattered, dtype, copies, grid, 0)
-                   for scattered in order} for name in names}
+def gather_full_state(flat, names):
+    """{flat name: {global parameter name: full tensor}} on rank 0; None on the others."""
+    state = {name: dict(full_tensors(flat, name)) for name in names}
+    return state if flat.grid.rank == 0 else None
 
 
 def whole_gradient(run):
-    """{global name: gradient of the mean loss} on rank 0; None on the others. As full_gradients,
-    but what the ranks own is added in one all-reduce: one for each name takes six times as long."""
-    shapes = full_tensors.full_shapes(run.flat)
-    with mock.patch.object(full_tensors, "full_shapes", lambda _: shapes), \
-            mock.patch.object(full_tensors, "all_reduce", lambda own, _: parallel.Work(own)):
-        owned = dict(full_tensors.full_gradients(run.flat))
-    numbers = torch.cat([x.flatten() for x in owned.values()])
-    parallel.all_reduce(numbers, run.grid.groups["world"]).wait()
-    if run.grid.rank == 0:
-        parts = numbers.split([x.numel() for x in owned.values()])
-        return {name: part.view_as(x) for (name, x), part in zip(owned.items(), parts)}
+    """{global name: gradient of the mean loss} on rank 0; empty on the others."""
+    return dict(full_gradients(run.flat))
 
 
 @functools.cache
@@ -446,7 +428,7 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None,
         run.log = log_of(run, rows)
         prepare(run)
         run.train()
-        whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
+        whole = gather_full_state(run.flat, checkpoint.STATE.values())
     return Trained(rows.steps, rows.seen, whole)
 
 

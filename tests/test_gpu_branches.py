@@ -41,9 +41,9 @@ from tests.harness import (CFG, GPUS, ROOT, Memory, Rows, assert_same_rows, gath
 
 # ---- NCCL: groups, connections, settings and the order of messages
 
-def connections_of(rank, world):
-    """{(group, function, peer)} of the communication of make_groups on a device that is not the
-    CPU; gloo stands in for NCCL."""
+def connections_of(rank, world, dp, pp, tp, ep=1):
+    """The kinds of each group, and {(group, function, peer)} of the communication of make_groups
+    on a device that is not the CPU; gloo stands in for NCCL."""
     new_group, connect = dist.new_group, build.connect
     started = []
 
@@ -58,28 +58,45 @@ def connections_of(rank, world):
     with mock.patch.object(dist, "new_group", on_gloo), traffic(note), mock.patch.object(
             build, "connect", lambda grid, device: connect(grid, torch.device("cpu"))), \
             mock.patch.object(torch.cpu, "synchronize", lambda: started.append("synchronize")):
-        grid = Grid(dp=1, pp=4, tp=2, rank=rank)
+        grid = Grid(dp, pp, tp, rank, ep=ep)
         build.make_groups(grid, torch.device("meta"), timedelta(seconds=30))
     assert started.pop() == "synchronize" and "synchronize" not in started
-    names = {group: name for name, group in grid.groups.items() if group is not None}
+    names = {}
+    for name, group in grid.groups.items():
+        if group is not None:
+            names[group] = f"{names[group]} {name}" if group in names else name
     grid.groups.clear()
     return {*names.values()}, {(names[group], *rest) for group, *rest in started}
 
 
 def test_the_groups_of_a_gpu_connect_before_the_first_step(pool):
     """Of four stages of tp 2, each with its neighbors."""
-    for rank, (groups, started) in enumerate(pool.run(8, connections_of)):
+    for rank, (groups, started) in enumerate(pool.run(8, connections_of, 1, 4, 2)):
         assert {name for name, _, _ in started} == groups - {"save"}
         neighbors = {stage for stage in (rank // 2 - 1, rank // 2 + 1) if 0 <= stage < 4}
         assert {x for x in started if x[0] == "pp" and x[1] != "all_reduce"} == {
             ("pp", function, stage) for function in ("isend", "irecv") for stage in neighbors}
 
 
-def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FB"):
+@pytest.mark.parametrize("layout, expected", [
+    ((4, 1, 1), "replicas world"), ((1, 1, 4), "tp world"), ((1, 2, 1), "pp world embedding"),
+    ((2, 2, 1), "replicas, pp embedding, world"),
+    ((4, 1, 1, 2), "replicas world, ep, same_experts"),
+    ((4, 1, 1, 4), "replicas, ep world")])
+def test_equal_ranks_share_a_group_and_exchanges_of_all_with_all_connect(pool, layout, expected):
+    """A group of NCCL takes memory of each GPU. What overlaps has its own."""
+    world = math.prod(layout[:3])
+    for groups, started in pool.run(world, connections_of, *layout):
+        assert groups == {*expected.split(", "), "save"}
+        connected = {group for group, function, _ in started if function == "all_to_all_single"}
+        assert connected == {group for group in groups if {*group.split()} & {"tp", "ep"}}
+
+
+def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FB", device="cpu"):
     """For each stage the messages of its run_schedule, in order: lists of (is it sent, from stage,
     to stage, tag) that start together. Nothing is sent."""
     started = [[] for _ in range(stages)]
-    one = torch.ones(1, 1)
+    one = torch.ones(1, 1, device=device)
     arrived = SimpleNamespace(wait=lambda: None)
 
     def start(messages):
@@ -146,10 +163,14 @@ def test_no_schedule_can_hang_on_nccl_where_single_messages_do(most):
             continue
         if count in (1, 3, 8):
             schedule = "gpipe" if chunks == 1 else "interleaved"
-            assert reach_their_end(messages_of(schedule, stages, count, chunks, "F"))
-        if chunks == 1:
-            assert reach_their_end(messages_of("gpipe", stages, count))
-            assert reach_their_end(messages_of("1f1b", stages, count))
+            for device in ("cpu", "meta"):
+                assert reach_their_end(messages_of(schedule, stages, count, chunks, "F", device))
+        if chunks == 1:         # CPUs receive early
+            for schedule, device in itertools.product(("gpipe", "1f1b"), ("cpu", "meta")):
+                started = messages_of(schedule, stages, count, device=device)
+                assert reach_their_end(started)
+                if schedule == "gpipe" and stages > 2 and count > 1:
+                    assert len(started[1][1]) == (1 if device == "cpu" else 2)
         elif count % stages == 0:
             assert reach_their_end(messages_of("interleaved", stages, count, chunks))
 
@@ -312,7 +333,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         rows = Rows(run, lambda run: len(SECOND_LOG))
         run.log = log_of(run, rows)
         run.train()
-        whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
+        whole = gather_full_state(run.flat, checkpoint.STATE.values())
         full = agreement.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)

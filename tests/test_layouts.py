@@ -26,8 +26,8 @@ from models.moe import FAMILIES as MIXTURES
 from models.moe import MoEConfig
 from parallel import Grid
 from parallelism import kernels
-from parallelism.full_tensors import full_gradients
 from runtime import checks
+from runtime.full_tensors import full_gradients
 from tests.harness import (BOUNDS, CFG, COLUMNS, COVER, INTERLEAVED, TWO_STEPS, Memory,
                            assert_close, assert_same_rows, by_step, deep_enough_for,
                            differences, different_bits, dp_for, on_ranks, own_processes,

@@ -85,6 +85,11 @@ def a_step_of_a_run(rank, world, config, cfg):
             sent[kind] = sent.get(kind, 0) + nbytes
     with gridded(rank, world, config.tp, config.pp, config.sequence_parallel,
                  config.pp_chunks, config.cp, config.ep) as grid:
+        for kind in ("world", "embedding"):     # a group of its own tells its bytes apart
+            group = grid.groups[kind]
+            if group is not None and list(grid.groups.values()).count(group) > 1:
+                grid.groups[kind] = dist.new_group(grid.members(kind),
+                                                   use_local_synchronization=True)
         with Alive() as alive:
             run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
             held = alive.bytes()

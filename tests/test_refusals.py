@@ -47,7 +47,15 @@ TRAIN = rows("""
 --steps x | --steps, 'x'
 --lr nan | --lr, nan
 --compile=False | --compile, switch
-config/tiny.py | config/tiny.py, --help
+config/tiny.py | config/tiny.py, files of settings, --help
+--block_size=64 | --seq-len? | --seq-len 8
+--max_iters 9 | --steps?
+--gradient_accumulation_steps=4 | --batch-size?
+--wandb_log=True | --log?
+--out_dir=foo | --out?
+--tensor-model-parallel-size 2 | --tp?
+--dtype float32 | fp32? | --dtype fp32
+--dtype bfloat16 | bf16?
 --warm 5 | --warmup-steps?
 --nonsense 1 | --nonsense, --help
 --batch-sise 1 | --batch-size?
@@ -78,6 +86,7 @@ LOCAL_RANK=1 --lr 1 | LOCAL_RANK is 1
 --cp 2 --seq-len 18 | 4 pieces, seq_len 18
 --zero 3 --pp 2 | zero 3, pp 2 | --pp 2 --zero 1 ; --pp 2 --zero 2
 --pp-chunks 2 | interleaved, --pp | --n-layer 4 --pp 2 CHUNKED
+--pp 2 --pp-schedule interleaved | --pp, --pp-chunks, 2 and 1 | --n-layer 4 --pp 2 CHUNKED
 --n-layer 3 --batch-size 5 --pp 2 CHUNKED | n_layer 3, pp 2 x pp-chunks 2, 5
 --n-layer 4 --batch-size 3 --micro-batch 1 --pp 2 CHUNKED | batch size 3, pp 2
 --pp 2 --pp-schedule zb-h1 | zb-h1, 1f1b, interleaved | --pp 2 --pp-schedule 1f1b
@@ -125,6 +134,7 @@ WORLD_SIZE=2 --plain | --plain, 2
 --resume True --out run | True | --out run
 --init-from no.pt | no.pt, tools.huggingface import
 --init-from=gpt2 | import gpt2 gpt2.pt | --init-from whole.pt
+--init-from=resume | resume, leave the flag out | --out run
 --resume run/step_00000003.pt | step_00000004.pt, step_00000002.pt | --resume run/step_00000004.pt
 --resume sixth | sixth/latest.pt
 --resume torn.pt | torn.pt, damaged
@@ -147,6 +157,8 @@ SAMPLE = rows("""
 --top-p 1.5 --seed x | --seed, 'x'
 --top-k -3 | --top-k
 --max_tokns 9 | --max-tokens?
+--start hello | --prompt?
+--out_dir=out | --ckpt?
 once upon | once, --help
 --device cuda | CUDA
 --seed 99999999999999999999 | --seed

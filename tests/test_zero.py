@@ -10,16 +10,15 @@ import pytest
 import torch
 
 import amp
+import checkpoint
 from parallel import Grid
-from parallelism.zero import state_bytes
 from parallelism.build import build_stage
-from parallelism.full_tensors import full_gradients, full_tensors
 from parallelism.parameters import param_specs
-from parallelism.pipeline import run_schedule
-from parallelism.pipeline import SCHEDULES
-from parallelism.zero import FlatParameters
+from parallelism.pipeline import SCHEDULES, run_schedule
+from parallelism.zero import FlatParameters, state_bytes
+from runtime.full_tensors import full_gradients, full_tensors
 from tests.harness import (CFG, FORMULA, assert_close, gridded, in_turn, plain_gradient,
-                           run_steps, settings, staged, tokens_of, traffic, without_saves)
+                           run_steps, settings, staged, tokens_of, traffic)
 from tests.test_layouts import MODELS
 from tools.plan.flags import PlanConfig
 from tools.plan.memory import Stage
@@ -206,13 +205,13 @@ def gradients_and_weights(run):
     return dict(full_gradients(run.flat)), dict(full_tensors(run.flat, "master"))
 
 
-def test_full_tensors_are_read_by_name_on_every_rank(pool, tmp_path):
+def test_full_tensors_are_read_by_name(pool, tmp_path):
     """On two replicas of two stages."""
     cfg = replace(CFG, n_layer=2)
     config = settings(tmp_path, steps=1, micro_batch=1, pp=2, zero=2)
-    answers = pool.run(4, run_steps, (2, 1, 2), config, cfg, gradients_and_weights, None,
-                       without_saves)
-    for answer in answers:
-        gradients, weights = answer.seen[0]
-        assert_close({"gradient": (gradients, plain_gradient(cfg))}, 1e-5)
-        assert_close({"weights": (weights, answers[0].state["master"])}, 0)
+    answers = pool.run(4, run_steps, (2, 1, 2), config, cfg, gradients_and_weights)
+    (gradients, weights), *others = [answer.seen[0] for answer in answers]
+    assert_close({"gradient": (gradients, plain_gradient(cfg))}, 1e-5)
+    saved = checkpoint.load(tmp_path / "latest.pt")["parameters"]
+    assert_close({"weights": (weights, saved)}, 0)
+    assert others == [({}, {})] * 3
