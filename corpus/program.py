@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from base.commandline import Parser, add_flags, flag, flag_name
+from base.commandline import Flags, Parser, add_flags, flag, flag_name
 from base.errors import errors_in_one_line
 from corpus import counted
 from corpus.downloads import (DOWNLOADS, FINEWEB_SHARDS, address_of, download,
@@ -21,7 +21,7 @@ SEQ_LEN = 128               # train.py's default, for a warning
 
 
 @dataclass(frozen=True)
-class DataFlags:
+class DataFlags(Flags):
     """Every flag of data.py with its default."""
     dataset: str = flag("python", "python: the standard library's source, no download",
                         group="text", choices=["python", *DOWNLOADS])

@@ -136,6 +136,7 @@ def fail(step: int, reason: str, monitor: DivergenceMonitor, config: Config, log
     begin = "begin again"
     if healthy:
         begin = f"branch from an older checkpoint (--resume {Path(config.out, healthy[-1])})"
+    more_range = " or --dtype bf16" if config.dtype == "fp16" else ""
     raise RunError(f"step {step}: {reason}; the run has diverged: see the events in "
                    f"{config.out}/metrics.jsonl, and {begin} in another --out, with a lower "
-                   f"--lr, a tighter --clip or --skip-steps")
+                   f"--lr, a tighter --clip or --skip-steps{more_range}")
