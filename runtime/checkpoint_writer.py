@@ -48,13 +48,10 @@ class Writer:
         """That of the tensors in a file."""
         return self.flat.buckets[0].shard["master"].dtype
 
-    def owned_slices(self) -> Iterator[tuple]:
-        return owned_slices(self.flat.buckets, self.grid, self.flat.num_shards)
-
     def submit(self, facts: dict, protected: Container[str]) -> None:
         """Copy this rank's pieces, then start to write the state: `facts` and the tensors. Files
         whose names are in `protected` stay. Every rank must call it. Call `wait` before."""
-        copies = checkpoint.copy_pieces(self.owned_slices(), STATE.values(), self.timeout)
+        copies = checkpoint.copy_pieces(owned_slices(self.flat), STATE.values(), self.timeout)
         if self.grid.rank == 0:
             self.pending = self.thread.submit(self._write, facts, protected, copies)
         else:

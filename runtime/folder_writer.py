@@ -28,6 +28,7 @@ from base.disk import flush_folder, flushed_file, remove, rename_folder
 from base.errors import RunError, warn
 from checkpoint import STATE
 from parallelism.collectives import comm_errors, on_hosts
+from parallelism.pieces import owned_slices
 from runtime.checkpoint_writer import Writer
 
 SHARED = "--out must be on a disk that all machines share"
@@ -133,7 +134,7 @@ class FolderWriter(Writer):
         """What a rank writes, in the order of its file: (name, shape of the full tensor, offsets,
         chunk). One piece at a time is copied to host memory."""
         for key, kind in STATE.items():
-            for bucket, spec, shard_slice, where in self.owned_slices():
+            for bucket, spec, shard_slice, where in owned_slices(self.flat):
                 numbers = bucket.shard[kind][shard_slice].cpu()
                 for offsets, chunk in chunks(spec, self.grid, numbers, where):
                     yield f"{key}.{spec.name}", spec.shape, offsets, chunk
