@@ -69,8 +69,8 @@ def layout_in_words(config: Config, grid: Grid, device: torch.device) -> str:
         note = " (multiplies fp32 in TF32)"
     cp = f" x cp {grid.cp}" if grid.cp > 1 else ""
     chunks = f" in {grid.chunks} chunks" if grid.chunks > 1 else ""
-    others = {f"ep {grid.ep}": grid.ep > 1, config.pp_schedule + chunks: grid.pp > 1}
-    others |= {name.replace("_", " "): value is True for name, value in vars(config).items()}
+    others = {f"ep {grid.ep}": grid.ep > 1, config.pp_schedule + chunks: grid.pp > 1,
+              **{name.replace("_", " "): value is True for name, value in vars(config).items()}}
     words = [f"dp {grid.dp} x pp {grid.pp}{cp} x tp {grid.tp}", device.type + note, config.dtype,
              f"zero {config.zero}", *(text for text, is_set in others.items() if is_set)]
     return ", ".join(words) + on_hosts(range(grid.world), grid.hosts)

@@ -95,22 +95,21 @@ class RunLog:
         config, step = self.config, row["step"]
         trained = row["tokens"] // self.model_config.seq_len
         sequences = sequences_after(config, trained, config.steps - step) - trained
-        evaluations = times_due(step, config.steps, config.eval_every)
-        saves = times_due(step, config.steps, config.save_every)
         of_sequence = statistics.median_low(self.recent_seconds)
         of_evaluation = self.evaluation_seconds
         if of_evaluation is None:
             of_evaluation = evaluated_sequences(config, self.val_data) * of_sequence / 3
-        return timedelta(seconds=round(sequences * of_sequence + evaluations * of_evaluation
-                                       + saves * self.save_seconds))
+        return timedelta(seconds=round(
+            sequences * of_sequence
+            + times_due(step, config.steps, config.eval_every) * of_evaluation
+            + times_due(step, config.steps, config.save_every) * self.save_seconds))
 
     def write_row(self, row: dict) -> None:
         """Write a step's row to metrics.jsonl, and its evaluation also to the console."""
         self.metrics.write(**row)
         if "val_loss" in row:
             self.evaluation_seconds = time.monotonic() - self.step_ended_at
-            uniform = math.log(self.model_config.vocab_size)
-            self.beats_a_uniform_guess = row["val_loss"] <= uniform
+            self.beats_a_uniform_guess = row["val_loss"] <= math.log(self.model_config.vocab_size)
             print_rank0(format_eval(row, self.config, self.model_config, self.val_data))
             if "dead_experts" in row:
                 print_rank0(experts_in_words(row, self.model_config))

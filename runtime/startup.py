@@ -99,8 +99,7 @@ def assert_own_gpu(device: torch.device) -> None:
 def launch_store() -> dist.Store:
     """A store that outlives a restart of the group by torchrun; without torchrun, a new one."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, _, _ = next(dist.rendezvous("env://"))
-        return store
+        return next(dist.rendezvous("env://"))[0]
     return dist.HashStore()
 
 
