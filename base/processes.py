@@ -25,9 +25,9 @@ from base.errors import RunError, first_line, out_of_memory, print_error, refuse
 
 
 def fatal_message(error: Exception) -> str | None:
-    """One line for a lost peer, without gloo's source file and advice, for NCCL's own failure here,
-    or for too little memory; None for errors that need a traceback."""
-    if out_of_memory(error) or "ncclUnhandledCudaError" in str(error):
+    """One line for a lost peer, without gloo's source file and advice, for NCCL's own failure, or
+    for too little memory; None for errors that need a traceback."""
+    if out_of_memory(error):
         return first_line(error)
     if isinstance(error, dist.DistError):
         reason = re.sub(r"(?<=: )\[\S+\] |\. This is typically.*", "", first_line(error))
