@@ -86,17 +86,18 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type's name if it has none. Of NCCL's error the
     last lines, in one: the reason and what to do."""
     text = str(error) or type(error).__name__
-    text = re.sub(r"(?s)NCCL error in: .*?\nLast error:\s*(?=\S)", "NCCL: ", text)
+    text = re.sub(r"(?s)NCCL error in: .*?\nLast error:\s*(?=\S)(?!Exception raised)", "NCCL: ", text)
     if "NCCL: " in text:
         return " ".join(text.partition("\nException raised from")[0].split())
     return text.splitlines()[0]
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a CPU or a GPU has too little memory. CUDA also says so of NCCL's multicast memory,
-    for which activations and parameters make no room."""
-    words = r"(?s)^(?!.*NCCL error).*(allocate memory|out of memory|ALLOC_FAILED)"      # or cuBLAS
-    return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
+    """Whether a CPU or a GPU has too little memory. In an error of NCCL it may be the memory of a
+    switch, and NCCL says what to do."""
+    text = str(error)
+    found = re.search("allocate memory|out of memory|ALLOC_FAILED", text)       # CPU, CUDA, cuBLAS
+    return isinstance(error, MemoryError) or (found is not None and "NCCL error" not in text)
 
 
 @contextmanager

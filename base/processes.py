@@ -25,13 +25,13 @@ from base.errors import RunError, first_line, out_of_memory, print_error, refuse
 
 
 def fatal_message(error: Exception) -> str | None:
-    """One line for a lost peer, without gloo's source file and advice, for NCCL's own failure, or
-    for too little memory; None for errors that need a traceback."""
+    """One line for a lost peer, without gloo's source file and advice, for NCCL's own failure here,
+    or for too little memory; None for errors that need a traceback."""
     if out_of_memory(error):
         return first_line(error)
     if isinstance(error, dist.DistError):
         reason = re.sub(r"(?<=: )\[\S+\] |\. This is typically.*", "", first_line(error))
-        if "NCCL: " in reason and not re.search("remote|connect|socket", reason, re.IGNORECASE):
+        if "ncclUnhandledCudaError" in str(error):
             return f"{reason}; docs/troubleshooting.md, NCCL, has remedies"
         return (f"{reason}; another rank has failed, was killed, or does not answer: see its own "
                 f"message, then give the same command again")

@@ -58,6 +58,7 @@ def messages_of(record) -> list[Message]:
     """The messages of a record. Raises Refused."""
     form = form_of(record) if isinstance(record, dict) else None
     if form is None:
+        refuse_preference(record)
         found = ", ".join(f'"{name}"' for name in record) if record else "nothing"
         raise Refused(f' has neither "messages" nor "prompt" and "completion", but {found}: name '
                       f'the fields so (docs/conversations.md)')
@@ -76,6 +77,14 @@ def messages_of(record) -> list[Message]:
     if not any(message.role == ASSISTANT and message.is_learnt for message in messages):
         raise Refused(f" has no answer that is learnt: no message of {ASSISTANT}")
     return messages
+
+
+def refuse_preference(record) -> None:
+    """Raise Refused for a record of two answers, of which one is preferred."""
+    if isinstance(record, dict) and {"chosen", "rejected"} <= record.keys():
+        raise Refused(' has "chosen" and "rejected": preferences are not learnt here. To learn the '
+                      'chosen answers, rename "chosen" to "completion", or to "messages" if it '
+                      'holds the whole conversation')
 
 
 def messages_of_pair(prompt, completion) -> list[Message]:

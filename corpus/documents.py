@@ -20,8 +20,10 @@ from pathlib import Path
 
 from base.errors import errors_with_path
 from corpus import EOT
-from corpus.chat_records import Refused, check_characters, form_of, messages_of
-from corpus.file_formats import BLOCK, RECORDS, TABLES, kind_of, open_bytes, read_table
+from corpus.chat_records import (Refused, check_characters, form_of, messages_of,
+                                 refuse_preference)
+from corpus.file_formats import (BLOCK, RECORDS, TABLES, kind_of, open_bytes, other_kind,
+                                 read_table)
 
 EOT_LINE = re.compile(r"(?m)^[^\S\n]*<\|endoftext\|>[^\S\n]*$")
 LONGEST_LINE = 1 << 20      # characters up to which a line is not cut
@@ -36,6 +38,10 @@ def read_documents(path: Path, field: str | None = "text"):
     without a field of the messages of a conversation. A Refused among them says why the rest cannot
     be read. Raises ValueError if the file is damaged."""
     with errors_with_path(path):
+        kind = other_kind(path)
+        if kind is not None:
+            yield [Refused(f"{path} is {kind}; or leave it out")]
+            return
         if kind_of(path) not in RECORDS:
             if field is None:
                 raise ValueError(f"{path}: conversations are lines of JSON or rows of Parquet: "
@@ -154,6 +160,7 @@ def text_of(record, field: str) -> str:
         return text.removeprefix("\ufeff")
     if field in record:
         raise Refused(f': "{field}" is {type(text).__name__}, not a string')
+    refuse_preference(record)
     found = ", ".join(f'"{name}"' for name in list(record)[:5]) or "no field"
     raise Refused(f' has no field "{field}", but {found}: give the name of the one with the text '
                   f'to --text-field')

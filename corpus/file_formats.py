@@ -13,6 +13,13 @@ COMPRESSED = {".gz": "gzip", ".zst": ZSTD}      # their modules
 TABLES = (".parquet", ".arrow")
 RECORDS = (".jsonl", ".json", ".ndjson", *TABLES)       # all other files are text
 READ_KINDS = ".txt, .jsonl, .json (also compressed), .parquet, .arrow"
+TEXT_TABLES = {".csv": ",", ".tsv": r"\t"}      # what stands between columns; they are refused
+UTF_16 = "UTF-16: convert it, as by iconv -f UTF-16 -t UTF-8"
+FIRST_BYTES = {             # of files that are no text, whatever their names say
+    b"\xff\xfe": UTF_16, b"\xfe\xff": UTF_16, b"%PDF": "a PDF: convert it, as by pdftotext",
+    b"PK\3\4": "a zip archive, as .zip and .docx are: unpack it, or save it as text",
+    b"\x1f\x8b": "compressed by gzip: give it a name that ends in .gz",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: give it a name that ends in .zst"}
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"      # of a stream
 
 
@@ -35,6 +42,15 @@ def open_bytes(path: Path):
             raise EOFError("it is empty")       # gzip would take it for an empty text
         with io.BufferedReader(module.open(path, "rb", **options), BLOCK) as file:
             yield file
+
+
+def other_kind(path: Path) -> str | None:
+    """What a file is that is no text, by its first bytes, and what to do. None: it may be text."""
+    if kind_of(path) in TABLES or path.suffix.lower() in COMPRESSED:
+        return None
+    with open(path, "rb") as file:
+        start = file.read(4)
+    return next((kind for first, kind in FIRST_BYTES.items() if start.startswith(first)), None)
 
 
 def import_optional(path: Path, package: str):

@@ -22,7 +22,7 @@ from pathlib import Path
 from corpus import counted, note
 from corpus.chat_records import form_of
 from corpus.documents import first_record, is_conversation
-from corpus.file_formats import BLOCK, READ_KINDS, RECORDS, kind_of, open_bytes
+from corpus.file_formats import BLOCK, READ_KINDS, RECORDS, TEXT_TABLES, kind_of, open_bytes
 
 WORDS = dict(train="train|training", val="validation|valid|validate|val|dev|eval",
              test="test|h[eo]ld[-_. ]?out")
@@ -38,10 +38,13 @@ def find_files(paths, field="text") -> list[Path]:
         if not path.is_file() and not path.is_dir():        # reading it could wait for ever
             raise ValueError(f"{path} is no file: the text is read twice, so write it to a file "
                              f"and give that")
-        if kind_of(path) == ".csv":
-            raise ValueError(f"{path} is a table: python -c \"import csv, json, sys; [print("
-                             f"json.dumps(row)) for row in csv.DictReader(sys.stdin)]\" < {path} "
-                             f"> NEW.jsonl makes lines of it, whose field text is read")
+        if kind_of(path) in TEXT_TABLES:
+            between = TEXT_TABLES[kind_of(path)]
+            raise ValueError(
+                f"{path} is a table: python -c \"import csv, json, sys; csv.field_size_limit(2**31 "
+                f"- 1); [print(json.dumps(row)) for row in csv.DictReader(sys.stdin, delimiter="
+                f"'{between}')]\" < {path} > NEW.jsonl || rm NEW.jsonl makes lines of it, and "
+                f"--text-field names the column with the text (default text)")
         found = walk(path, field) if path.is_dir() else [path]
         for one in found:
             files.setdefault(os.path.realpath(one), one)
@@ -91,7 +94,7 @@ def is_read(path: Path, field: str) -> bool:
 
 def is_text(path: Path) -> bool:
     """Whether a file of a folder begins as text, and is none of records or settings."""
-    if not path.is_file() or kind_of(path) in (".json", ".csv"):
+    if not path.is_file() or kind_of(path) in (".json", *TEXT_TABLES):
         return False
     with suppress(OSError, ValueError), open_bytes(path) as file:
         start = codecs.getincrementaldecoder("utf-8")().decode(file.read(BLOCK))

@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -352,7 +353,13 @@ def test_a_folder_is_read_by_kinds_and_what_is_skipped_is_told(make_data, refuse
     ("a.txt", f"{'text ' * 40}\n{EOT}\n".encode() * 2000 + b"\xe9\n", "a.txt not UTF-8"),
     ("a.jsonl", b'{"text": 5}\n', '"text" int'), ("a.jsonl", b"{", "JSON"),
     ("a.json", b'[{"text": "a"}, ', "array of JSON"),
-    ("a.csv", b"text\na\n", "csv.DictReader < a.csv > NEW.jsonl"),
+    ("a.csv", b"text\na\n", "csv.DictReader < a.csv > NEW.jsonl --text-field"),
+    ("a.tsv", b"id\ttext\n", "csv.DictReader < a.tsv > NEW.jsonl --text-field"),
+    ("a.txt", "caf\xe9".encode("utf-16"), "a.txt UTF-16 iconv"),
+    ("a.md", b"PK\3\4 x", "zip unpack"), ("a.txt", b"%PDF-1.4 \xff", "PDF pdftotext"),
+    ("a.jsonl", "{}".encode("utf-16"), "a.jsonl UTF-16"),
+    ("a.txt", gzip.compress(b"text"), "gzip .gz"), ("a.jsonl", gzip.compress(b"{}"), "gzip .gz"),
+    ("a.jsonl", b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "preferences completion"),
     ("a.txt", b"caf\xe9 " * 9, "UTF-8"), ("a.py", "text".encode("utf-16-le"), "NUL"),
     ("a.jsonl", b'{"text": "caf\xe9"}', "JSON 'utf-8'"), ("a.parquet", b"PAR1 and so on", "again"),
     ("a.arrow", b"and so on", "again")])
@@ -360,6 +367,19 @@ def test_a_file_without_its_text_is_refused_in_a_line(refuse_data, name, text, w
     """It is told alone, without a number of documents."""
     Path(name).write_bytes(text)
     assert "tolerated" not in refuse_data(words, name)
+
+
+@pytest.mark.parametrize("between, name", [(",", "a.csv"), ("\t", "a.tsv")])
+def test_the_line_for_a_table_makes_lines_of_it(refuse_data, between, name):
+    """Also of a long field; and none of a table that is not text."""
+    for rows in (f"id{between}text\n1{between}{'a' * 200_000}\n".encode(), b"text\n\xff\n"):
+        Path(name).write_bytes(rows)
+        line = re.search("python -c .* rm NEW.jsonl", refuse_data("table", name))[0]
+        subprocess.run(line.replace("python", sys.executable, 1), shell=True, capture_output=True,
+                       env=os.environ | dict(PYTHONIOENCODING="utf-8"))
+        if b"\xff" not in rows:
+            assert json.loads(Path("NEW.jsonl").read_text()) == dict(id="1", text="a" * 200_000)
+    assert not Path("NEW.jsonl").exists()
 
 
 @pytest.mark.claim("One document in 1,000 may be unreadable: it is left out and named.")

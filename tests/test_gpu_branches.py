@@ -42,8 +42,8 @@ from tests.harness import (CFG, GPUS, ROOT, Memory, Rows, assert_same_rows, gath
 # ---- NCCL: groups, connections, settings and the order of messages
 
 def connections_of(rank, world, dp, pp, tp, ep=1):
-    """The groups of make_groups on a device that is not the CPU, by their kinds, and {(group,
-    function, peer)} of its communication; gloo stands in for NCCL."""
+    """The kinds of each group, and {(group, function, peer)} of the communication of make_groups
+    on a device that is not the CPU; gloo stands in for NCCL."""
     new_group, connect = dist.new_group, build.connect
     started = []
 
@@ -73,15 +73,15 @@ def test_the_groups_of_a_gpu_connect_before_the_first_step(pool):
     """Of four stages of tp 2, each with its neighbors."""
     for rank, (groups, started) in enumerate(pool.run(8, connections_of, 1, 4, 2)):
         assert {name for name, _, _ in started} == groups - {"save"}
-        stage = rank // 2
-        neighbors = {other for other in (stage - 1, stage + 1) if 0 <= other < 4}
+        neighbors = {stage for stage in (rank // 2 - 1, rank // 2 + 1) if 0 <= stage < 4}
         assert {x for x in started if x[0] == "pp" and x[1] != "all_reduce"} == {
-            ("pp", function, other) for function in ("isend", "irecv") for other in neighbors}
+            ("pp", function, stage) for function in ("isend", "irecv") for stage in neighbors}
 
 
 @pytest.mark.parametrize("layout, expected", [
     ((4, 1, 1), "replicas world"), ((1, 1, 4), "tp world"), ((1, 2, 1), "pp world embedding"),
-    ((2, 2, 1), "replicas, pp embedding, world"), ((4, 1, 1, 2), "replicas world, ep, same_experts"),
+    ((2, 2, 1), "replicas, pp embedding, world"),
+    ((4, 1, 1, 2), "replicas world, ep, same_experts"),
     ((4, 1, 1, 4), "replicas, ep world")])
 def test_equal_ranks_share_a_group_and_exchanges_of_all_with_all_connect(pool, layout, expected):
     """A group of NCCL takes memory of each GPU. What overlaps has its own."""

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import checkpoint
 from base import agreement, errors, processes
@@ -162,17 +161,18 @@ CUDA = ("unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL versi
 REMOTE = ("remote process exited or there was a network error, NCCL version 2.29.3\n"
           "ncclRemoteError: A call failed possibly due to a network error or a remote process "
           "exiting prematurely.")
+PAGE = "docs/troubleshooting.md, NCCL"
 NVLS = ("Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error {}.\n"
         "This is usually caused by a system or configuration error in the Fabric Manager.\n"
         "Disable NVLS (NCCL_NVLS_ENABLE=0) if you wish to avoid this error in the future.")
 
 
-@pytest.mark.parametrize("kind, reason, is_elsewhere", [
-    (CUDA, NVLS.format("401 'the operation cannot be performed in the present state'"), False),
-    (CUDA, NVLS.format("2 'out of memory'"), False), (CUDA, "Cuda failure 2 'out of memory'", False),
-    (REMOTE, "socketProgress: Connection closed by remote peer node2<41224>", True)])
+@pytest.mark.parametrize("kind, reason, advice", [
+    (CUDA, NVLS.format("401 'the operation cannot be performed in the present state'"), PAGE),
+    (CUDA, NVLS.format("2 'out of memory'"), PAGE), (CUDA, "Cuda failure 2 'out of memory'", PAGE),
+    (REMOTE, "socketProgress: Connection closed by remote peer node2<41224>", "another rank")])
 @pytest.mark.parametrize("operation", ["", "all-reduce with ranks [0, 1]: "])
-def test_nccls_own_reason_and_remedy_are_the_line(kind, reason, is_elsewhere, operation):
+def test_nccls_own_reason_and_remedy_are_the_line(kind, reason, advice, operation):
     """Serves "each failure is one line": not the advice of too little memory, nor to look at
     another rank, where NCCL failed here. The texts are those of PyTorch's issues."""
     with pytest.raises(torch.distributed.DistError) as error, \
@@ -181,9 +181,8 @@ def test_nccls_own_reason_and_remedy_are_the_line(kind, reason, is_elsewhere, op
             raise torch.distributed.DistBackendError(NCCL_ERROR.format(kind, reason))
         with collectives.comm_errors(operation[:-2]):
             raise torch.distributed.DistBackendError(NCCL_ERROR.format(kind, reason))
-    line, _, advice = processes.fatal_message(error.value).partition("; ")
-    assert line == f"{operation}NCCL: {' '.join(reason.split())}"
-    assert advice.startswith("another rank" if is_elsewhere else "docs/troubleshooting.md, NCCL")
+    line = processes.fatal_message(error.value)
+    assert line.startswith(f"{operation}NCCL: {' '.join(reason.split())}; {advice}")
 
 
 def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monkeypatch, capfd):
