@@ -39,7 +39,8 @@ class Loader:
 
     def load(self, batches: Batches, step: int) -> Batch:
         """Load the next batch of the data. `step` seeds its dropout."""
-        data, window_ids = batches.data, batches.next_window_ids()
+        data = batches.data
+        window_ids = data.window_ids(self.config.seed, batches.consumed, batches.next_size())
         return Batch(step, batches.consumed, window_ids, data.count_targets(window_ids),
                      len(window_ids) * data.seq_len, self.microbatches(data, window_ids, step))
 

@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
-from base.batch_ramp import batch_size_at, sequences_after
+from base.batch_ramp import sequences_after
 from base.errors import RunError
 from base.options import Config, step_range
 from data import Batch, Batches
@@ -109,8 +109,7 @@ def leave_out_batches(step: int, progress: Progress, log: RunLog) -> None:
     --skip-steps, which the monitor notes, and those of rollbacks. Moves progress.batches past them.
     """
     batches, monitor = progress.batches, progress.monitor
-    config, consumed = batches.config, batches.consumed
-    size = batch_size_at(config, batches.sequences_trained)
+    config, consumed, size = batches.config, batches.consumed, batches.next_size()
     if config.skip_steps is not None and monitor.applied_skip != config.skip_steps:
         first, last = step_range(config.skip_steps)
         if first <= step <= last:

@@ -101,10 +101,10 @@ def submit(run) -> None:
     files to which a rollback may return stay."""
     progress = run.progress
     facts = make_facts(run.config, run.model_config, run.train_data, run.writer.identity,
-                       progress.scaler, progress.monitor)
-    facts |= dict(step=progress.step, optimizer_steps=progress.optimizer_steps,
-                  tokens=progress.batches.sequences_trained * run.model_config.seq_len,
-                  consumed_samples=progress.batches.consumed)
+                       progress.scaler, progress.monitor) | dict(
+        step=progress.step, optimizer_steps=progress.optimizer_steps,
+        tokens=progress.batches.sequences_trained * run.model_config.seq_len,
+        consumed_samples=progress.batches.consumed)
     run.writer.submit(facts, {file for _, file, _ in progress.monitor.checkpoints})
 
 
