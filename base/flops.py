@@ -68,7 +68,7 @@ def looked_up(cfg: GPTConfig) -> int:
 
 # Dense 16-bit TFLOP/s of matrix products that sum in fp32, from the makers' data sheets and, for
 # GeForce, NVIDIA's papers on GA102, Ada and Blackwell; of an MI250X the half that is one device.
-TFLOPS = {
+_TFLOPS = {
     "V100": 125, "V100 DGXS": 125, "V100 PCIe": 112, "V100S PCIe": 130, "T4": 65,
     "A100": 312, "A100 PCIe": 312, "A800": 312, "A800 PCIe": 312, "A10": 125, "A10G": 70,
     "A30": 165, "A40": 149.7, "RTX A6000": 154.8, "L4": 121, "L40": 181, "L40S": 362,
@@ -77,6 +77,7 @@ TFLOPS = {
     "GB200": 2500, "B300": 2250, "GB300": 2500, "MI250X": 191.5, "MI300X": 1307.4,
     "RTX 3080": 59.5, "RTX 3090": 71, "RTX 3090 Ti": 80, "RTX 4080": 97.5, "RTX 4090": 165.2,
     "RTX 4090 D": 147.1, "RTX 5080": 112.6, "RTX 5090": 209.5}
+PEAK_FLOPS = {name: 1e12 * tflops for name, tflops in _TFLOPS.items()}
 
 
 def peak_flops(device_name: str) -> float:
@@ -84,4 +85,4 @@ def peak_flops(device_name: str) -> float:
     an A100, "NVIDIA H200 NVL" no H200); 0.0 if unknown."""
     name = re.sub(r"\b(NVIDIA|Tesla|GeForce|AMD|Instinct|SXM\d?|AC|\d+GB?|HBM\w+|3e)\b", " ",
                   device_name.replace("PCIE", "PCIe"))
-    return 1e12 * TFLOPS.get(" ".join(name.replace("-", " ").split()), 0.0)
+    return PEAK_FLOPS.get(" ".join(name.replace("-", " ").split()), 0.0)
