@@ -228,11 +228,6 @@ class Batches:
         """How many sequences the next batch has."""
         return batch_size_at(self.config, self.sequences_trained)
 
-    def move_past(self, batch: Batch) -> None:
-        """Count the next batch as consumed."""
-        self.consumed += batch.size
-        self.sequences_trained += batch.size
-
 
 if __name__ == "__main__":
     from corpus.program import main     # here: it imports what reads files, which training does not

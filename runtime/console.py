@@ -185,7 +185,7 @@ def environment(hosts: list[str]) -> dict:
     repository = Path(__file__).resolve().parents[1] / ".git"
     commit = None
     with suppress(FileNotFoundError):           # no git
-        command = ["git", "--git-dir", repository, "rev-parse", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+        commit = subprocess.run(["git", "--git-dir", repository, "rev-parse", "HEAD"],
+                                capture_output=True, text=True).stdout.strip() or None
     return dict(python=platform.python_version(), pytorch=torch.__version__, commit=commit,
                 hosts=hosts)

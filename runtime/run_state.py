@@ -57,10 +57,10 @@ def restore(state: dict | None, flat: FlatParameters, config: Config, model_conf
         if state["config"]["dtype"] == config.dtype:
             scaler.load_state_dict(state["scaler"])
         checkpoint.restore(state, flat)
-    batches = Batches(train_data, config, consumed=done["consumed_samples"],
-                      sequences_trained=done["tokens"] // train_data.seq_len)
-    return Progress(done["step"], done["optimizer_steps"], batches, scaler,
-                    DivergenceMonitor.restored(state, config, train_data))
+    return Progress(done["step"], done["optimizer_steps"],
+                    Batches(train_data, config, consumed=done["consumed_samples"],
+                            sequences_trained=done["tokens"] // train_data.seq_len),
+                    scaler, DivergenceMonitor.restored(state, config, train_data))
 
 
 def go_back(run, find: Callable) -> None:
@@ -89,11 +89,6 @@ def save(run, is_start: bool = False) -> None:
     all_ranks(run.writer.wait)          # a rank holds at most one copy of its shards
     submit(run)
     run.log.save_seconds = time.monotonic() - began
-
-
-def wait_for_last_save(writer: Writer) -> None:
-    """Wait for the last checkpoint. If it could not be written, all ranks raise the same error."""
-    all_ranks(lambda: writer.wait(required=True))
 
 
 def submit(run) -> None:
