@@ -3,7 +3,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -23,24 +23,27 @@ from tools.plan.memory import Stage, gpu_bytes, memory_bytes
 
 SMALL = dict(n_layer=6, n_head=6, n_embd=384, seq_len=256)
 GPU = Work("cuda", 50257, SIZES["gpt2"], "bf16", 64, (16, 64), steps=30, warmup=10, turns=2)
-CPU = Work("cpu", 257, SMALL, "fp32", 16, (2,), steps=5, warmup=2, turns=5, ranks=2)
-NANO = Work("cpu", 257, SIZES["nano"], "fp32", 8, (2,), steps=5, warmup=2)      # eight's, on CPUs
+CPU = Work("cpu", 257, SMALL, "fp32", 16, (2,), steps=5, warmup=2, turns=5)
+NANO = Work("cpu", 257, SIZES["nano"], "fp32", 8, (2,), steps=5, warmup=2)  # eight's, on CPUs
+WORKS = dict(gpu=GPU, cpu=CPU, eight=replace(GPU, turns=1))
 ALONE = (("", "single"), ("--compile", "single"))   # flags of train.py; mode of PyTorch's stack
 SEVERAL = (("--compile", "ddp"), ("--compile --zero 1", "fsdp"), ("--compile --zero 3", "fsdp"))
 MEMORIES = ("", "--compile", "--recompute", "--offload", "--dtype fp32")
 
 
-# ---- The parts: each yields (what, a function that measures it and returns rows) --------------
+# ---- The parts: each yields (what, a function that measures it and returns rows). Their --------
+# docstrings are printed where a row fails.
 
 def race(work: Work, folder: Path, pairs=ALONE) -> Iterator[tuple]:
+    """One process has 0.95 of the speed of PyTorch's, and the memory that tools.plan says. If not,
+    is the card alone, cool and at its limit of power (nvidia-smi -q -d POWER,CLOCK)? Then send
+    the kernels: `python -m tools.bench gpu profile`."""
     @cache
     def peer(mode, compiled, processes, turn):
-        """What `train_plain` returns: measured once for all flags."""
-        return json.loads(finished(folder, processes, "tools.bench.pytorch_stack", json.dumps(dict(
-            mode=mode, shape=work.shape, vocab=work.cfg.padded_vocab, dtype=work.dtype,
-            batch_size=work.batch * processes, micro_batch=work.microbatches[0],
-            steps=work.steps - work.warmup, warmup=work.warmup, device=work.device,
-            compile=compiled))))
+        settings = dict(mode=mode, compiled=compiled,
+                        work=asdict(work) | dict(vocab=work.cfg.padded_vocab))
+        return json.loads(finished(folder, processes, "tools.bench.pytorch_stack",
+                                   json.dumps(settings)))
 
     def measure(flags, mode, processes):
         speeds = []
@@ -50,15 +53,15 @@ def race(work: Work, folder: Path, pairs=ALONE) -> Iterator[tuple]:
             speeds.append((np.median(run.column("tokens_per_second")[work.warmup:]),
                            other["tokens_per_second"]))
         ours, theirs = np.median(speeds, 0)
+        what = f"{flags} / {mode}"
         result = f"{ours:,.0f} tokens/s; PyTorch's {theirs:,.0f}; ratio {ours / theirs:.2f}"
-        if work.device == "cpu":        # as much as a tenth is noise
-            return [Row(f"{flags} / {mode}", result)]
+        if work.device == "cpu":        # where a tenth is noise
+            return [Row(what, result)]
         if peak_rate := peak_flops(torch.cuda.get_device_name()):
-            mfu = ours * flops_per_token(work.cfg) / peak_rate / processes
-            result += f"; MFU {mfu:.1%}"
-        return [Row(f"{flags} / {mode}", result, "ratio 0.95", ours / theirs >= 0.95),
+            result += f"; MFU {ours * flops_per_token(work.cfg) / peak_rate / processes:.1%}"
+        return [Row(what, result, "ratio 0.95", ours >= 0.95 * theirs),
                 beside_plan(work, processes, flags, seen["peak"],
-                            f"; PyTorch's {other['peak_memory']:.2f} GB")]
+                            f"; PyTorch's {other['peak_memory']:.3g}")]
     for flags, mode in dict.fromkeys((work.compiled(flags), mode) for flags, mode in pairs):
         processes = 1 if mode == "single" else work.ranks
         if mode == "single" or processes > 1:
@@ -66,19 +69,24 @@ def race(work: Work, folder: Path, pairs=ALONE) -> Iterator[tuple]:
 
 
 def replicas(work: Work, folder: Path) -> Iterator[tuple]:
+    """As `race`, beside DDP and FSDP2. If `python -m tools.bench gpu race` is ok, communication
+    is slow: NVLink or only PCIe (nvidia-smi topo -m, NCCL_DEBUG=INFO)? If memory alone is more than
+    planned, send the row: the plan is to be corrected."""
     return race(work, folder, SEVERAL)
 
 
 def beside_plan(work: Work, processes: int, flags: str, peak: float, note: str = "") -> Row:
-    """The peak of a rank's memory in GB beside the estimate of tools.plan."""
-    given = dict(batch_size=work.batch * processes, dtype=work.dtype,
-                 micro_batch=work.microbatches[0]) | parse_flags(flags.split())
-    plan = gpu_bytes(memory_bytes(Stage(work.cfg, PlanConfig(**given), Grid(processes, 1, 1)))) / 1e9
-    return Row(f"{flags}: memory", f"peak {peak:.2f} GB; plan {plan:.2f} GB{note}",
-               "within 10%", abs(peak / plan - 1) <= 0.1)
+    """The allocator's peak in GB beside the estimate of tools.plan."""
+    config = PlanConfig(**dict(batch_size=work.batch * processes, dtype=work.dtype,
+                               micro_batch=work.microbatches[0]) | parse_flags(flags.split()))
+    plan = gpu_bytes(memory_bytes(Stage(work.cfg, config, Grid(processes, 1, 1)))) / 1e9
+    return Row(f"{flags}, memory", f"peak {peak:.3g} GB; plan {plan:.3g}{note}", "within 10%",
+               abs(peak / plan - 1) <= 0.1)
 
 
 def memory(work: Work, folder: Path) -> Iterator[tuple]:
+    """The allocator's peak is within 10% of the estimate of tools.plan. If not, send the row: the
+    plan is to be corrected."""
     def measure(flags):
         _, seen = train_py(work, folder, 1, *flags.split(), "--steps", 3)
         return [beside_plan(work, 1, flags, seen["peak"])]
@@ -89,47 +97,28 @@ def memory(work: Work, folder: Path) -> Iterator[tuple]:
 
 
 def profile(work: Work, folder: Path) -> Iterator[tuple]:
+    """The kernels of the first steps."""
     def measure(flags):
         _, seen = train_py(work, folder, 1, *flags.split(), "--steps", work.warmup, PROFILE="1")
-        return [Row(flags, "its kernels are below", below=seen["profile"])]
+        file = folder / f"kernels{flags}.txt"
+        file.write_text(seen["profile"])
+        return [Row(flags, f"{file} has its kernels")]
     for flags in ("", "--compile"):
         yield flags, partial(measure, flags)
 
 
 PARTS = dict(gpu=(race, memory, profile, eight.layouts), cpu=(race, replicas),
              eight=(eight.layouts, eight.exact, eight.resume, replicas))
-ADVICE = dict(
-    layouts="A loss that is off: if the same command with --device cpu is ok, the fault is in what "
-            "a GPU alone runs: without --compile, then with NCCL_ALGO=Ring, narrow it down. An "
-            "error: docs/troubleshooting.md has NCCL's.",
-    exact="Which layout differs from one rank? Train both once more with 1 step, then without "
-          "--pp and --tp: a kernel whose result depends on the shape is the usual reason.",
-    resume="The second command in log.txt must print that it resumes. If it began again, look for "
-           "the files of steps 3 and 6 in its --out; if losses are off, the state is incomplete.",
-    race="Is the card alone, cool, at its power limit (nvidia-smi -q -d POWER,CLOCK)? "
-         "Then send the kernels: python -m tools.bench gpu profile.",
-    replicas="Is `python -m tools.bench gpu race` ok? Then communication is slow: look at "
-             "nvidia-smi topo -m and NCCL_DEBUG=INFO (NVLink, or only PCIe?), and give "
-             "--numa-binding=node. Memory: see the advice for it.",
-    memory="docs/planning.md says what a plan counts. Send the row: tools.plan is to be corrected.",
-    profile="log.txt has the error.")
 
 
-def measured(what: str, measure) -> list[Row]:
-    """Its rows, or one with what went wrong."""
-    try:
-        return measure()
-    except RuntimeError as error:                       # too little memory, say
-        return [Row(what, str(error), ok=False)]
-
-
-def read_arguments():
+def read_arguments() -> tuple[Work, Path, list]:
+    """What is measured, the folder for the table, and the parts."""
     parser = Parser("tools.bench", "python -m tools.bench gpu|cpu|eight [PART ...]",
                     tools.bench.__doc__)
     parser.add_argument("kind", choices=list(PARTS), help="what is measured")
     parser.add_argument("parts", nargs="*", metavar="PART", help="some parts (default: all)")
     parser.add_argument("--out", default="out/bench", metavar="DIR",
-                        help="for bench.md, runs, and log.txt of errors (default %(default)s)")
+                        help="for bench.txt, log.txt and the runs (default %(default)s)")
     parser.add_argument("--ranks", type=int, choices=[1, 2, 4, 8],
                         help="of eight (default: all GPUs; 2 on CPUs)")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="of eight (default cuda)")
@@ -138,53 +127,52 @@ def read_arguments():
     for name in args.parts:
         if name not in parts:
             parser.error(f"{args.kind} has no part {name!r}: it has {', '.join(parts)}")
-    work = dict(gpu=GPU, cpu=CPU, eight=replace(GPU, turns=1))[args.kind]
     if args.kind != "eight" and (args.ranks or args.device):
         parser.error("--ranks and --device are flags of eight")
-    if args.device == "cpu":
-        work = NANO
+    work = NANO if args.device == "cpu" else WORKS[args.kind]
     if work.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device here: cpu measures two CPU cores, eight --device "
                      "cpu tries ranks on them")
     count = 2 if work.device == "cpu" else torch.cuda.device_count()
     ranks = args.ranks or max(ranks for ranks in (1, 2, 4, 8) if ranks <= count)
     return (replace(work, ranks=ranks), Path(args.out),
-            {name: parts[name] for name in args.parts or parts})
+            [parts[name] for name in args.parts or parts])
 
 
-def versions(work: Work) -> str:
-    device = "CPU"
-    if work.device == "cuda":
+def versions(device: str) -> str:
+    card = "CPU"
+    if device == "cuda":
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        device = f"{work.ranks} x {torch.cuda.get_device_name()}, NCCL {nccl}"
-    return f"{device}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
+        card = f"{torch.cuda.get_device_name()}, NCCL {nccl}"
+    return f"{card}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
 
 
 def main() -> None:
     work, folder, parts = read_arguments()
     folder.mkdir(parents=True, exist_ok=True)
-    failed, below = {}, []
-    with open(folder / "bench.md", "w") as page:
+    failed = {}
+    with open(folder / "bench.txt", "w") as page:
         def write(line):
             print(line, flush=True)
             print(line, file=page, flush=True)      # what is there is safe
-        write(f"{versions(work)}\n\n| What | Result | Bound | |\n|---|---|---|---|")
-        for name, part in parts.items():
-            for row in (row for what, measure in part(work, folder)
-                        for row in measured(what, measure)):
-                verdict = "ok" if row.ok else "**FAIL**"
-                result = row.result.replace("|", "/")
-                write(f"| {name} {row.what} | {result} | {row.bound} | {verdict} |")
-                if not row.ok:
-                    failed[name] = ADVICE[name]
-                if row.below:
-                    below.append(f"\n{name} {row.what}\n\n```\n{row.below}\n```")
-        for text in below:
-            write(text)
-        for name, advice in failed.items():
-            write(f"\nWhere {name} fails: {advice}")
+        write(f"{work.ranks} x {versions(work.device)}\n")
+        write("| What | Result | Bound | |\n|---|---|---|---|")
+        for part in parts:
+            for what, measure in part(work, folder):
+                try:
+                    rows = measure()
+                except (RuntimeError, ValueError) as error:     # too little memory, say
+                    rows = [Row(what, str(error), ok=False)]
+                for row in rows:
+                    verdict = "ok"
+                    if not row.ok:
+                        verdict, failed[part.__name__] = "**FAIL**", part.__doc__
+                    cells = [f"{part.__name__} {row.what}", row.result, row.bound, verdict]
+                    write(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
         if failed:
-            write(f"\n{folder}/log.txt has the commands that failed, with all that they said.")
+            write(f"\n{folder}/log.txt has the programs that failed, and what they said.")
+            for name, text in failed.items():
+                write(f"- {name}: {' '.join(text.split())}")
             sys.exit(1)
 
 

@@ -60,7 +60,6 @@ class Row(NamedTuple):
     result: str
     bound: str = ""
     ok: bool = True
-    below: str = ""             # stands below the table
 
 
 def random_data(folder: Path, vocab: int) -> Path:
@@ -143,10 +142,9 @@ if __name__ == "__main__":
         with profiler:
             train.main()
     finally:                            # it ends by sys.exit
-        seen, kind = dict(peak=None), "cuda" if torch.cuda.is_initialized() else "cpu"
-        if kind == "cuda":
-            seen["peak"] = torch.cuda.max_memory_allocated() / 1e9
+        seen = dict(peak=torch.cuda.max_memory_allocated() / 1e9)       # 0 on a CPU
         if "PROFILE" in os.environ:
+            kind = "cuda" if torch.cuda.is_initialized() else "cpu"
             seen["profile"] = profiler.key_averages().table(
                 sort_by=f"self_{kind}_time_total", row_limit=20, max_name_column_width=60)
         if rank == 0:

@@ -1,6 +1,6 @@
 """Train the same model with PyTorch's own parallel stack: the other side of the races.
 
-    torchrun --nproc_per_node=2 -m tools.bench.pytorch_stack '{"mode": "ddp", "shape": ...}'
+    torchrun --nproc_per_node=2 -m tools.bench.pytorch_stack '{"mode": "ddp", "work": ...}'
 
 The argument is a JSON object of arguments of `train_plain`; the modes are single, ddp and fsdp.
 """
@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -63,11 +64,11 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
 
 
-def parallel(mode, plain, dtype, compile):
+def parallel(mode, compiled, plain, dtype):
     """The model as a user trains it. Alone and by DDP it is compiled as a whole; by FSDP2, as in
     torchtitan, each block and the loss, and FSDP2 itself casts to 16 bits."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    if compile:
+    if compiled:
         for module in plain.blocks if mode == "fsdp" else [plain]:
             module.compile()
     if mode == "ddp":
@@ -76,7 +77,7 @@ def parallel(mode, plain, dtype, compile):
         policy = MixedPrecisionPolicy()
         if dtype == "bf16":
             policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-        if compile:
+        if compiled:
             plain.loss = torch.compile(plain.loss)
         for module in [*plain.blocks, plain]:
             fully_shard(module, mp_policy=policy)
@@ -95,45 +96,41 @@ def compute_gradients(net, cast, x, y, micro_batch):
             loss.backward()
 
 
-def train_plain(mode, shape, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3,
-                warmup=2, device="cpu", compile=False):
+def train_plain(mode, compiled, work):
     """Train a PlainGPT on random tokens by PyTorch's stack -> tokens per second of the whole job,
-    the median over the steps after the warm-up, and the peak of rank 0's memory on a GPU in
-    GB."""
+    the median over the steps after the warm-up, and the peak of rank 0's memory on a GPU in GB.
+    `work`: the fields of a launch.Work."""
     warnings.simplefilter("ignore")
+    work = SimpleNamespace(**work)
     world = int(os.environ.get("WORLD_SIZE", 1))
     torch.set_num_threads(os.cpu_count() if world == 1 else 1)
     torch.manual_seed(0)
-    if device == "cuda":
+    if work.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    plain = PlainGPT(vocab, shape).to(device)
+    plain = PlainGPT(work.vocab, work.shape).to(work.device)
     if world > 1:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    net = parallel(mode, plain, dtype, compile)
+        dist.init_process_group("nccl" if work.device == "cuda" else "gloo")
+    net = parallel(mode, compiled, plain, work.dtype)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
     cast = nullcontext
-    if dtype == "bf16" and mode != "fsdp":
-        cast = functools.partial(torch.autocast, device, torch.bfloat16)
+    if work.dtype == "bf16" and mode != "fsdp":
+        cast = functools.partial(torch.autocast, work.device, torch.bfloat16)
+    tokens = work.batch, work.shape["seq_len"]
     seconds = []
-    for _ in range(warmup + steps):
-        x, y = torch.randint(vocab, (2, batch_size // world, shape["seq_len"])).to(device)
-        if world > 1:
-            dist.barrier()
+    for _ in range(work.steps):
+        x, y = torch.randint(work.vocab, (2, *tokens)).to(work.device)
         start = time.perf_counter()
-        compute_gradients(net, cast, x, y, micro_batch)
+        compute_gradients(net, cast, x, y, work.microbatches[0])
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if world > 1:
-            dist.barrier()
-        if device == "cuda":
+        if work.device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     if world > 1:
         dist.destroy_process_group()
-    peak = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None
-    return dict(tokens_per_second=batch_size * shape["seq_len"] / np.median(seconds[warmup:]),
-                peak_memory=peak)
+    return dict(tokens_per_second=world * np.prod(tokens) / np.median(seconds[work.warmup:]),
+                peak_memory=torch.cuda.max_memory_allocated() / 1e9)
 
 
 if __name__ == "__main__":
