@@ -52,7 +52,7 @@ class DataFlags(Flags):
 @errors_in_one_line("data.py")
 def main() -> None:
     flags = parse_flags(sys.argv[1:])
-    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # not on Windows
+    for number in {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
         if signal.getsignal(number) is not signal.SIG_IGN:                      # by nohup
             signal.signal(number, signal.default_int_handler)                   # as Ctrl-C does
     try:

@@ -135,6 +135,24 @@ def test_a_table_runs_no_code(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "facts.pt"])
+def test_a_folder_in_the_place_of_a_file_is_damage(tmp_path, name, run_train, shards):
+    """Also a link to a missing folder: the run goes on from the one before it, and says so."""
+    flags = ["--data", shards, *TINY, "--out", tmp_path, "--checkpoint-format", "folder",
+             "--save-every", 1]
+    assert run_train(*flags)[0] == 0
+    newest = tmp_path / "step_00000004"
+    (newest / name).unlink()
+    (newest / name).mkdir()
+    status, text, error = run_train(*flags, "--steps", 5)
+    assert status == 0 and "step_00000003, after step 3" in text and error.count("\n") == 1, error
+    assert "step_00000004" in error and "passed over" in error
+    shutil.rmtree(tmp_path / "step_00000005")
+    status, text, error = run_train(*flags, "--steps", 5)
+    assert status == 0 and "step_00000004, after step 4" in text, text
+    assert "latest is a link to step_00000005, which is missing; passed over" in error
+
+
 def test_a_folder_of_the_same_step_is_replaced_and_old_ones_are_removed(tmp_path):
     """Also what killed saves have left, and a link of the other format."""
     newest, _, first = write_folders(tmp_path, 3)
