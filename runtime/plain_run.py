@@ -18,7 +18,7 @@ from base.processes import Job
 from data import TokenDataset
 from model import GPTConfig
 from runtime import run_state, startup
-from runtime.console import report_begin, report_end
+from runtime.console import report_begin, report_end, tokens_in_words
 from runtime.directory import Metrics, Start
 from runtime.divergence import DivergenceMonitor
 from runtime.run_log import RunLog
@@ -62,7 +62,7 @@ def begin(given: dict, job: Job, device: torch.device,
                                  make_scaler(config.dtype), DivergenceMonitor())    # a new one
     out = OutputFolder(config, model_config.seq_len, start, facts, start.step)
     if out.finished_step < config.steps:
-        out.report_begin(model_config, val_data, learning_rate)
+        out.report_begin(model_config, train_data, val_data, learning_rate)
     micro_batch = given.get("micro_batch")      # the default is for a train.Run
     return dataclasses.replace(config, micro_batch=micro_batch), model_config, out
 
@@ -93,16 +93,15 @@ class OutputFolder:
         """The newest whole checkpoint of the run, from which it begins."""
         return self.start.path
 
-    def report_begin(self, model_config: GPTConfig, val_data: TokenDataset,
-                     learning_rate: Callable) -> None:
+    def report_begin(self, model_config: GPTConfig, train_data: TokenDataset,
+                     val_data: TokenDataset, learning_rate: Callable) -> None:
         """Open metrics.jsonl. Tell how the run begins."""
         config = self.config
         metrics = all_ranks(lambda: Metrics(Path(config.out)))
         self.run_log = RunLog(metrics, config, val_data, model_config, torch.device("cpu"), world=1)
         print_rank0(f"model    {parameter_count(model_config):,} parameters, {config.dtype}; "
-                    f"{config.data} -> {config.out}")
-        report_begin(self.run_log, self.start, self.of_all["data"], [socket.gethostname()],
-                     learning_rate)
+                    f"{tokens_in_words(train_data)} in {config.data} -> {config.out}")
+        report_begin(self.run_log, self.start, train_data, [socket.gethostname()], learning_rate)
 
     def log(self, step: int, loss: float, norm: float, lr: float, seconds: float,
             val_loss: float | None) -> None:

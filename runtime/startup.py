@@ -184,7 +184,7 @@ def begin_training(run, begin: Start, learning_rate: Callable, stack: ExitStack)
                   f"has ended")
     console.print_summary(config, run.model_config, run.flat, run.device,
                           run.progress.batches, config.steps - begin.step)
-    console.report_begin(run.log, begin, run.train_data.mixture.phases, run.grid.hosts,
+    console.report_begin(run.log, begin, run.train_data, run.grid.hosts,
                          learning_rate, run.progress.monitor.lr_factor)
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
