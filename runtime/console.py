@@ -4,8 +4,8 @@ ends. run_log.py prints the steps and evaluations.
 import dataclasses
 import platform
 import shlex
-import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Callable
 
@@ -81,8 +81,8 @@ def layout_in_words(config: Config, grid: Grid, device: torch.device) -> str:
         note = " (multiplies fp32 in TF32)"
     cp = f" x cp {grid.cp}" if grid.cp > 1 else ""
     chunks = f" in {grid.chunks} chunks" if grid.chunks > 1 else ""
-    others = {f"ep {grid.ep}": grid.ep > 1, config.pp_schedule + chunks: grid.pp > 1}
-    others |= {name.replace("_", " "): value is True for name, value in vars(config).items()}
+    others = {f"ep {grid.ep}": grid.ep > 1, config.pp_schedule + chunks: grid.pp > 1,
+              **{name.replace("_", " "): value is True for name, value in vars(config).items()}}
     words = [f"dp {grid.dp} x pp {grid.pp}{cp} x tp {grid.tp}", device.type + note, config.dtype,
              f"zero {config.zero}", *(text for text, is_set in others.items() if is_set)]
     return ", ".join(words) + on_hosts(range(grid.world), grid.hosts)
@@ -198,10 +198,10 @@ def report_end(log: RunLog, step: int, config: Config, facts: dict) -> None:
 def environment(hosts: list[str]) -> dict:
     """Versions, the git commit that this source is based on (None without a repository), and each
     rank's machine, for an event."""
-    folder = Path(__file__).resolve().parent.parent
+    repository = Path(__file__).resolve().parents[1] / ".git"
     commit = None
-    if shutil.which("git") is not None and (folder / ".git").exists():
-        command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    with suppress(FileNotFoundError):           # no git
+        command = ["git", "--git-dir", repository, "rev-parse", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
     return dict(python=platform.python_version(), pytorch=torch.__version__, commit=commit,
                 hosts=hosts)

@@ -57,8 +57,7 @@ def evaluate_source(model: GPT, data: TokenDataset, source: Source, loader: Load
     count = eval_sequences(config, data.seq_len, source.n_windows)
     at_once = grid.dp * config.micro_batch              # a microbatch for each dp rank
     evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
-    padding = np.full(-count % at_once, NO_WINDOW)
-    window_ids = np.append(source.first + evenly_spaced, padding)
+    window_ids = np.append(source.first + evenly_spaced, np.full(-count % at_once, NO_WINDOW))
     targets = data.count_targets(window_ids)
     if config.exact:
         grid.exact.set_units(1.0, count * data.seq_len, targets)

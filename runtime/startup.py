@@ -35,19 +35,14 @@ def parse() -> tuple[Job, dict, torch.device, timedelta]:
     try:
         refuse_tasks_without_ranks()
         job = Job.from_environment()
-        return job, *read_flags(job)
+        given = parse_flags(sys.argv[1:])
+        config = Config(**given)
+        if config.plain:
+            checks.check_plain(given, job.world)
+        checks.check_grid(job.world, config)
+        return job, given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
     except ValueError as error:
         exit_for_mistake(error, job)
-
-
-def read_flags(job: Job) -> tuple[dict, torch.device, timedelta]:
-    """The flags that were given, the device, and --timeout. Raises ValueError."""
-    given = parse_flags(sys.argv[1:])
-    config = Config(**given)
-    if config.plain:
-        checks.check_plain(given, job.world)
-    checks.check_grid(job.world, config)
-    return given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
 
 
 @contextmanager
@@ -104,8 +99,7 @@ def assert_own_gpu(device: torch.device) -> None:
 def launch_store() -> dist.Store:
     """A store that outlives a restart of the group by torchrun; without torchrun, a new one."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, _, _ = next(dist.rendezvous("env://"))
-        return store
+        return next(dist.rendezvous("env://"))[0]
     return dist.HashStore()
 
 

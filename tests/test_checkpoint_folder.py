@@ -13,6 +13,7 @@ import pickle
 import shutil
 import zlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ def test_each_number_is_in_one_chunk_at_its_place(cfg, grid, num_shards):
         place = Grid(grid.dp, grid.pp, grid.tp, rank, ep=grid.ep)
         specs = param_specs(build_stage(cfg, place), cfg, place)
         buckets = make_buckets(specs, place.replicas, num_shards, place.replica % num_shards)
-        for _, spec, _, where in owned_slices(buckets, place, num_shards):
+        flat = SimpleNamespace(buckets=buckets, grid=place, num_shards=num_shards)
+        for _, spec, _, where in owned_slices(flat):
             numbers = spec.cut(full[spec.name], place).flatten()[where]
             for offsets, chunk in chunks(spec, place, numbers, where):
                 box = tuple(slice(o, o + size) for o, size in zip(offsets, chunk.shape))
