@@ -40,16 +40,7 @@ from runtime.signals import StopSignal
 
 def plain_step(config: Config, model: GPT, optimizer: torch.optim.Optimizer, shards: list,
                step: int) -> tuple[float, float]:
-    """One step. Returns its loss and gradient norm. Try it after `python data.py`:
-
-        from train import Config, GPT, GPTConfig, open_shards, plain_adamw, plain_step
-        shards = open_shards("data/python", "train")
-        config = Config(steps=20, lr=4e-3)      # 4e-3: the default for nano, the default size
-        model = GPT(GPTConfig()).initialize(config.seed)
-        optimizer = plain_adamw(config, model)
-        for step in range(1, 21):       # the losses of `python train.py --plain --steps 20`
-            print(plain_step(config, model, optimizer, shards, step))
-    """
+    """One step. Returns its loss and gradient norm. docs/training.md tries it in a notebook."""
     # A shard is an array of tokens. With T = seq_len, window i is tokens[i * T : (i + 1) * T + 1],
     # because the target of a token is the next one. Each epoch visits all windows in a new order,
     # set by the seed. A step takes the next batch_size of them.
@@ -228,7 +219,7 @@ class Run:
             row = self.log.report_step(batch, stats, lr, seconds, progress)
             if divergence is None and config.is_nth_or_last(step, config.eval_every):
                 row |= evaluation.evaluate(self.model, self.val_data, self.loader, progress.batches,
-                                           self.stop)
+                                           self.stop, may_end=step < config.steps)
             self.log.write_row(row)
             rollback.save_or_go_back(self, row, divergence)     # go back after a divergence
             self.step = self.progress.step + 1
@@ -278,7 +269,7 @@ class Run:
         ZeRO each rank updates its shard, and the others receive it during the next forward. If a
         number of any rank is inf or NaN, all ranks skip the update."""
         config, progress = self.config, self.progress
-        if not stats.skips_update:
+        if not stats.why_skipped:
             progress.optimizer_steps += 1
             factor = clip_factor(stats.grad_norm, config.clip, progress.scaler.scale)
             self.flat.adamw_step(factor, progress.optimizer_steps, lr, config.beta1, config.beta2,

@@ -1,12 +1,12 @@
 """The flags of every program here, and the mistakes in them.
 
     @dataclass(frozen=True)
-    class Flags:
+    class Config(Flags):
         steps: int = flag(800, "steps of the whole run", low=1)
 
     parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.")
-    add_flags(parser, Flags)
-    flags = Flags(**parser.parse(sys.argv[1:]))
+    add_flags(parser, Config)
+    config = Config(**parser.parse(sys.argv[1:]))
 
 Types, ranges and choices of the fields are checked here, and --help is made of them. Some tools add
 their arguments to a Parser. A wrong command line ends in one line.
@@ -35,6 +35,24 @@ def flag(default, help, low=None, below=math.inf, choices=None, group=None, form
         form = "{" + ",".join(map(str, choices)) + "}"
     return dataclasses.field(default=default, metadata=dict(
         help=help, low=low, below=below, choices=choices, group=group, form=form))
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """The values of some flags, also in a notebook. Raises ValueError for one that is out of range
+    or none of its choices."""
+
+    def __post_init__(self):
+        for f in dataclasses.fields(self):
+            value, low, below = (getattr(self, f.name), f.metadata["low"], f.metadata["below"])
+            problem = None
+            if value is not None and low is not None and not low <= value < below:
+                limit = "finite" if below == math.inf else f"below {below}"
+                problem = f"must be at least {low} and {limit}"
+            elif value is not None and f.metadata["choices"] and value not in f.metadata["choices"]:
+                problem = f"must be one of {', '.join(map(str, f.metadata['choices']))}"
+            if problem is not None:
+                raise ValueError(f"argument {flag_name(f.name)}: {value} {problem}")
 
 
 def flag_name(name: str) -> str:
@@ -77,24 +95,10 @@ def add_flags(parser: "Parser", kind, names=None) -> None:
             if f.type is not bool:
                 help += "" if f.default in (None, "") else f" (default {f.default})"
                 form = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
-                options = dict(type=reader_of(f), metavar=form, choices=f.metadata["choices"],
+                kind = (typing.get_args(f.type) or [f.type])[0]
+                options = dict(type=kind, metavar=form, choices=f.metadata["choices"],
                                nargs="+" if typing.get_args(f.type) else None)
             group.add_argument(flag_name(f.name), help=help, default=argparse.SUPPRESS, **options)
-
-
-def reader_of(f: dataclasses.Field):
-    """The function that makes a value of a field from a text, and checks its range."""
-    kind = (typing.get_args(f.type) or [f.type])[0]
-    low, below = f.metadata["low"], f.metadata["below"]
-
-    def read(text):
-        value = kind(text)
-        if low is not None and not low <= value < below:
-            limit = "finite" if below == math.inf else f"below {below}"
-            raise argparse.ArgumentTypeError(f"{text} must be at least {low} and {limit}")
-        return value
-    read.__name__ = kind.__name__       # which argparse shows for a value of another kind
-    return read
 
 
 # ---- The parser ------------------------------------------------------------------------------

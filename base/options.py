@@ -4,14 +4,15 @@ import dataclasses
 import re
 
 from amp import PRECISIONS
-from base.commandline import Parser, add_flags, flag, flag_name, groups_of
+from base.commandline import Flags, Parser, add_flags, flag, flag_name, groups_of
 from base.errors import refuse
-from models import SIZES, make_config
+from models import PEAK_LR, SIZES, make_config
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Every flag with its default; the field n_layer is the flag --n-layer."""
+class Config(Flags):
+    """Every flag with its default; the field n_layer is the flag --n-layer. The default of `lr` is
+    the published one of the model."""
     data: str = flag("data/python", "directory of token shards, or a mixture: A=0.7,B=0.3",
                      group="paths", form="DIR")
     out: str = flag("out", "directory of the run: checkpoints and metrics.jsonl", form="DIR")
@@ -105,6 +106,12 @@ class Config:
     skip_steps: str = flag(None, "skip the batches of steps A to B, inclusive; none: skip nothing",
                            form="A:B")
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.lr is None:
+            shape = SIZES[self.model] | model_shape(vars(self))
+            object.__setattr__(self, "lr", default_lr(self.model, shape))       # it is frozen
+
     def is_nth_or_last(self, step: int, n: int) -> bool:
         """Whether `step` is a multiple of n (0: none is), or the last step."""
         return step == self.steps or (n > 0 and step % n == 0)
@@ -155,6 +162,15 @@ def parse_flags(arguments) -> dict:
          "--init-from cannot be combined with --resume FILE: drop --resume to begin a new run from "
          "the weights, or --init-from to branch")])
     return given
+
+
+def default_lr(model: str, shape: dict) -> float:
+    """Published peak learning rate of the size with this depth and width (`model` first, but the
+    weights of --init-from may have another shape); without one, that of `model`."""
+    def size_of(shape):                         # in: of a GPT, a Llama, or a mixture
+        return shape["n_layer"], shape["n_embd"], "n_kv_head" in shape, "n_expert" in shape
+    alike = [name for name in (model, *SIZES) if size_of(SIZES[name]) == size_of(shape)]
+    return PEAK_LR[[*alike, model][0]]
 
 
 def model_shape(flags: dict) -> dict:
@@ -227,6 +243,8 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
     shape = stored | shape
     if not weights_only:
         config = Config(**(restored_flags(state) | given))
+    elif "lr" not in given:                     # the weights may have another shape than --model
+        config = dataclasses.replace(config, lr=default_lr(config.model, shape))
     return config, shape
 
 

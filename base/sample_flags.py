@@ -2,14 +2,14 @@
 import sys
 from dataclasses import dataclass
 
-from base.commandline import Parser, add_flags, flag
+from base.commandline import Flags, Parser, add_flags, flag
 from base.errors import refuse
 
 LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
 
 
 @dataclass(frozen=True)
-class SampleFlags:
+class SampleFlags(Flags):
     """Every flag of sample.py with its default."""
     ckpt: str = flag("out/latest.pt", "checkpoint", group="checkpoint and text", form="FILE")
     prompt: str = flag("", "text to continue; -: standard input (default: begin a document)",

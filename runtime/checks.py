@@ -11,7 +11,7 @@ from base.errors import refuse, warn
 from base.options import SHAPE, Config, merge_config, new_run_advice
 from data import TokenDataset
 from model import GPTConfig
-from models import PEAK_LR, SIZES, make_config
+from models import make_config
 from parallelism import exact
 from parallelism.shared_heads import can_cut_heads
 
@@ -54,8 +54,7 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
 
 def check_config(config: Config, shape: dict, vocab_size: int, world: int,
                  device_type: str) -> tuple[Config, GPTConfig]:
-    """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
-    cannot run."""
+    """The config with a microbatch, and the model. Raises ValueError if they cannot run."""
     model_config = make_config(vocab_size=vocab_size, dropout=config.dropout, **shape)
     dp = world / (config.tp * config.pp * config.cp)
     sizes, _ = batch_sizes(config)
@@ -63,14 +62,12 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
         raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
                          f"{config.batch_size}: START and INCREMENTs must add up to it (none: no "
                          f"ramp)")
-    micro_batch, lr = config.micro_batch, config.lr
+    micro_batch = config.micro_batch
     if micro_batch is None:
         micro_batch = default_micro_batch(sizes, dp, config.pp, device_type)
     if config.eval_only:            # an evaluation ignores --batch-size
         sizes = [max(1, int(dp)) * micro_batch * config.pp]
-    config = dataclasses.replace(
-        config, micro_batch=micro_batch, lr=default_lr(config.model, shape) if lr is None else lr,
-        batch_size=sizes[-1])
+    config = dataclasses.replace(config, micro_batch=micro_batch, batch_size=sizes[-1])
     for size in sizes:
         check_layout(model_config, world, size, config)
     return config, model_config
@@ -83,16 +80,6 @@ def default_micro_batch(sizes: range, dp: float, pp: int, device_type: str) -> i
     limit = 16 if device_type == "cuda" and pp == 1 else 4
     rows = math.gcd(*sizes) / dp        # sequences of each rank; a fraction is no multiple
     return max([m for m in range(1, limit + 1) if rows % (m * pp) == 0], default=1)
-
-
-def default_lr(model: str, shape: dict) -> float:
-    """Published peak learning rate of the size with this depth and width (`model` first, but the
-    weights of --init-from may have another shape); without one, that of `model`."""
-    def size_of(shape):
-        kind = "n_kv_head" in shape, "n_expert" in shape        # a GPT, a Llama, or a mixture
-        return shape["n_layer"], shape["n_embd"], kind
-    alike = [name for name in (model, *SIZES) if size_of(SIZES[name]) == size_of(shape)]
-    return PEAK_LR[[*alike, model][0]]
 
 
 def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,

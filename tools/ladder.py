@@ -46,7 +46,6 @@ from base.flops import active_parameters, looked_up
 from data import TokenDataset
 from model import GPTConfig, ceil_div
 from models import SIZES, make_config
-from runtime.checks import default_lr
 from tools.metrics import read_metrics
 from tools.scaling_law import (FEWEST_SIZES, FEWEST_TOKENS, Law, Points, back_test, check_scipy,
                                on_law, predict)
@@ -245,8 +244,6 @@ def plan(arguments: list[str]) -> tuple[LadderConfig, list[Rung], Rung]:
     shape = base | given
     data = TokenDataset(config.data, "train", shape["seq_len"])
     TokenDataset(config.data, "val", shape["seq_len"])      # or a run would say that it is missing
-    if config.lr is None:
-        config = replace(config, lr=default_lr(config.model, shape))
     widest = shape["n_embd"]
     step = 8 if widest >= 64 else 2         # of the default widths
     chosen = config.rungs or sorted({max(step, round(widest * part / step) * step)

@@ -70,7 +70,8 @@ def check_jobs(jobs: list[Job], data: TokenDataset) -> None:
         if not run.config:
             continue
         wanted = Config(**job.flags)
-        given = vars(wanted) | dict(lr=wanted.lr or run.config["lr"])
+        given = dict(lr=run.config["lr"]) | job.flags       # the default may depend on weights
+        given = vars(wanted) | dict(lr=given["lr"])
         if wanted.epochs is not None or wanted.steps > run.config["steps"]:
             given["steps"] = run.config["steps"]
         differing = [f"{flag_name(name)} {run.config[name]}, not {given[name]}"
