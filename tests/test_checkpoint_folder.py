@@ -1,8 +1,5 @@
 """Checkpoints as folders, of which each rank writes a part.
 
-    python -m pytest tests/test_checkpoint_folder.py
-    python -m pytest tests/test_checkpoint_folder.py -m slow      more pairs of layouts
-
 What a folder holds is compared with the state that rank 0 gathers, and with what PyTorch's own
 torch.distributed.checkpoint reads from it, which is told names and shapes alone.
 """

@@ -1,6 +1,4 @@
 """Conversations: what is learnt, how windows are packed, training on answers alone, and chatting.
-
-    python -m pytest tests/test_conversations.py
 """
 import io
 import math

@@ -1,6 +1,4 @@
 """--log and tools/follow.py: what TensorBoard and Weights & Biases get of a run.
-
-    python -m pytest tests/test_follow.py
 """
 import json
 import math

@@ -1,6 +1,4 @@
 """tools/huggingface.py: models and tokenizers to transformers and back.
-
-    python -m pytest tests/test_huggingface.py
 """
 import json
 import os

@@ -1,7 +1,5 @@
 """tools/ladder.py and tools/train_many.py: rungs of one family, a law, and a prediction.
 
-    python -m pytest tests/test_ladder.py
-
 Most runs are imitated (tests/imitated_train.py), as train.py takes seconds to start.
 """
 import json

@@ -1,6 +1,4 @@
 """tools/plan: what a plan says, beside runs of train.py, published runs and the papers.
-
-    python -m pytest tests/test_plan.py
 """
 import json
 import math

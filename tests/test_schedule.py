@@ -1,6 +1,4 @@
 """tools/schedule.py: the drawing of a pipeline.
-
-    python -m pytest tests/test_schedule.py
 """
 import pytest
 
