@@ -18,7 +18,7 @@ from base import checkpoint_files, disk
 from base.options import Config
 from model import GPT, GPTConfig
 from runtime.checkpoint_writer import Writer
-from tests.harness import (CFG, after_backward, assert_same_state, names_in, overflow_in,
+from tests.harness import (CFG, after_backward, assert_same_state, names_in,
                            save_at_the_start, saved, saved_file, settings, small_state, tokens_of,
                            watched)
 
@@ -160,17 +160,6 @@ def test_load_model_returns_the_plain_model_which_drops_nothing(tmp_path):
     assert all(p.equal(expected[name]) for name, p in loaded.named_parameters())
     tokens = tokens_of(cfg, 1)
     assert loaded(tokens, dropout_seed=1).equal(loaded(tokens, dropout_seed=2))
-
-
-@pytest.mark.parametrize("before, after, scale", [
-    ("fp16", "fp16", 15), ("fp32", "fp16", 16), ("fp16", "bf16", 0)])
-def test_a_loss_scale_stays_with_its_precision(tmp_path, before, after, scale):
-    """A resume in fp16 goes on with fp16's scale, 2 ** 15 after the overflow of step 2; after
-    another precision it begins at 2 ** 16."""
-    config = settings(tmp_path, dtype=before, steps=2)
-    watched(config, lambda run: overflow_in(run, [2]))
-    (row,) = watched(replace(config, dtype=after, steps=3), state=tmp_path / "latest.pt").rows
-    assert row["step"] == 3 and row["loss_scale"] == 2.0 ** scale
 
 
 @pytest.mark.parametrize("content, words", [
