@@ -208,8 +208,7 @@ class ParallelExperts(Experts):
     def run_blocks(self, rows, blocks):
         """What the experts compute for rows (n, C) that are in blocks, each sorted by expert.
         blocks (number, E / ep) says how many rows of each expert a block has."""
-        # Sort them by expert alone, so that an expert multiplies all its rows at once. (The host
-        # knows how many rows there are: output_size spares it from waiting for a GPU.)
+        # Each expert multiplies all its rows at once. With output_size the host waits for no GPU.
         expert = torch.arange(blocks.shape[1], device=rows.device).repeat(len(blocks))
         expert = expert.repeat_interleave(blocks.flatten(), output_size=len(rows))  # of each row
         order = expert.argsort(stable=True)

@@ -456,15 +456,21 @@ def test_a_gpu_multiplies_all_experts_at_once():
     (2, "--pp 2"), (4, "--pp 4 --pp-schedule 1f1b"), (4, "--tp 2 --pp 2 --pp-schedule 1f1b"),
     (2, "--pp 2 --pp-schedule interleaved --pp-chunks 2"),
     (4, "--pp 2 --pp-schedule interleaved --pp-chunks 2 --zero 2"),
-    (8, "--tp 2 --pp 2 --zero 2 --dtype bf16")])
+    (8, "--tp 2 --pp 2 --zero 2 --dtype bf16"), (2, "--compile --zero 1"),
+    (4, "--compile --tp 2 --pp 2 --sequence-parallel"), (2, "--checkpoint-format folder --zero 1"),
+    (2, "--ep 2 --zero 1"), (2, "--device cpu --zero 1 --checkpoint-format folder"),
+    (2, "--device cpu --ep 2 --zero 1")])
 def test_gpus_train_as_the_cpu(run_train, shards, tmp_path, monkeypatch, world, flags):
     """Losses and norms are the CPU's, to 1e-5 in fp32 without TF32 and 0.02 in 16 bits, the last
-    four from the run's own checkpoint; each process has a GPU of its own."""
+    four from the run's own checkpoint; each process has a GPU of its own. Two rows need none."""
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     same = ["--data", shards, *TINY, "--n-layer", 4, "--batch-size", 16, "--micro-batch", 2,
             "--steps", 8]
-    for more in (["--out", tmp_path / "gpu"], ["--out", tmp_path / "branch", "--resume",
-                                               tmp_path / "gpu" / "step_00000004.pt"]):
+    if "--ep" in flags:         # fp32 would choose other experts
+        same += ["--model", "moe-nano", "--hidden", 16, "--n-kv-head", 2, "--dtype", "fp64"]
+    step = "step_00000004" if "folder" in flags else "step_00000004.pt"
+    for more in (["--out", tmp_path / "gpu"],
+                 ["--out", tmp_path / "branch", "--resume", tmp_path / "gpu" / step]):
         process = torchrun(world, ROOT / "train.py", *same, "--device", "cuda", *flags.split(),
                            *more, cwd=ROOT, gpus=GPUS)
         out, error = process.communicate(timeout=240)

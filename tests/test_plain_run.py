@@ -4,14 +4,38 @@ That it trains as train.py does: test_all.py. Its refusals, resumes and files: t
 """
 import errno
 import os
+import re
 import signal
+import subprocess
+import sys
 from unittest import mock
 
+import pytest
+
 import checkpoint
+import train
 from tests.commands import TINY, Command, read_metrics, wait_for_step
-from tests.harness import column
+from tests.harness import ROOT, column
 
 PLAIN = [*TINY, "--plain", "--device", "cpu"]
+
+
+def test_the_notebook_of_the_page_has_the_losses_of_the_command(run_train, tmp_path, monkeypatch):
+    """And `Config` the defaults of the command, which it checks."""
+    page = (ROOT / "docs/training.md").read_text()
+    [cell] = re.findall(r"```python\n(from train import .*?)```", page, re.DOTALL)
+    [flags] = re.findall("# as (--plain .*)", cell)
+    monkeypatch.chdir(tmp_path)
+    assert subprocess.run([sys.executable, ROOT / "data.py"], capture_output=True).returncode == 0
+    printed = []
+    exec(cell, dict(print=printed.append))
+    assert run_train(*flags.split())[0] == 0
+    rows, _ = read_metrics(tmp_path / "out")
+    assert [loss for loss, _ in printed] == pytest.approx(column(rows, "loss"), rel=1e-6)
+    assert train.Config(model="gpt2").lr == 6e-4 and train.Config(model="gpt2", lr=1.0).lr == 1.0
+    for wrong in (dict(lr_schedule="nope"), dict(beta2=1.0), dict(steps=0)):
+        with pytest.raises(ValueError, match=f"--{[*wrong][0].replace('_', '-')}"):
+            train.Config(**wrong)
 
 
 def test_a_signal_ends_a_run_after_a_save(shards, tmp_path):

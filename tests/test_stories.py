@@ -166,7 +166,7 @@ $ cp q/step_00000008.pt r
 = events("o")[-2]["changed"] == dict(steps=[4, 6], lr=[0.004, 0.001])
 0 TINY --out o --steps 8 --keep 1 :: after step 6
 0 TINY --out rates --plain --lr 0.01 ::
-$ cp -r rates copy
+$ cp -a rates copy
 0 TINY --out rates --plain --lr 0.01 --steps 8 ::
 ! told = re.search("(?m)^resume .* 8 instead of 4; so the next step's .*", text)[0]
 = told.endswith(" learning rate is 5.50e-03 instead of 1.00e-03")

@@ -117,10 +117,10 @@ def test_data_py_needs_neither_torch_nor_the_model():
 
 # Lines at most, of folders, of files of the book and of the program. A change that raises one says
 # what it is worth.
-LINES = {"base": 1625, "corpus": 2546, "models": 840, "parallelism": 2595, "runtime": 2840,
+LINES = {"base": 1650, "corpus": 2546, "models": 840, "parallelism": 2595, "runtime": 2840,
          "tools": 4001, "parallel.py": 1350, "model.py": 350, "train.py": 310, "checkpoint.py": 200,
          "data.py": 240, "sample.py": 120, "amp.py": 130}
-PROGRAM = 17_150
+PROGRAM = 17_160
 
 
 def test_the_program_grows_by_decision_alone():
