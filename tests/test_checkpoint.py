@@ -154,8 +154,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
 def test_load_model_returns_the_plain_model_which_drops_nothing(tmp_path):
     """With the parameters of the run, in eval mode."""
     cfg = replace(CFG, dropout=0.5, n_layer=1)
-    watched(settings(tmp_path, steps=0), save_at_the_start, cfg=cfg)
-    loaded, _ = checkpoint.load_model(tmp_path / "latest.pt")
+    watched(settings(tmp_path, steps=1), save_at_the_start, cfg=cfg)
+    loaded, _ = checkpoint.load_model(saved_file(tmp_path, 0))
     expected = dict(GPT(cfg).initialize(Config.seed).named_parameters())
     assert all(p.equal(expected[name]) for name, p in loaded.named_parameters())
     tokens = tokens_of(cfg, 1)

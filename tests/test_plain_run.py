@@ -1,4 +1,4 @@
-"""The end of train.py --plain by a signal, and on a full disk.
+"""train.py --plain: in a notebook, its end by a signal, and on a full disk.
 
 That it trains as train.py does: test_all.py. Its refusals, resumes and files: test_stories.py.
 """

@@ -34,8 +34,7 @@ from model import GPT
 from runtime import directory, evaluation, run_log, startup
 from tests.commands import (README, TINY, Command, expect_mistake, launch, read_metrics,
                             wait_for_step)
-from tests.harness import (CFG, ROOT, Memory, column, contents, no_file_above, nothing, settings,
-                           watched)
+from tests.harness import CFG, ROOT, Memory, column, no_file_above, nothing, settings, watched
 
 # ---- Too little memory
 
@@ -288,6 +287,12 @@ def test_the_time_left_counts_the_sequences_of_a_ramp_the_evaluations_and_the_sa
     assert log.time_left(row).total_seconds() == 3 * left + 500 + 80
     log.config = replace(config, eval_every=0, save_every=0)            # both after the last step
     assert log.time_left(row).total_seconds() == 3 * left + 100 + 20
+
+
+def contents(folder):
+    """{path: (time of writing, bytes)} of the files in a folder and in its folders."""
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*")
+            if path.is_file()}
 
 
 def test_of_several_machines_messages_and_events_name_them(shards, tmp_path):
