@@ -32,7 +32,8 @@ def test_the_newest_file_is_that_of_the_last_step_whatever_the_times(tmp_path, l
     """A copy may change times, or lack latest.pt. The files of steps that a rollback has made void
     are older than the one that it wrote, and are removed with the next save unless they are
     protected."""
-    for step, rollbacks, time_ in ((2, 0, 9), (3, 0, 2), (4, 0, 8), (5, 0, 8), (2, 1, 7), (3, 1, 1)):
+    for step, rollbacks, time_ in [(2, 0, 9), (3, 0, 2), (4, 0, 8), (5, 0, 8), (2, 1, 7),
+                                   (3, 1, 1)]:
         state = small_state(step) | dict(monitor=dict(rollbacks=rollbacks))
         os.utime(checkpoint.save(state, tmp_path, 4, ["step_00000004.pt"]), (time_, time_))
     if not latest:

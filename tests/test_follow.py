@@ -100,15 +100,6 @@ def test_tensorboard_hides_void_steps_and_weights_and_biases_keeps_them_in_one_r
     assert dict(lr=21) in wandb.configs
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_package_that_is_missing_is_named_before_the_run_begins(run_train, shards, tmp_path,
-                                                                  monkeypatch, name):
-    monkeypatch.setitem(sys.modules, name, None)
-    expect_mistake(run_train("--data", shards, "--out", tmp_path / "o", *TINY, "--log", name),
-                   f"missing: pip install {name}\n")
-    assert not (tmp_path / "o").exists()
-
-
 def test_follow_sends_the_valid_rows_and_all_events_of_a_run_again(tmp_path, wandb, capsys):
     """To Weights & Biases as a new run each time, to TensorBoard in a new folder."""
     log_run_that_resumes(tmp_path, "wandb")

@@ -27,8 +27,7 @@ import train
 from base import agreement
 from parallel import Grid
 from parallelism import build, collectives, kernels, pipeline
-from parallelism.pipeline import run_schedule
-from parallelism.pipeline import SCHEDULES
+from parallelism.pipeline import SCHEDULES, run_schedule
 from runtime import evaluation, step_stats
 from runtime.signals import StopSignal
 from tests.commands import TINY, read_metrics, torchrun

@@ -46,6 +46,8 @@ TRAIN = rows("""
 --steps | --steps
 --steps x | --steps, 'x'
 --lr nan | --lr, nan
+--log tensorboard | missing: pip install tensorboard
+--log wandb | missing: pip install wandb
 --compile=False | --compile, switch
 config/tiny.py | config/tiny.py, files of settings, --help
 --block_size=64 | --seq-len? | --seq-len 8

@@ -325,27 +325,6 @@ train.main()
         commit=commit.stdout.strip() or None, hosts=["node0", "node1"])
 
 
-@pytest.mark.parametrize("program", [[], ["--plain"]], ids=["Run", "plain"])
-def test_a_warm_up_that_is_longer_than_the_run_is_told(run_train, shards, tmp_path, program):
-    """With the rate that the run reaches, which its last row has. As long as the run is enough."""
-    flags = "--data", shards, *TINY, *program, "--lr", 1e-3, "--steps", 20, "--warmup-steps"
-    _, told, _ = run_train(*flags, 50, "--out", tmp_path / "o")
-    assert ("note     --warmup-steps 50 is more than the run's 20 steps: the learning rate reaches "
-            "4.00e-04, not 1.00e-03\n") in told
-    assert read_metrics(tmp_path / "o")[0][-1]["lr"] == pytest.approx(4e-4)
-    assert "--warmup-steps" not in run_train(*flags, 20, "--out", tmp_path / "whole")[1]
-
-
-@pytest.mark.parametrize("program", [[], ["--plain"]], ids=["Run", "plain"])
-def test_a_run_that_a_uniform_guess_beats_is_not_to_be_sampled_from(run_train, shards, tmp_path,
-                                                                    program):
-    for lr, worse in ((10, True), (1e-2, False)):
-        status, told, _ = run_train("--data", shards, *TINY, *program, "--lr", lr, "--steps", 8,
-                                    "--eval-every", 0, "--out", tmp_path / str(lr))
-        assert status == 0 and ("worse than a uniform guess: 5.54" in told) == worse, told
-        assert ("Now sample from it" in told) == (not worse)
-
-
 def test_the_activation_norm_is_that_of_the_plain_model(tmp_path):
     """The mean norm of the last activations. (Of every layout: test_layouts.py.)"""
     cfg = replace(CFG, n_layer=2)

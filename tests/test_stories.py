@@ -184,6 +184,17 @@ $ test -e o/step_00000006.pt
 0 TINY --out half --dtype fp16 --steps 2 ::
 0 TINY --out half --plain ::
 = state("half/latest.pt")["scaler"]["scale"] == 1"""}
+WARNED = r"""
+0 TINY --out o --lr 0.001 --steps 20 --warmup-steps 50 :: 50 is .* 20 .* 4.00e-04, not 1.00e-03\n
+= rows("o")[-1]["lr"] == pytest.approx(4e-4)
+0 TINY --out p --lr 0.001 --steps 20 --warmup-steps 20 :: .
+= "--warmup-steps" not in text
+0 TINY --out q --lr 10 --steps 8 --eval-every 0 :: worse than a uniform guess: 5.54
+= "Now sample from it" not in text
+0 TINY --out r --lr 0.01 --steps 8 --eval-every 0 :: Now sample from it
+= "uniform guess" not in text"""
+STORIES |= {"a warm-up too long, a loss too high": WARNED,
+            "the same with --plain": WARNED.replace("TINY", "TINY --plain")}
 
 
 def start_torchrun():
