@@ -220,7 +220,7 @@ class Run:
             row = self.log.report_step(batch, stats, lr, seconds, progress)
             if divergence is None and config.is_nth_or_last(step, config.eval_every):
                 row |= evaluation.evaluate(self.model, self.val_data, self.loader, progress.batches,
-                                           self.stop)
+                                           self.stop, may_end=step < config.steps)
             self.log.write_row(row)
             rollback.save_or_go_back(self, row, divergence)     # go back after a divergence
             self.step = self.progress.step + 1

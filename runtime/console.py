@@ -17,6 +17,7 @@ from base.batch_ramp import sequences_after
 from base.checkpoint_files import LATEST
 from base.flops import flops_per_token, parameter_count
 from base.options import OF_TRAINING, Config, flags_of_writer, restored_flags
+from corpus.shards import tell_small_validation
 from corpus.tokenizers import is_named
 from data import Batches, TokenDataset
 from model import GPTConfig
@@ -49,7 +50,7 @@ def print_summary(config: Config, model_config: GPTConfig, flat: FlatParameters,
         f"layout   {layout_in_words(config, grid, device)}\n"
         f"memory   {memory_in_words(config, flat, device)} (rank {grid.rank})\n"
         f"batch    {batch}; {config.batch_size * model_config.seq_len:,} tokens a step\n"
-        f"data     {data.n_tokens:,} tokens ({data.meta['tokenizer']}) in {config.data}; "
+        f"data     {tokens_in_words(data)} ({data.meta['tokenizer']}) in {config.data}; "
         f"{config.steps} steps read {', '.join(epochs)}")
     if config.exact:
         print_rank0(f"note     with --exact a step takes 1.3 to 2.5 times as long, with "
@@ -58,6 +59,17 @@ def print_summary(config: Config, model_config: GPTConfig, flat: FlatParameters,
     for source in data.mixture.sources.values():
         if source.meta["template"] is not None:
             print_rank0(source.windows.describe())
+
+
+def tokens_in_words(data: TokenDataset) -> str:
+    """The tokens of a split. A shard of text that is shorter than a window gives none."""
+    unread = sum(len(tokens) for source in data.mixture.sources.values()
+                 for tokens in source.windows.shards
+                 if source.meta["template"] is None and len(tokens) <= data.seq_len)
+    if unread == 0:
+        return f"{data.n_tokens:,} tokens"
+    return (f"{data.n_tokens - unread:,} of {data.n_tokens:,} tokens, as shards shorter than a "
+            f"window of {data.seq_len} + 1 are not read,")
 
 
 def layout_in_words(config: Config, grid: Grid, device: torch.device) -> str:
@@ -107,16 +119,16 @@ def print_finished(begin: Start, config: Config, phases: list) -> None:
                 f"{unused}; {advice}")
 
 
-def report_begin(log: RunLog, begin: Start, phases: list, hosts: list[str],
+def report_begin(log: RunLog, begin: Start, data: TokenDataset, hosts: list[str],
                  learning_rate: Callable, lr_factor: float = 1.0) -> None:
     """The event of a new run, and a line if it begins from weights; or those of a resume, which
-    name the settings that differ from the stored ones. `phases`: the mixture's. `lr_factor`: of
+    name the settings that differ from the stored ones. `data`: of training. `lr_factor`: of
     rollbacks. Only rank 0, which writes the event, reads the shards."""
     config, kind, line, fields = log.config, "start", None, {}
     if begin.kind == "init-from":
         line = f"weights  from {config.init_from}"
     if begin.kind in ("continue", "resume"):
-        changed = changed_settings(config, phases, begin.state)
+        changed = changed_settings(config, data.mixture.phases, begin.state)
         kind = "resume"
         fields = dict(path=str(begin.path), changed=changed, given=begin.given, lr_factor=lr_factor)
         line = ", ".join([f"resume   {begin.path}, after step {begin.step}", *describe(changed)])
@@ -130,6 +142,9 @@ def report_begin(log: RunLog, begin: Start, phases: list, hosts: list[str],
         print_rank0(f"note     --warmup-steps {config.warmup_steps} is more than the run's "
                     f"{config.steps} steps: the learning rate reaches "
                     f"{config.lr * config.steps / config.warmup_steps:.2e}, not {config.lr:.2e}")
+    for pair in zip(*(split.mixture.sources.values() for split in (data, log.val_data))):
+        for few in tell_small_validation(*(sum(map(len, one.windows.shards)) for one in pair)):
+            print_rank0(f"note     {pair[0].name}: {few}")
 
 
 def note_of_rate(begin: Start, config: Config, factor: float, learning_rate: Callable) -> str:

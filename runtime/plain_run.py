@@ -17,7 +17,7 @@ from base.options import Config
 from base.processes import Job
 from model import GPTConfig
 from runtime import run_state, startup
-from runtime.console import report_begin, report_end
+from runtime.console import report_begin, report_end, tokens_in_words
 from runtime.directory import Metrics
 from runtime.divergence import DivergenceMonitor
 from runtime.run_log import RunLog
@@ -64,8 +64,8 @@ def begin(given: dict, job: Job, device: torch.device,
         metrics = all_ranks(lambda: Metrics(Path(config.out)))
         out.run_log = RunLog(metrics, config, val_data, model_config, torch.device("cpu"), world=1)
         print_rank0(f"model    {parameter_count(model_config):,} parameters, {config.dtype}; "
-                    f"{config.data} -> {config.out}")
-        report_begin(out.run_log, start, facts["data"], [socket.gethostname()], learning_rate)
+                    f"{tokens_in_words(train_data)} in {config.data} -> {config.out}")
+        report_begin(out.run_log, start, train_data, [socket.gethostname()], learning_rate)
     micro_batch = given.get("micro_batch")      # the default is for a train.Run
     return dataclasses.replace(config, micro_batch=micro_batch), model_config, out
 

@@ -172,9 +172,13 @@ def begin_training(run, begin: Start, learning_rate: Callable, stack: ExitStack)
         metrics.send(lambda dashboard: dashboard.open(Path(config.out), begin.run["id"],
                                                       begin.step + 1))
         stack.callback(metrics.send, lambda dashboard: dashboard.close())
+        if begin.step > 0 and begin.state["config"].get("log") != config.log:
+            print(f"note     --log has the steps from {begin.step + 1} on: `python -m tools.follow "
+                  f"{config.out} --to {config.log.split(',')[0]}` sends all of them when the run "
+                  f"has ended")
     console.print_summary(config, run.model_config, run.flat, run.device,
                           run.progress.batches, config.steps - begin.step)
-    console.report_begin(run.log, begin, run.train_data.mixture.phases, run.grid.hosts,
+    console.report_begin(run.log, begin, run.train_data, run.grid.hosts,
                          learning_rate, run.progress.monitor.lr_factor)
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)
