@@ -1,7 +1,5 @@
 """tools/bench: its parts, their table, and what befalls a program.
 
-    python -m pytest tests/test_bench.py
-
 No figure of these tests is a measurement.
 """
 import json
