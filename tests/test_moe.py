@@ -147,7 +147,7 @@ def with_padding(run, filler):
 def gradient_loads_and_bias(run):
     """Of all blocks, on rank 0; the bias is that after the update."""
     whole = whole_gradient(run)
-    if whole is None:
+    if not whole:
         return None
     for name, block in run.model.blocks.items():
         whole[f"load {name}"] = block.mlp.router.load.double()
