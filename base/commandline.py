@@ -178,10 +178,13 @@ class Parser(argparse.ArgumentParser):
     def advise(self, unknown: str) -> str:
         """What to do about a flag or a word that is unknown."""
         actions = self._option_string_actions
-        if unknown.endswith((".py", ".yaml", ".yml", ".toml")) and not unknown.startswith("-"):
-            return "there are no files of settings: give flags, which --help lists"
+        if re.fullmatch(r"[^-].*\.(py|ya?ml|json|toml)", unknown):
+            return "there are no configuration files: give flags, which --help lists"
         name = "--" + unknown.partition("=")[0].lstrip("-")
-        near = [flag for flag in name_in_other_projects(name) if flag in actions][:1]
+        elsewhere = name_in_other_projects(name)
+        near = [flag for flag in elsewhere if flag in actions][:1]
+        if elsewhere and not near and name not in actions:
+            return f"it is {elsewhere[0]} here, of another program: --help lists the flags of this"
         near = near or [flag for flag in actions if flag.startswith(name)]
         if len(near) != 1:
             near = difflib.get_close_matches(name, actions, 1, 0.75)
