@@ -44,15 +44,14 @@ class Flags:
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
-            value, low, below = (getattr(self, f.name), f.metadata["low"], f.metadata["below"])
-            problem = None
+            value, low, below = getattr(self, f.name), f.metadata["low"], f.metadata["below"]
+            choices, must = f.metadata["choices"], None
             if value is not None and low is not None and not low <= value < below:
-                limit = "finite" if below == math.inf else f"below {below}"
-                problem = f"must be at least {low} and {limit}"
-            elif value is not None and f.metadata["choices"] and value not in f.metadata["choices"]:
-                problem = f"must be one of {', '.join(map(str, f.metadata['choices']))}"
-            if problem is not None:
-                raise ValueError(f"argument {flag_name(f.name)}: {value} {problem}")
+                must = f"at least {low} and {'finite' if below == math.inf else f'below {below}'}"
+            elif value is not None and choices and value not in choices:
+                must = f"one of {', '.join(map(str, choices))}"
+            if must is not None:
+                raise ValueError(f"argument {flag_name(f.name)}: {value} must be {must}")
 
 
 def flag_name(name: str) -> str:
@@ -116,8 +115,7 @@ def name_in_other_projects(name: str) -> list[str]:
     with suppress(OSError):                     # a copy of the programs alone has no pages
         rows = re.findall(r"(?m)^\| `(--[\w-]+)` \|(.*\|.*)\|$", page.read_text("utf-8"))
     return [ours for ours, theirs in rows
-            if name in [f"--{word.strip('-').replace('_', '-')}"
-                        for word in re.findall(r"`([\w-]+)", theirs)]]
+            if name.lstrip("-") in re.findall("`-*([a-z0-9-]+)", theirs.replace("_", "-"))]
 
 
 class Parser(argparse.ArgumentParser):
