@@ -235,10 +235,12 @@ def kinds(events):
     return [event["event"] for event in events]
 
 
-def expect_mistake(result, message):
-    status, _, error = result
-    assert status == 2, error
-    assert message in error and error.startswith("train.py: ") and error.count("\n") == 1
+def expect_mistake(result, *words, program="train.py", status=2):
+    """The program has ended with this exit status and one line, which has all of the words."""
+    found, out, error = result
+    assert (found, out) == (status, ""), (out, error)
+    assert error.startswith(f"{program}: ") and error.count("\n") == 1, error
+    assert all(word in error for word in words), (words, error)
 
 
 # ---- Data sets

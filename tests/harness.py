@@ -631,10 +631,6 @@ def different_bits(ours, theirs):
     return next(filter(None, [different_rows(ours.rows, theirs.rows), *of_states]), "")
 
 
-def same_bits(ours, theirs):
-    return different_bits(ours, theirs) == ""
-
-
 def column(steps, name):
     return [row[name] for row in steps]
 

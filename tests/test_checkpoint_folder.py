@@ -1,8 +1,5 @@
 """Checkpoints as folders, of which each rank writes a part.
 
-    python -m pytest tests/test_checkpoint_folder.py
-    python -m pytest tests/test_checkpoint_folder.py -m slow      more pairs of layouts
-
 What a folder holds is compared with the state that rank 0 gathers, and with what PyTorch's own
 torch.distributed.checkpoint reads from it, which is told names and shapes alone.
 """
@@ -31,7 +28,7 @@ from parallel import Grid, make_buckets
 from parallelism.build import build_stage
 from parallelism.parameters import param_specs
 from parallelism.pieces import owned_slices
-from tests.commands import TINY, run_main
+from tests.commands import TINY, expect_mistake, run_main
 from tests.harness import (CFG, assert_same_state, names_in, no_file_above, saved_file,
                            settings, trained, watched)
 from tests.test_layouts import MODELS, drawn
@@ -199,20 +196,20 @@ def test_a_file_becomes_a_folder_and_a_file_again(run_train, run_sample, run_too
         status, text, error = run_train(*flags, "--out", tmp_path / start[0], *start)
         assert (status, error) == (0, "") and str(folder) in text
     run_train(*flags, "--out", tmp_path / "p", "--checkpoint-format", "folder")
-    for words, (status, _, error) in [
-            (f"a part of the checkpoint {folder}: give the folder", run_sample(
-                "--ckpt", folder / "facts.pt")),
-            ("has step_00000004, ", run_sample("--ckpt", tmp_path / "p" / "latest.pt")),
-            ("exists: give a new name", run_tool(folder, out)),
-            ("there is no checkpoint", run_tool(tmp_path / "x", tmp_path / "y"))]:
-        assert status == 2 and words in error and error.count("\n") == 1, error
+    expect_mistake(run_sample("--ckpt", folder / "facts.pt"), 
+                   f"a part of the checkpoint {folder}: give the folder", program="sample.py")
+    expect_mistake(run_sample("--ckpt", tmp_path / "p" / "latest.pt"), "has step_00000004, ",
+                   program="sample.py")
+    for words, *given in (("exists: give a new name", folder, out),
+                          ("there is no checkpoint", tmp_path / "x", tmp_path / "y")):
+        expect_mistake(run_tool(*given), words, program="tools.checkpoint")
     assert run_train(*flags, "--out", tmp_path / "p", "--plain", "--steps", 6)[0] == 0
 
 
 def test_a_full_disk_ends_the_tool_in_one_line_and_leaves_nothing(things, run_tool, tmp_path):
     for name in ("folder", "file.pt"):
         with no_file_above(5000):
-            status, text, error = run_tool(things / "whole.pt", tmp_path / name)
-        assert (status, text) == (1, "") and "File too large" in error
-        assert error.startswith("tools.checkpoint: ") and error.count("\n") == 1, error
-        assert f"{tmp_path / name}" in error and names_in(tmp_path) == []
+            ended = run_tool(things / "whole.pt", tmp_path / name)
+        expect_mistake(ended, "File too large", f"{tmp_path / name}", program="tools.checkpoint",
+                       status=1)
+        assert names_in(tmp_path) == []

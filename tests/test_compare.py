@@ -1,6 +1,4 @@
 """tools/compare.py: the table and the picture of runs.
-
-    python -m pytest tests/test_compare.py
 """
 import json
 import math

@@ -1,6 +1,4 @@
 """Conversations: what is learnt, how windows are packed, training on answers alone, and chatting.
-
-    python -m pytest tests/test_conversations.py
 """
 import io
 import math
@@ -262,8 +260,7 @@ def test_lost_or_damaged_flags_are_refused(make_data, run_train, harm, words):
     flags = "c.jsonl", "--shard-tokens", 1024
     make_data(*flags)
     harm(Path("out/train_000000.learn"))
-    status, _, error = run_train("--data", "out", "--out", "run", *TINY)
-    assert status == 2 and words in error and error.count("\n") == 1
+    expect_mistake(run_train("--data", "out", "--out", "run", *TINY), words)
     make_data(*flags)                                       # makes it again
     assert data.TokenDataset("out", "train", 32).n_windows > 0
 
@@ -363,9 +360,10 @@ def test_a_mixture_of_text_and_conversations(reversals, shards):
     assert 4 * 32 < dataset.count_targets(ids) == (targets >= 0).sum() < 8 * 32
 
 
-def test_windows_without_answers_are_refused(tmp_path, run_train, reversals):
-    expect_mistake(run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 16),
-                   "no conversation has an answer in its first 16 + 1 tokens")
+def test_windows_without_answers_and_the_plain_program_are_refused(tmp_path, run_train, reversals):
+    flags = ["--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len"]
+    expect_mistake(run_train(*flags, 16), "no conversation has an answer in its first 16 + 1")
+    expect_mistake(run_train(*flags, 32, "--plain"), "--plain reads text")
 
 
 # ---- What is learnt --------------------------------------------------------------------------
@@ -457,8 +455,8 @@ def test_a_chat_needs_a_model_of_conversations_and_takes_no_prompt(things, first
     for words, file, *flags in [("not trained on conversations", things / "whole.pt"),
                                 *(("--chat reads standard input", tuned, flag, 2)
                                   for flag in ("--prompt", "--stop", "--num-samples"))]:
-        status, out, error = chat_with(monkeypatch, capsys, file, "a\n", *flags)
-        assert (status, out) == (2, "") and words in error
+        expect_mistake(chat_with(monkeypatch, capsys, file, "a\n", *flags), words,
+                       program="sample.py")
     monkeypatch.setattr("sys.stdin", None)
-    status, out, error = run_main(capsys, sample, "--ckpt", tuned, "--chat")
-    assert (status, out) == (2, "") and "standard input, which is closed" in error
+    expect_mistake(run_main(capsys, sample, "--ckpt", tuned, "--chat"),
+                   "standard input, which is closed", program="sample.py")

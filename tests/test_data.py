@@ -1,6 +1,4 @@
 """Making a data set, and what is wrong with one: data.py and the files of corpus/.
-
-    python -m pytest tests/test_data.py
 """
 import functools
 import gzip

@@ -1,7 +1,5 @@
 """The pages of the documentation: their form, their links, and that flags.md has every flag.
 
-    python -m pytest tests/test_docs.py
-
 The commands of the pages have tests in tests/test_readme.py.
 """
 import ast

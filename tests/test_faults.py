@@ -1,8 +1,5 @@
 """What a save survives, and its checkpoint: kills at any moment, full disks, damaged files.
 
-    python -m pytest tests/test_faults.py
-    python -m pytest tests/test_faults.py -m slow       the rest of the table of docs/faults.md
-
 A fault costs at most the save that it meets, and a message that names the file or the rank. What
 comes after it is compared with a run without the fault, bit for bit. Checkpoints are files or, of
 which every rank writes a part, folders.

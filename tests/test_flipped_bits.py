@@ -1,8 +1,5 @@
 """Replicas that must be equal: flipped bits are found and named, healthy runs are left alone.
 
-    python -m pytest tests/test_flipped_bits.py
-    python -m pytest tests/test_flipped_bits.py -m slow      drawn flips, and healthy runs
-
 A flip is one bit of one rank's parameter, master, moment or gradient. The final weights of a run
 that has gone back are compared with those of a run without the flip, bit for bit.
 """

@@ -1,6 +1,4 @@
 """--log and tools/follow.py: what TensorBoard and Weights & Biases get of a run.
-
-    python -m pytest tests/test_follow.py
 """
 import json
 import math
@@ -10,7 +8,7 @@ from unittest import mock
 import pytest
 
 from runtime import dashboards, directory
-from tests.commands import TINY, read_metrics, run_main
+from tests.commands import TINY, expect_mistake, read_metrics, run_main
 from tools import follow, metrics
 
 
@@ -102,15 +100,6 @@ def test_tensorboard_hides_void_steps_and_weights_and_biases_keeps_them_in_one_r
     assert dict(lr=21) in wandb.configs
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_package_that_is_missing_is_named_before_the_run_begins(run_train, shards, tmp_path,
-                                                                  monkeypatch, name):
-    monkeypatch.setitem(sys.modules, name, None)
-    status, _, error = run_train("--data", shards, "--out", tmp_path / "o", *TINY, "--log", name)
-    assert status == 2 and error.endswith(f"missing: pip install {name}\n"), error
-    assert error.count("\n") == 1 and not (tmp_path / "o").exists()
-
-
 def test_follow_sends_the_valid_rows_and_all_events_of_a_run_again(tmp_path, wandb, capsys):
     """To Weights & Biases as a new run each time, to TensorBoard in a new folder."""
     log_run_that_resumes(tmp_path, "wandb")
@@ -122,8 +111,8 @@ def test_follow_sends_the_valid_rows_and_all_events_of_a_run_again(tmp_path, wan
         assert seen.losses() == VALID
         assert_events_arrived(tmp_path, seen.texts())
     assert wandb.ids[2:] == [None] and wandb.finish.call_count == 3
-    status, _, error = run_main(capsys, follow, tmp_path, "--to", "tensorboard")
-    assert status == 2 and f"{tmp_path}/tensorboard exists: remove it" in error
+    expect_mistake(run_main(capsys, follow, tmp_path, "--to", "tensorboard"),
+                   f"{tmp_path}/tensorboard exists: remove it", program="tools.follow")
     with mock.patch.object(wandb, "log", side_effect=OSError("lost\nfor now")):
         status, _, _ = run_main(capsys, follow, tmp_path, "--to", "wandb")
     assert status == "tools.follow: wandb failed: lost"             # printed; 1

@@ -1,8 +1,5 @@
 """Every branch for GPUs, without one: NCCL's rules, and a device made of Python.
 
-    python -m pytest tests/test_gpu_branches.py
-    python -m pytest tests/test_gpu_branches.py -m gpu      train.py on GPUs against the CPU
-
 NCCL: a simulation drives the real executor by NCCL's rules, under which messages keep the order in
 which they are asked for. `Second` is a device whose tensors the CPU holds: it notes each copy to
 and from it and each wait, and refuses to mix devices, as a GPU does.
@@ -30,8 +27,7 @@ import train
 from base import agreement
 from parallel import Grid
 from parallelism import build, collectives, kernels, pipeline
-from parallelism.pipeline import run_schedule
-from parallelism.pipeline import SCHEDULES
+from parallelism.pipeline import SCHEDULES, run_schedule
 from runtime import evaluation, step_stats
 from runtime.signals import StopSignal
 from tests.commands import TINY, read_metrics, torchrun

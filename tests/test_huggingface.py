@@ -1,6 +1,4 @@
 """tools/huggingface.py: models and tokenizers to transformers and back.
-
-    python -m pytest tests/test_huggingface.py
 """
 import json
 import os
@@ -20,7 +18,7 @@ from corpus.documents import EOT
 from corpus.huggingface_tokenizers import open_file, train_tokenizer
 from corpus.templates import hash_of
 from corpus.tokenizers import get_tokenizer
-from tests.commands import NASTY, SHARED, run_main
+from tests.commands import NASTY, SHARED, expect_mistake, run_main
 from tests.harness import CFG, names_in, no_file_above, relative, tokens_of, weights_only
 from tools import huggingface, huggingface_families
 
@@ -215,9 +213,8 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(theirs_and_ours, t
             ("import nested b.pt", "state_dict is dict"),
             ("import cut b.pt", "cut/pytorch_model.bin"),
             ("import shard b.pt", "2.safetensors deserializing")]:
-        status, _, error = run_main(capsys, huggingface, *command.split())
-        assert status == 2 and all(word in error for word in words.split(" ")), (words, error)
-        assert error.startswith("tools.huggingface: ") and error.count("\n") == 1, error
+        expect_mistake(run_main(capsys, huggingface, *command.split()), *words.split(" "),
+                       program="tools.huggingface")
     with mock.patch.object(huggingface, "verify", side_effect=KeyboardInterrupt):
         assert run_main(capsys, huggingface, "export", "a.pt", "new") == (1, "", "")
     with mock.patch.dict(sys.modules, {"transformers": None}):
@@ -245,10 +242,10 @@ def test_an_export_whose_logits_differ_is_refused(theirs_and_ours, tmp_path, cap
                                                   monkeypatch):
     """As where model.py computes another thing than its config says."""
     monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, approximate="none": x.relu())
-    status, _, error = run_main(capsys, huggingface, "export", theirs_and_ours("gpt2")[2],
-                                tmp_path / "hf")
-    assert status == 2 and "GPT2LMHeadModel and GPT have other logits" in error
-    assert error.count("\n") == 1 and names_in(tmp_path) == []
+    expect_mistake(run_main(capsys, huggingface, "export", theirs_and_ours("gpt2")[2],
+                            tmp_path / "hf"), "GPT2LMHeadModel and GPT have other logits",
+                   program="tools.huggingface")
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("name, changes", [
@@ -296,9 +293,8 @@ def test_a_key_of_config_json_that_is_changed_is_honoured_or_refused(theirs_and_
     (OSError("[Errno -2] Name or service not known"), 1, "me/m downloaded [Errno -2]")])
 def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, capsys, error, status, words):
     with mock.patch("huggingface_hub.snapshot_download", side_effect=error):
-        found, _, text = run_main(capsys, huggingface, "import", "me/m", tmp_path / "b.pt")
-    assert found == status and all(word in text for word in words.split()), text
-    assert text.count("\n") == 1
+        ended = run_main(capsys, huggingface, "import", "me/m", tmp_path / "b.pt")
+    expect_mistake(ended, *words.split(), program="tools.huggingface", status=status)
 
 
 @pytest.mark.parametrize("form, weights", [

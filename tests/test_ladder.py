@@ -1,7 +1,5 @@
 """tools/ladder.py and tools/train_many.py: rungs of one family, a law, and a prediction.
 
-    python -m pytest tests/test_ladder.py
-
 Most runs are imitated (tests/imitated_train.py), as train.py takes seconds to start.
 """
 import json
@@ -24,7 +22,7 @@ from base.options import Config
 from data import TokenDataset
 from models import SIZES, make_config
 from runtime import checks
-from tests.commands import Command, dataset, run_main
+from tests.commands import Command, dataset, expect_mistake, run_main
 from tests.harness import ROOT
 from tools import svg_picture
 from tools.ladder import plan, shape_of_width
@@ -166,9 +164,8 @@ def test_a_ladder_goes_on_past_rungs_that_fail_and_are_killed(imitated, tmp_path
 def test_a_ladder_that_cannot_predict_is_refused_in_one_line(imitated, tmp_path, capsys, flags,
                                                              words):
     """Before a run starts."""
-    status, text, error = run_main(capsys, tools.ladder, *imitated, *FLAGS, *flags.split())
-    assert status == 2 and text == "" and error.count("\n") == 1, error
-    assert all(word in error for word in words.split()), error
+    expect_mistake(run_main(capsys, tools.ladder, *imitated, *FLAGS, *flags.split()),
+                   *words.split(), program="tools.ladder")
     assert not (tmp_path / "starts").exists() and not (tmp_path / "o").exists()
 
 
@@ -179,8 +176,8 @@ def test_rungs_of_other_flags_or_another_data_set_are_refused(imitated, tmp_path
     dataset(tmp_path / "other", dict(train_0=tokens, val_0=tokens[:4000]), fingerprint="other")
     for flags, words in [(["--data", tmp_path / "other"], "another data set"),
                          (["--batch-size", 8], "--batch-size 16, not 8"), (["--lr", 2e-3], "--lr")]:
-        status, text, error = run_main(capsys, tools.ladder, *imitated, *FLAGS, *flags)
-        assert status == 2 and text == "" and error.count("\n") == 1 and words in error, error
+        expect_mistake(run_main(capsys, tools.ladder, *imitated, *FLAGS, *flags), words,
+                       program="tools.ladder")
     assert len(starts(tmp_path)) == count
     status, *_ = run_main(capsys, tools.ladder, *imitated, *FLAGS, "--rungs", "8,12,16,24")
     assert status == 0 and len(starts(tmp_path)) == count + 4       # another rung

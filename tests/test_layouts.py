@@ -1,8 +1,5 @@
 """Every model in every layout trains as one process does, alone and with other options.
 
-    python -m pytest tests/test_layouts.py
-    python -m pytest tests/test_layouts.py -m slow      random models in random layouts
-
 A row is (model, flags, layout): its run is compared with that of one process, and its first
 gradients with those of the plain model by autograd. The rows of `harness.COVER` have every two
 values of the options that may stand together; `drawn` draws others.

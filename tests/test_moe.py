@@ -19,7 +19,8 @@ from model import IGNORE_INDEX
 from models.moe import MoEConfig
 from tests.commands import TINY
 from tests.harness import (BOUNDS, Memory, assert_same_rows, assert_same_state, random_gpt,
-                           relative, run_steps, settings, tokens_of, trained, whole_gradient, without_saves)
+                           relative, run_steps, settings, tokens_of, trained, whole_gradient,
+                           without_saves)
 from tests.test_layouts import MIXTURE, MODELS
 
 

@@ -11,8 +11,7 @@ from unittest import mock
 import pytest
 
 from parallel import Grid, Pipeline, stage_layers
-from parallelism.pipeline import run_schedule
-from parallelism.pipeline import SCHEDULES, make_schedule
+from parallelism.pipeline import SCHEDULES, make_schedule, run_schedule
 from tests.harness import CFG, after_backward, run_steps, settings, staged, tokens_of, without_saves
 from tools.schedule import bubble, clock, live_activations
 

@@ -1,11 +1,10 @@
-"""train.py --plain beside its training: what it refuses, what its checkpoints hold, its log, and
-its end by a signal. test_all.py shows that it trains as train.py does.
+"""train.py --plain: in a notebook, its end by a signal, and on a full disk.
+
+That it trains as train.py does: test_all.py. Its refusals, resumes and files: test_stories.py.
 """
 import errno
-import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +14,7 @@ import pytest
 
 import checkpoint
 import train
-from corpus.prepare import prepare
-from tests.commands import TINY, Command, expect_mistake, read_metrics, wait_for_step
+from tests.commands import TINY, Command, read_metrics, wait_for_step
 from tests.harness import ROOT, column
 
 PLAIN = [*TINY, "--plain", "--device", "cpu"]
@@ -40,16 +38,6 @@ def test_the_notebook_of_the_page_has_the_losses_of_the_command(run_train, tmp_p
             train.Config(**wrong)
 
 
-def test_several_processes_and_conversations_are_refused(shards, run_train, tmp_path):
-    flags = ["--out", tmp_path / "o", *PLAIN, "--seq-len", 32]
-    expect_mistake(run_train("--data", shards, *flags, WORLD_SIZE=2),
-                   "--plain is for one process, not 2")
-    pairs = [dict(prompt=f"{i}", completion=f"{2 * i}") for i in range(200)]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    prepare([tmp_path / "chat.jsonl"], tmp_path / "chat", "bytes", field=None)
-    expect_mistake(run_train("--data", tmp_path / "chat", *flags), "--plain reads text")
-
-
 def test_a_signal_ends_a_run_after_a_save(shards, tmp_path):
     """As one process of a Run: it saves the step in progress and ends by the signal. The same
     command continues it."""
@@ -68,21 +56,6 @@ def test_a_signal_ends_a_run_after_a_save(shards, tmp_path):
     status, _, error = Command("train.py", *flags, "--steps", last + 1).finish()
     assert (status, error) == (0, "")
     assert read_metrics(tmp_path)[0][-1]["step"] == last + 1
-
-
-def test_a_resume_after_the_decay_tells_both_learning_rates(shards, run_train, tmp_path):
-    """As a Run does: the same line, whichever program continues."""
-    flags, lines = ["--data", shards, *PLAIN, "--lr", 0.01], []
-    assert run_train(*flags, "--out", tmp_path / "o")[0] == 0
-    for left_out in (None, "--plain"):
-        shutil.copytree(tmp_path / "o", tmp_path / "there")
-        flags = [flag for flag in flags if flag != left_out]
-        _, told, _ = run_train(*flags, "--out", tmp_path / "there", "--steps", 8)
-        lines.append([line for line in told.splitlines() if line.startswith("resume ")])
-        shutil.rmtree(tmp_path / "there")
-    assert lines[0] == lines[1]
-    assert "steps 8 instead of 4; so the next step's learning rate is 5.50e-03 instead of " \
-        "1.00e-03" in lines[0][0]
 
 
 def test_a_run_outlives_a_failed_save_but_not_the_last(shards, run_train, tmp_path):

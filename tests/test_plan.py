@@ -1,6 +1,4 @@
 """tools/plan: what a plan says, beside runs of train.py, published runs and the papers.
-
-    python -m pytest tests/test_plan.py
 """
 import json
 import math
@@ -34,7 +32,7 @@ from parallelism.pipeline import SCHEDULES
 from parallelism.zero import FlatParameters
 from runtime import checks, evaluation
 from tests import published_runs
-from tests.commands import PAGES, run_main
+from tests.commands import PAGES
 from tests.harness import (CFG, COVER, FORMULA, Alive, Memory, Rows, column, deep_enough_for,
                            gridded, log_of, nothing, run_steps, settings, staged, tokens_of,
                            traffic, without_saves)
@@ -475,8 +473,7 @@ def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
     words = f"{flags} --gpu a100-80g --dtype bf16 --model gpt2 --batch-size 96".split()
     command = re.search("(?m)^(?:command  )?((?:torchrun|python) .*)$", answer(words))[1]
     assert command.startswith(start)
-    data, place, *flags_of_train = command.partition("train.py")[2].split()
-    assert (data, place) == ("--data", "DIR")
+    flags_of_train = command.partition("train.py")[2].split()
     printed = json.loads(answer([*words, "--json"]))
     best = printed[0] if "--search" in words else printed
     steps = flags_of_train.index("--save-every")
@@ -500,23 +497,3 @@ def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
     assert known == own | dict(gpu="a100-80g")
     assert "over 450 GB/s to a GPU of the same machine" in answer(
         "--world 1 --gpu 989:80:3350:450".split())
-
-
-@pytest.mark.parametrize("flags, words", [
-    ("", "--world --gpu v100-16g"), ("--world 8 --gpu h100 --tokens nan", "--tokens: nan 1"),
-    ("--world 8 --gpu h100 --tokens 1e9 --steps 5", "--steps --tokens"),
-    ("--world 8 --zero 9 --gpu h100", "9 0, 1, 2, 3"),
-    ("--world 8 --gpu h300", "--gpu: h300 v100-16g"),
-    ("--world 8 --gpu h100 --pp 2 --pp-schedule zb-h1", "zb-h1 '1f1b', 'interleaved'"),
-    ("--world 8 --gpu h100 --lr 1e-3", "--lr: --help"),
-    ("--world 8 --gpu a100", "a100-40g a100-80g"),
-    ("--world 3 --tp 2 --gpu h100", "--world 3 tp 2 x pp 1"),
-    ("--world 7 --gpu h100 --search", "batch size 16 7 x h100 --batch-size --world"),
-    ("--world 2 --gpu h100 --model gpt3-175b --dtype bf16 --search --zero 1 --recompute",
-     " GB larger --offload"),
-    ("--world 1 --gpu v100-32g --dtype bf16", "V100 bf16"),
-    ("--world 8 --gpu h100 --model gpt3-6.7", "gpt3-6.7b?")])
-def test_the_plans_mistakes_are_refused_in_one_line(capsys, flags, words):
-    status, out, error = run_main(capsys, tools.plan.__main__, *flags.split())
-    assert (status, out, error.count("\n")) == (2, "", 1) and error.startswith("tools.plan: ")
-    assert all(word in error for word in words.split()), error

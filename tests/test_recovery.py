@@ -1,8 +1,5 @@
 """What a run survives: lost peers, kills at any moment, chains of faults, divergence.
 
-    python -m pytest tests/test_recovery.py
-    python -m pytest tests/test_recovery.py -m slow     the rest of the table of docs/faults.md
-
 What comes after a fault is compared with a run without it, bit for bit. Checkpoints are files or
 folders.
 """

@@ -327,17 +327,6 @@ train.main()
 
 
 @pytest.mark.parametrize("program", [[], ["--plain"]], ids=["Run", "plain"])
-def test_a_warm_up_that_is_longer_than_the_run_is_told(run_train, shards, tmp_path, program):
-    """With the rate that the run reaches, which its last row has. As long as the run is enough."""
-    flags = "--data", shards, *TINY, *program, "--lr", 1e-3, "--steps", 20, "--warmup-steps"
-    _, told, _ = run_train(*flags, 50, "--out", tmp_path / "o")
-    assert ("note     --warmup-steps 50 is more than the run's 20 steps: the learning rate reaches "
-            "4.00e-04, not 1.00e-03\n") in told
-    assert read_metrics(tmp_path / "o")[0][-1]["lr"] == pytest.approx(4e-4)
-    assert "--warmup-steps" not in run_train(*flags, 20, "--out", tmp_path / "whole")[1]
-
-
-@pytest.mark.parametrize("program", [[], ["--plain"]], ids=["Run", "plain"])
 def test_shards_that_are_not_read_and_a_tiny_validation_are_told(run_train, tmp_path, program):
     """A shard of 9 tokens has no window of 16 + 1; 20 of 6,009 tokens validate, or 40."""
     tokens = np.arange(6000) % 257
@@ -347,16 +336,6 @@ def test_shards_that_are_not_read_and_a_tiny_validation_are_told(run_train, tmp_
                                tmp_path / f"o{val}")
         assert "6,000 of 6,009 tokens, as shards shorter than a window of 16 + 1 are not" in told
         assert ("note     20: 20 tokens validate beside 6,009" in told) == few
-
-
-@pytest.mark.parametrize("program", [[], ["--plain"]], ids=["Run", "plain"])
-def test_a_run_that_a_uniform_guess_beats_is_not_to_be_sampled_from(run_train, shards, tmp_path,
-                                                                    program):
-    for lr, worse in ((10, True), (1e-2, False)):
-        status, told, _ = run_train("--data", shards, *TINY, *program, "--lr", lr, "--steps", 8,
-                                    "--eval-every", 0, "--out", tmp_path / str(lr))
-        assert status == 0 and ("worse than a uniform guess: 5.54" in told) == worse, told
-        assert ("Now sample from it" in told) == (not worse)
 
 
 def test_the_activation_norm_is_that_of_the_plain_model(tmp_path):

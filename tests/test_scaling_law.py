@@ -1,6 +1,4 @@
 """tools/scaling_law.py: known laws are recovered, published ones too, and predicted from.
-
-    python -m pytest tests/test_scaling_law.py
 """
 import json
 

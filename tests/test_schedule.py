@@ -1,6 +1,4 @@
 """tools/schedule.py: the drawing of a pipeline.
-
-    python -m pytest tests/test_schedule.py
 """
 import pytest
 
@@ -10,7 +8,7 @@ from tools.schedule import clock
 
 
 def test_the_schedule_tool_draws_the_timeline_and_counts(capsys):
-    """The program prints these lines, and refuses a size of 0 in one; a deadlock raises."""
+    """The program prints these lines; a deadlock raises."""
     def run(flags):
         return run_main(capsys, tools.schedule, *flags.split())
     assert run("--pp 2 --microbatches 3 --pp-schedule 1f1b")[1].splitlines() == [
@@ -25,11 +23,5 @@ def test_the_schedule_tool_draws_the_timeline_and_counts(capsys):
         "stage  1  .   F0a F1a F0b B0b B0b F1b B1b B1b B0a B0a B1a B1a .   .", "",
         "bubble 20.0% of the time, (p - 1) / (v m + p - 1) = 20.0%",
         "live activations, in microbatches: stage 0: 2, stage 1: 1.5"]
-    for flags, words in [("--pp 0", "--pp"), ("--microbatches 0", "--microbatches"),
-                         ("--pp-chunks 0", "--pp-chunks"), ("--schedule 1f1b", "--pp-schedule?"),
-                         ("--pp-schedule zb-h1", "'1f1b', 'interleaved'"),
-                         (f"{interleaved} 3", "multiples of --pp 2")]:
-        status, _, error = run(flags)
-        assert status == 2 and error.count("\n") == 1 and words in error, error
     with pytest.raises(ValueError, match="deadlock"):
         clock([[("F", 0, 0), ("F", 1, 0)], [("F", 1, 0), ("B", 1, 0), ("F", 2, 0)]])

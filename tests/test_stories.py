@@ -21,7 +21,7 @@ import train
 from base.options import Config
 from runtime import evaluation
 from tests.commands import TINY, kinds, read_metrics
-from tests.harness import assert_same_state, column
+from tests.harness import assert_same_state, column, different_rows
 
 RUN_8 = "TINY --batch-size 8 --steps 10 --save-every 4"
 STORIES = {
@@ -135,6 +135,13 @@ $ cp q/step_00000008.pt r
 2 RUN_8 --data a --out q :: the text that a=1,b=1 had, not on that of a
 0 RUN_8 --data a=1,b=0 --out q --steps 11 ::
 = state("q/latest.pt")["data"][-1][0] == 80""",
+    "a branch of a run with a schedule that has left": r"""
+0 TINY --out o ::
+! old = state("o/step_00000002.pt")
+! old["config"].update(pp=2, pp_schedule="zb-h1")
+! torch.save(old, "old.pt")
+0 --out p --resume old.pt ::
+= [different_rows(rows("p"), rows("o")[2:], ("tokens_per_second", "time"))] == [""]""",
     "a run that ends diverged fails before its last save, each time": r"""
 1 TINY --out o --steps 3 --lr 1e10 --warmup-steps 1 --save-every 1 :: step 3: the validation l
 = state("o/latest.pt")["step"] == 2 and "end" not in kinds(events("o"))
@@ -158,6 +165,13 @@ $ cp q/step_00000008.pt r
 0 TINY --out o --plain --steps 6 --lr 0.001 :: steps 6 instead of 4, lr 0.001 instead of 0.004
 = events("o")[-2]["changed"] == dict(steps=[4, 6], lr=[0.004, 0.001])
 0 TINY --out o --steps 8 --keep 1 :: after step 6
+0 TINY --out rates --plain --lr 0.01 ::
+$ cp -a rates copy
+0 TINY --out rates --plain --lr 0.01 --steps 8 ::
+! told = re.search("(?m)^resume .* 8 instead of 4; so the next step's .*", text)[0]
+= told.endswith(" learning rate is 5.50e-03 instead of 1.00e-03")
+0 TINY --out copy --lr 0.01 --steps 8 ::
+= told in text.replace("copy", "rates").splitlines()
 = state("o/latest.pt")["monitor"]["checkpoints"][0] == [6, "step_00000006.pt", True]
 $ test -e o/step_00000006.pt
 1 TINY --out nan --plain --lr 1e30 --save-every 1 :: step \d has loss nan .*lower --lr
@@ -170,6 +184,17 @@ $ test -e o/step_00000006.pt
 0 TINY --out half --dtype fp16 --steps 2 ::
 0 TINY --out half --plain ::
 = state("half/latest.pt")["scaler"]["scale"] == 1"""}
+WARNED = r"""
+0 TINY --out o --lr 0.001 --steps 20 --warmup-steps 50 :: 50 is .* 20 .* 4.00e-04, not 1.00e-03\n
+= rows("o")[-1]["lr"] == pytest.approx(4e-4)
+0 TINY --out p --lr 0.001 --steps 20 --warmup-steps 20 :: .
+= "--warmup-steps" not in text
+0 TINY --out q --lr 10 --steps 8 --eval-every 0 :: worse than a uniform guess: 5.54
+= "Now sample from it" not in text
+0 TINY --out r --lr 0.01 --steps 8 --eval-every 0 :: Now sample from it
+= "uniform guess" not in text"""
+STORIES |= {"a warm-up too long, a loss too high": WARNED,
+            "the same with --plain": WARNED.replace("TINY", "TINY --plain")}
 
 
 def start_torchrun():
@@ -190,7 +215,8 @@ def test_story(run_train, shards, two_sources, tmp_path, monkeypatch, story):
         (tmp_path / name).symlink_to(two_sources / name)
     stores, jobs = zip(*(start_torchrun() for _ in "AB"))
     known = dict(
-        assert_same_state=assert_same_state, column=column, Config=Config, kinds=kinds,
+        assert_same_state=assert_same_state, column=column, Config=Config,
+        different_rows=different_rows, kinds=kinds,
         pytest=pytest, re=re, torch=torch, train=train,
         data=str(shards), state=lambda path: checkpoint.load(Path(path)),
         rows=lambda out: read_metrics(Path(out))[0], events=lambda out: read_metrics(Path(out))[1],

@@ -1,7 +1,5 @@
 """tools/sweep.py: a grid of runs, what it repeats, and what it draws.
 
-    python -m pytest tests/test_sweep.py
-
 Most runs are imitated, as in tests/test_ladder.py.
 """
 import re

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.commands import run_main
+from tests.commands import expect_mistake, run_main
 from tests.harness import names_in
 
 
@@ -34,8 +34,9 @@ def test_help_is_in_groups_and_says_the_form_of_each_value(monkeypatch, capsys, 
 
 
 @pytest.mark.parametrize("program, flags, words", [
-    ("bench.__main__", "gpu", "no CUDA device here: cpu"), ("bench.__main__", "", "device"),
+    ("bench.__main__", "gpu", "no CUDA device here: cpu"), ("bench.__main__", "", "kind"),
     ("bench.__main__", "cpu memory", "no part 'memory': it has race"),
+    ("bench.__main__", "cpu --ranks 4", "flags of eight"),
     ("follow", "o --to wandb", "o has no metrics.jsonl"),
     ("follow", "damaged --to wandb", "damaged has no metrics.jsonl with a whole"),
     ("follow", "o --to comet", "--to: invalid choice: 'comet'"), ("follow", "o", "--to"),
@@ -46,14 +47,32 @@ def test_help_is_in_groups_and_says_the_form_of_each_value(monkeypatch, capsys, 
     ("sweep", "--zero 0,1,9", "--zero: invalid choice: 9"),
     ("sweep", "--lr 1,2 --stepz 10", "did you mean --steps?"),
     ("sweep", "--lr 1,2 --resume a.pt", "--resume is for one run"),
-    ("sweep", "--lr 1,2 --data nowhere", "nowhere")])
+    ("sweep", "--lr 1,2 --data nowhere", "nowhere"),
+    *(("schedule", *row) for row in [
+        ("--pp 0", "--pp"), ("--microbatches 0", "--microbatches"),
+        ("--pp-chunks 0", "--pp-chunks"),
+        ("--schedule 1f1b", "--pp-schedule?"), ("--pp-schedule zb-h1", "'1f1b', 'interleaved'"),
+        ("--pp 2 --pp-schedule interleaved --pp-chunks 2 --microbatches 3", "multiples --pp 2")]),
+    *(("plan.__main__", *row) for row in [
+        ("", "--world --gpu v100-16g"), ("--world 8 --gpu h100 --tokens nan", "--tokens: nan 1"),
+        ("--world 8 --gpu h100 --tokens 1e9 --steps 5", "--steps --tokens"),
+        ("--world 8 --zero 9 --gpu h100", "9 0, 1, 2, 3"),
+        ("--world 8 --gpu h300", "--gpu: h300 v100-16g"),
+        ("--world 8 --gpu h100 --pp 2 --pp-schedule zb-h1", "zb-h1 '1f1b', 'interleaved'"),
+        ("--world 8 --gpu h100 --lr 1e-3", "--lr: --help"),
+        ("--world 8 --gpu a100", "a100-40g a100-80g"),
+        ("--world 3 --tp 2 --gpu h100", "--world 3 tp 2 x pp 1"),
+        ("--world 7 --gpu h100 --search", "batch size 16 7 x h100 --batch-size --world"),
+        ("--world 2 --gpu h100 --model gpt3-175b --dtype bf16 --search --zero 1 --recompute",
+         " GB larger --offload"),
+        ("--world 1 --gpu v100-32g --dtype bf16", "V100 bf16"),
+        ("--world 8 --gpu h100 --model gpt3-6.7", "gpt3-6.7b?")])])
 def test_a_mistake_is_one_line_and_makes_nothing(tmp_path, monkeypatch, capsys, program, flags,
                                                  words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/metrics.jsonl").write_text('{"step": 9, "lo')
     module = importlib.import_module(f"tools.{program}")
-    status, text, error = run_main(capsys, module, *flags.split())
-    assert (status, text) == (2, "") and error.count("\n") == 1 and words in error, error
-    assert error.startswith(f"tools.{program.removesuffix('.__main__')}: ")
+    expect_mistake(run_main(capsys, module, *flags.split()), *words.split(),
+                   program=f"tools.{program.removesuffix('.__main__')}")
     assert names_in(tmp_path) == ["damaged"]

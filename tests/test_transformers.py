@@ -1,7 +1,5 @@
 """Models of transformers, imported by tools.huggingface, have its logits and gradients.
 
-    python -m pytest tests/test_transformers.py
-
 Random weights, biases and norms too.
 """
 import functools
