@@ -39,8 +39,7 @@ def flag(default, help, low=None, below=math.inf, choices=None, group=None, form
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """The values of some flags, also in a notebook. Raises ValueError for one that is out of range
-    or none of its choices."""
+    """The values of some flags, also in a notebook. Raises ValueError for a wrong one."""
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
@@ -181,7 +180,7 @@ class Parser(argparse.ArgumentParser):
         name = "--" + unknown.partition("=")[0].lstrip("-")
         elsewhere = name_in_other_projects(name)
         near = [flag for flag in elsewhere if flag in actions][:1]
-        if elsewhere and not near and name not in actions:
+        if elsewhere and not near:
             return f"it is {elsewhere[0]} here, of another program: --help lists the flags of this"
         near = near or [flag for flag in actions if flag.startswith(name)]
         if len(near) != 1:

@@ -78,8 +78,7 @@ def messages_of(record) -> list[Message]:
 
 
 def names_of(record) -> str:
-    """The fields of a record that lacks those that are read. Raises Refused for two answers, of
-    which one is preferred."""
+    """The fields of a record, for a message. Raises Refused if two answers are among them."""
     names = record if isinstance(record, dict) else ()
     if "chosen" in names and "rejected" in names:
         raise Refused(' has "chosen" and "rejected": preferences are not learnt here. To learn the '
