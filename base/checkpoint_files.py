@@ -82,9 +82,8 @@ def errors_as_corrupt(path: Path, problem: str):
 
 
 def disk_error(error: Exception) -> OSError | None:
-    """The error of the file system behind an error, or None if the bytes are damaged. These may
-    have led to an invalid request, such as a seek before 0 (EINVAL, or no number), and a folder may
-    stand in the place of a file (EISDIR)."""
+    """The error of the file system behind an error, or None if the file is damaged: its bytes led
+    to an invalid request (EINVAL, or no number), or a folder is in its place (EISDIR)."""
     cause = first_cause(error)
     if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL, errno.EISDIR):
         return cause

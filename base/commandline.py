@@ -39,20 +39,18 @@ def flag(default, help, low=None, below=math.inf, choices=None, group=None, form
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """The values of some flags, also in a notebook. Raises ValueError for one that is out of range
-    or none of its choices."""
+    """The values of some flags, also in a notebook. Raises ValueError for a wrong one."""
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
-            value, low, below = (getattr(self, f.name), f.metadata["low"], f.metadata["below"])
-            problem = None
+            value, low, below = getattr(self, f.name), f.metadata["low"], f.metadata["below"]
+            choices, must = f.metadata["choices"], None
             if value is not None and low is not None and not low <= value < below:
-                limit = "finite" if below == math.inf else f"below {below}"
-                problem = f"must be at least {low} and {limit}"
-            elif value is not None and f.metadata["choices"] and value not in f.metadata["choices"]:
-                problem = f"must be one of {', '.join(map(str, f.metadata['choices']))}"
-            if problem is not None:
-                raise ValueError(f"argument {flag_name(f.name)}: {value} {problem}")
+                must = f"at least {low} and {'finite' if below == math.inf else f'below {below}'}"
+            elif value is not None and choices and value not in choices:
+                must = f"one of {', '.join(map(str, choices))}"
+            if must is not None:
+                raise ValueError(f"argument {flag_name(f.name)}: {value} must be {must}")
 
 
 def flag_name(name: str) -> str:
@@ -116,8 +114,7 @@ def name_in_other_projects(name: str) -> list[str]:
     with suppress(OSError):                     # a copy of the programs alone has no pages
         rows = re.findall(r"(?m)^\| `(--[\w-]+)` \|(.*\|.*)\|$", page.read_text("utf-8"))
     return [ours for ours, theirs in rows
-            if name in [f"--{word.strip('-').replace('_', '-')}"
-                        for word in re.findall(r"`([\w-]+)", theirs)]]
+            if name.lstrip("-") in re.findall("`-*([a-z0-9-]+)", theirs.replace("_", "-"))]
 
 
 class Parser(argparse.ArgumentParser):
@@ -178,10 +175,13 @@ class Parser(argparse.ArgumentParser):
     def advise(self, unknown: str) -> str:
         """What to do about a flag or a word that is unknown."""
         actions = self._option_string_actions
-        if unknown.endswith((".py", ".yaml", ".yml", ".toml")) and not unknown.startswith("-"):
-            return "there are no files of settings: give flags, which --help lists"
+        if re.fullmatch(r"[^-].*\.(py|ya?ml|json|toml)", unknown):
+            return "there are no configuration files: give flags, which --help lists"
         name = "--" + unknown.partition("=")[0].lstrip("-")
-        near = [flag for flag in name_in_other_projects(name) if flag in actions][:1]
+        elsewhere = name_in_other_projects(name)
+        near = [flag for flag in elsewhere if flag in actions][:1]
+        if elsewhere and not near:
+            return f"it is {elsewhere[0]} here, of another program: --help lists the flags of this"
         near = near or [flag for flag in actions if flag.startswith(name)]
         if len(near) != 1:
             near = difflib.get_close_matches(name, actions, 1, 0.75)

@@ -109,8 +109,7 @@ class Config(Flags):
     def __post_init__(self):
         super().__post_init__()
         if self.lr is None:
-            shape = SIZES[self.model] | model_shape(vars(self))
-            object.__setattr__(self, "lr", default_lr(self.model, shape))       # it is frozen
+            object.__setattr__(self, "lr", default_lr(self.model, model_shape(vars(self))))
 
     def is_nth_or_last(self, step: int, n: int) -> bool:
         """Whether `step` is a multiple of n (0: none is), or the last step."""

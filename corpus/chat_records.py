@@ -58,10 +58,8 @@ def messages_of(record) -> list[Message]:
     """The messages of a record. Raises Refused."""
     form = form_of(record) if isinstance(record, dict) else None
     if form is None:
-        refuse_preference(record)
-        found = ", ".join(f'"{name}"' for name in record) if record else "nothing"
-        raise Refused(f' has neither "messages" nor "prompt" and "completion", but {found}: name '
-                      f'the fields so (docs/conversations.md)')
+        raise Refused(f' has neither "messages" nor "prompt" and "completion", but '
+                      f'{names_of(record)}: name the fields so (docs/conversations.md)')
     check_fields(record)
     if record.get("label") is False or any(record.get(name) not in (None, 1) for name in LEARNT):
         raise Refused(" says that it is not learnt, and only an answer can say it: leave such "
@@ -79,12 +77,14 @@ def messages_of(record) -> list[Message]:
     return messages
 
 
-def refuse_preference(record) -> None:
-    """Raise Refused for a record of two answers, of which one is preferred."""
-    if isinstance(record, dict) and {"chosen", "rejected"} <= record.keys():
+def names_of(record) -> str:
+    """The fields of a record, for a message. Raises Refused if two answers are among them."""
+    names = record if isinstance(record, dict) else ()
+    if "chosen" in names and "rejected" in names:
         raise Refused(' has "chosen" and "rejected": preferences are not learnt here. To learn the '
                       'chosen answers, rename "chosen" to "completion", or to "messages" if it '
                       'holds the whole conversation')
+    return ", ".join(f'"{name}"' for name in list(names)[:5]) or "nothing"
 
 
 def messages_of_pair(prompt, completion) -> list[Message]:

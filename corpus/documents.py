@@ -20,10 +20,8 @@ from pathlib import Path
 
 from base.errors import errors_with_path
 from corpus import EOT
-from corpus.chat_records import (Refused, check_characters, form_of, messages_of,
-                                 refuse_preference)
-from corpus.file_formats import (BLOCK, RECORDS, TABLES, kind_of, open_bytes, other_kind,
-                                 read_table)
+from corpus.chat_records import Refused, check_characters, form_of, messages_of, names_of
+from corpus.file_formats import BLOCK, RECORDS, TABLES, kind_of, open_bytes, read_table
 
 EOT_LINE = re.compile(r"(?m)^[^\S\n]*<\|endoftext\|>[^\S\n]*$")
 LONGEST_LINE = 1 << 20      # characters up to which a line is not cut
@@ -38,10 +36,6 @@ def read_documents(path: Path, field: str | None = "text"):
     without a field of the messages of a conversation. A Refused among them says why the rest cannot
     be read. Raises ValueError if the file is damaged."""
     with errors_with_path(path):
-        kind = other_kind(path)
-        if kind is not None:
-            yield [Refused(f"{path} is {kind}; or leave it out")]
-            return
         if kind_of(path) not in RECORDS:
             if field is None:
                 raise ValueError(f"{path}: conversations are lines of JSON or rows of Parquet: "
@@ -80,18 +74,19 @@ def is_conversation(record: dict) -> bool:
 
 def read_blocks(path: Path):
     """Yield the text of a file by blocks, which end with a line."""
-    with open_bytes(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="\n") as file:
-        try:
+    try:
+        with open_bytes(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="\n") as file:
             while block := file.read(BLOCK):
                 block += file.readline(LONGEST_LINE)
                 if "\0" in block:
-                    yield Refused(f"{path} is no text: it has NUL bytes: if it is UTF-16, convert "
+                    raise Refused(f"{path} is no text: it has NUL bytes: if it is UTF-16, convert "
                                   f"it, as by iconv -f UTF-16 -t UTF-8, or leave it out")
-                    return
                 yield block
-        except UnicodeDecodeError as error:
-            yield Refused(f"{path} is not UTF-8 text ({error.reason}): if it is text, convert it, "
-                          f"as by iconv -f WINDOWS-1252 -t UTF-8, or leave it out")
+    except Refused as error:
+        yield error
+    except UnicodeDecodeError as error:
+        yield Refused(f"{path} is not UTF-8 text ({error.reason}): if it is text, convert it, as "
+                      f"by iconv -f WINDOWS-1252 -t UTF-8, or leave it out")
 
 
 def cut_at_eot(blocks):
@@ -160,7 +155,5 @@ def text_of(record, field: str) -> str:
         return text.removeprefix("\ufeff")
     if field in record:
         raise Refused(f': "{field}" is {type(text).__name__}, not a string')
-    refuse_preference(record)
-    found = ", ".join(f'"{name}"' for name in list(record)[:5]) or "no field"
-    raise Refused(f' has no field "{field}", but {found}: give the name of the one with the text '
-                  f'to --text-field')
+    raise Refused(f' has no field "{field}", but {names_of(record)}: give the name of the one with '
+                  f'the text to --text-field')

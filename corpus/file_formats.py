@@ -7,6 +7,8 @@ import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
+from corpus.chat_records import Refused
+
 BLOCK = 1 << 18             # bytes read at once
 ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 COMPRESSED = {".gz": "gzip", ".zst": ZSTD}      # their modules
@@ -14,12 +16,13 @@ TABLES = (".parquet", ".arrow")
 RECORDS = (".jsonl", ".json", ".ndjson", *TABLES)       # all other files are text
 READ_KINDS = ".txt, .jsonl, .json (also compressed), .parquet, .arrow"
 TEXT_TABLES = {".csv": ",", ".tsv": r"\t"}      # what stands between columns; they are refused
-UTF_16 = "UTF-16: convert it, as by iconv -f UTF-16 -t UTF-8"
 FIRST_BYTES = {             # of files that are no text, whatever their names say
-    b"\xff\xfe": UTF_16, b"\xfe\xff": UTF_16, b"%PDF": "a PDF: convert it, as by pdftotext",
-    b"PK\3\4": "a zip archive, as .zip and .docx are: unpack it, or save it as text",
-    b"\x1f\x8b": "compressed by gzip: give it a name that ends in .gz",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd: give it a name that ends in .zst"}
+    (b"\xff\xfe", b"\xfe\xff"): "UTF-16: convert it, as by iconv -f UTF-16 -t UTF-8",
+    (b"PK\3\4",): "a zip archive, as .zip, .docx and .epub are: unpack it, or save it as text",
+    (b"{\\rtf", b"\xd0\xcf\x11\xe0"): "of a word processor: save it as text",
+    (b"%PDF-",): "a PDF: convert it, as by pdftotext",
+    (b"\x1f\x8b",): "compressed by gzip: give it a name that ends in .gz",
+    (b"\x28\xb5\x2f\xfd",): "compressed by zstd: give it a name that ends in .zst"}
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"      # of a stream
 
 
@@ -31,7 +34,7 @@ def kind_of(path: Path) -> str:
 
 @contextmanager
 def open_bytes(path: Path):
-    """The bytes of a file, decompressed. Raises ValueError if it is damaged or cut off."""
+    """The bytes of a file, decompressed. Raises ValueError: it is damaged, cut off or no text."""
     suffix = path.suffix.lower()
     module = import_optional(path, COMPRESSED.get(suffix, "io"))
     options = {}
@@ -41,16 +44,10 @@ def open_bytes(path: Path):
         if suffix in COMPRESSED and path.stat().st_size == 0:
             raise EOFError("it is empty")       # gzip would take it for an empty text
         with io.BufferedReader(module.open(path, "rb", **options), BLOCK) as file:
+            for beginnings, kind in FIRST_BYTES.items():
+                if file.peek(8).startswith(beginnings):
+                    raise Refused(f"{path} is {kind}; or leave it out")
             yield file
-
-
-def other_kind(path: Path) -> str | None:
-    """What a file is that is no text, by its first bytes, and what to do. None: it may be text."""
-    if kind_of(path) in TABLES or path.suffix.lower() in COMPRESSED:
-        return None
-    with open(path, "rb") as file:
-        start = file.read(4)
-    return next((kind for first, kind in FIRST_BYTES.items() if start.startswith(first)), None)
 
 
 def import_optional(path: Path, package: str):

@@ -14,6 +14,7 @@ say the split: train.txt trains, valid.txt validates, and test.txt is left out.
 import codecs
 import os
 import re
+import shlex
 import sysconfig
 from collections import Counter
 from contextlib import suppress
@@ -39,12 +40,12 @@ def find_files(paths, field="text") -> list[Path]:
             raise ValueError(f"{path} is no file: the text is read twice, so write it to a file "
                              f"and give that")
         if kind_of(path) in TEXT_TABLES:
-            between = TEXT_TABLES[kind_of(path)]
             raise ValueError(
                 f"{path} is a table: python -c \"import csv, json, sys; csv.field_size_limit(2**31 "
-                f"- 1); [print(json.dumps(row)) for row in csv.DictReader(sys.stdin, delimiter="
-                f"'{between}')]\" < {path} > NEW.jsonl || rm NEW.jsonl makes lines of it, and "
-                f"--text-field names the column with the text (default text)")
+                f"- 1); sys.stdin.reconfigure(encoding='utf-8-sig', newline=''); [print(json.dumps("
+                f"row)) for row in csv.DictReader(sys.stdin, delimiter='"
+                f"{TEXT_TABLES[kind_of(path)]}')]\" < {shlex.quote(str(path))} > NEW.jsonl || rm "
+                f"NEW.jsonl makes lines of it, and --text-field names the column with the text")
         found = walk(path, field) if path.is_dir() else [path]
         for one in found:
             files.setdefault(os.path.realpath(one), one)

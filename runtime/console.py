@@ -17,7 +17,7 @@ from base.batch_ramp import sequences_after
 from base.checkpoint_files import LATEST
 from base.flops import flops_per_token, parameter_count
 from base.options import OF_TRAINING, Config, flags_of_writer, restored_flags
-from corpus.shards import tell_small_validation
+from corpus.shards import tiny_validation
 from corpus.tokenizers import is_named
 from data import Batches, TokenDataset
 from model import GPTConfig
@@ -143,7 +143,7 @@ def report_begin(log: RunLog, begin: Start, data: TokenDataset, hosts: list[str]
                     f"{config.steps} steps: the learning rate reaches "
                     f"{config.lr * config.steps / config.warmup_steps:.2e}, not {config.lr:.2e}")
     for pair in zip(*(split.mixture.sources.values() for split in (data, log.val_data))):
-        for few in tell_small_validation(*(sum(map(len, one.windows.shards)) for one in pair)):
+        for few in tiny_validation(*(sum(map(len, one.windows.shards)) for one in pair)):
             print_rank0(f"note     {pair[0].name}: {few}")
 
 

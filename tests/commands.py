@@ -32,7 +32,7 @@ import data
 import sample
 import train
 from base import processes
-from corpus import documents, downloads, encode, inputs, program
+from corpus import documents, downloads, encode, file_formats, inputs, program
 from corpus.prepare import prepare
 from tests.harness import FORKS, ROOT
 
@@ -279,7 +279,7 @@ def meta_of(folder):
 
 def set_block(monkeypatch, size):
     """The characters read, and encoded, at once."""
-    for module in (documents, downloads, encode):
+    for module in (documents, downloads, encode, file_formats):
         monkeypatch.setattr(module, "BLOCK", size)
 
 

@@ -35,7 +35,7 @@ from corpus.shards import SPLITS
 from corpus.tokenizers import TiktokenTokenizer, get_tokenizer
 from tests.commands import (NASTY, SHARED, Command, dataset, meta_of, set_block, shard,
                             texts_of, write_lines, write_texts)
-from tests.harness import names_in, no_file_above, nothing
+from tests.harness import ROOT, names_in, no_file_above, nothing
 
 
 # ---- Corpora: where text comes from ----------------------------------------------------------
@@ -355,7 +355,7 @@ def test_a_folder_is_read_by_kinds_and_what_is_skipped_is_told(make_data, refuse
     ("a.tsv", b"id\ttext\n", "csv.DictReader < a.tsv > NEW.jsonl --text-field"),
     ("a.txt", "caf\xe9".encode("utf-16"), "a.txt UTF-16 iconv"),
     ("a.md", b"PK\3\4 x", "zip unpack"), ("a.txt", b"%PDF-1.4 \xff", "PDF pdftotext"),
-    ("a.jsonl", "{}".encode("utf-16"), "a.jsonl UTF-16"),
+    ("a.jsonl", "{}".encode("utf-16"), "a.jsonl UTF-16"), ("a.rtf", b"{\\rtf1 a}", "as text"),
     ("a.txt", gzip.compress(b"text"), "gzip .gz"), ("a.jsonl", gzip.compress(b"{}"), "gzip .gz"),
     ("a.jsonl", b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "preferences completion"),
     ("a.txt", b"caf\xe9 " * 9, "UTF-8"), ("a.py", "text".encode("utf-16-le"), "NUL"),
@@ -367,10 +367,10 @@ def test_a_file_without_its_text_is_refused_in_a_line(refuse_data, name, text, w
     assert "tolerated" not in refuse_data(words, name)
 
 
-@pytest.mark.parametrize("between, name", [(",", "a.csv"), ("\t", "a.tsv")])
+@pytest.mark.parametrize("between, name", [(",", "a b.csv"), ("\t", "a.tsv")])
 def test_the_line_for_a_table_makes_lines_of_it(refuse_data, between, name):
-    """Also of a long field; and none of a table that is not text."""
-    for rows in (f"id{between}text\n1{between}{'a' * 200_000}\n".encode(), b"text\n\xff\n"):
+    """Also of a long field, behind Excel's mark; and none of a table that is not text."""
+    for rows in (f"\ufeffid{between}text\n1{between}{'a' * 200_000}\n".encode(), b"text\n\xff\n"):
         Path(name).write_bytes(rows)
         line = re.search("python -c .* rm NEW.jsonl", refuse_data("table", name))[0]
         subprocess.run(line.replace("python", sys.executable, 1), shell=True, capture_output=True,
@@ -565,6 +565,16 @@ def test_a_book_that_is_drawn_for_validation_gives_its_end_alone(make_data):
     assert book.endswith(end) and book[:-len(end)] in of_train
 
 
+def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path):
+    """Here numpy takes nine seconds."""
+    (tmp_path / "numpy.py").write_text("import time; print('there', flush=True); time.sleep(9)")
+    job = subprocess.Popen([sys.executable, ROOT / "data.py"], text=True, stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, env=os.environ | dict(PYTHONPATH=str(tmp_path)))
+    assert job.stdout.readline() == "there\n"
+    job.send_signal(signal.SIGINT)
+    assert (job.communicate(), job.returncode) == (("", ""), -signal.SIGINT)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_nothing(tmp_path, number):
     """Twice, as an impatient user sends it, while data.py tokenises."""
@@ -646,7 +656,8 @@ def test_a_validation_split_that_is_tiny_is_told(make_data):
     for size, told in ((100_000, True), (1000, False)):
         write_texts("a.jsonl", ["word " * size, *(f"text {i}" for i in range(40))])
         out, _ = make_data("a.jsonl", "--out", f"{size}", "--near-duplicates", "ignore")
-        assert bool(re.search(r"(?m)^\d+ tokens validate beside \d{3},\d{3} that train", out)) == told
+        found = re.search(r"(?m)^\d+ tokens validate beside \d{3},\d{3} that train", out)
+        assert (found is not None) == told
 
 
 def test_few_documents_each_give_their_last_5_percent(tmp_path, monkeypatch, run_data):

@@ -49,7 +49,7 @@ TRAIN = rows("""
 --log tensorboard | missing: pip install tensorboard
 --log wandb | missing: pip install wandb
 --compile=False | --compile, switch
-config/tiny.py | config/tiny.py, files of settings, --help
+config/tiny.py | config/tiny.py, no configuration files, --help
 --block_size=64 | --seq-len? | --seq-len 8
 --max_iters 9 | --steps?
 --gradient_accumulation_steps=4 | --batch-size?
@@ -161,6 +161,7 @@ SAMPLE = rows("""
 --max_tokns 9 | --max-tokens?
 --start hello | --prompt?
 --out_dir=out | --ckpt?
+--max_iters=5 | --steps here, --help
 once upon | once, --help
 --device cuda | CUDA
 --seed 99999999999999999999 | --seed

@@ -90,9 +90,9 @@ def model_card(file: Path, state: dict, cfg: GPTConfig, model_type: str, has_tok
 
 
 def facts_of_run(file: Path, state: dict, cfg: GPTConfig) -> dict:
-    flags, defaults = flags_of_writer(state), dataclasses.asdict(Config())
+    flags = flags_of_writer(state)
     given = {name: flags[name] for name in (*OF_TRAINING, "data", "init_from")
-             if flags[name] != defaults[name]}
+             if flags[name] != getattr(Config, name)}
     kind, origin, step = state["run"]["origin"]
     facts = {
         "step": state["step"], "updates": state["optimizer_steps"], "tokens": state["tokens"],
