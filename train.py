@@ -219,7 +219,7 @@ class Run:
             row = self.log.report_step(batch, stats, lr, seconds, progress)
             if divergence is None and config.is_nth_or_last(step, config.eval_every):
                 row |= evaluation.evaluate(self.model, self.val_data, self.loader, progress.batches,
-                                           self.stop)
+                                           self.stop, may_end=step < config.steps)
             self.log.write_row(row)
             rollback.save_or_go_back(self, row, divergence)     # go back after a divergence
             self.step = self.progress.step + 1
@@ -269,7 +269,7 @@ class Run:
         ZeRO each rank updates its shard, and the others receive it during the next forward. If a
         number of any rank is inf or NaN, all ranks skip the update."""
         config, progress = self.config, self.progress
-        if not stats.skips_update:
+        if not stats.why_skipped:
             progress.optimizer_steps += 1
             factor = clip_factor(stats.grad_norm, config.clip, progress.scaler.scale)
             self.flat.adamw_step(factor, progress.optimizer_steps, lr, config.beta1, config.beta2,

@@ -30,5 +30,6 @@ if missing:
           f"does, as `. .venv/bin/activate` (README.md), or `pip install -r requirements.txt`",
           file=sys.stderr)
     sys.exit(2)
-if program in ("train.py", "sample.py"):
+if program in ("train.py", "sample.py", "data.py") and (
+        signal.getsignal(signal.SIGINT) is not signal.SIG_IGN):
     signal.signal(signal.SIGINT, signal.SIG_DFL)

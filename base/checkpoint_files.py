@@ -83,9 +83,10 @@ def errors_as_corrupt(path: Path, problem: str):
 
 def disk_error(error: Exception) -> OSError | None:
     """The error of the file system behind an error, or None if the bytes are damaged. These may
-    have led to an invalid request, such as a seek before 0: EINVAL, or no number."""
+    have led to an invalid request, such as a seek before 0 (EINVAL, or no number), and a folder may
+    stand in the place of a file (EISDIR)."""
     cause = first_cause(error)
-    if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
+    if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL, errno.EISDIR):
         return cause
     return None
 
@@ -179,8 +180,12 @@ def list_checkpoints(out: Path) -> list[Path]:
     files = {}                                      # {inode: path}
     for name in sorted(names):                      # latest.pt comes first
         if STEP_FILE.fullmatch(name) or name in LATEST.values():
-            with suppress(FileNotFoundError):       # another process has just removed it
+            try:
                 files[os.stat(out / name).st_ino] = out / name
+            except FileNotFoundError:               # another process may just have removed it
+                if os.path.islink(out / name) and not os.path.lexists(out / os.readlink(out / name)):
+                    warn(f"{out / name} is a link to {os.readlink(out / name)}, which is missing; "
+                         f"passed over")
     orders = {path: read_order(path) for path in files.values()}
     most_rollbacks = max((order[0] for order in orders.values() if order), default=0)
     for path, order in orders.items():

@@ -32,8 +32,9 @@ def choose_device(config, job) -> torch.device:
     device = pick_device(config.device, job.local_rank, on_mps)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")      # TF32, several times as fast as fp32
-    compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
-    if config.compile and device.type == "cpu" and shutil.which(compiler) is None:
-        raise ValueError("--compile on a CPU needs a C++ compiler: install g++, name another in "
-                         "CXX, or leave the flag out")
+    if config.compile and device.type == "cpu":
+        compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
+        if shutil.which(compiler) is None:
+            raise ValueError("--compile on a CPU needs a C++ compiler: install g++, name another "
+                             "in CXX, or leave the flag out")
     return device

@@ -167,9 +167,8 @@ def parse_flags(arguments) -> dict:
 def default_lr(model: str, shape: dict) -> float:
     """Published peak learning rate of the size with this depth and width (`model` first, but the
     weights of --init-from may have another shape); without one, that of `model`."""
-    def size_of(shape):
-        kind = "n_kv_head" in shape, "n_expert" in shape        # a GPT, a Llama, or a mixture
-        return shape["n_layer"], shape["n_embd"], kind
+    def size_of(shape):                         # in: of a GPT, a Llama, or a mixture
+        return shape["n_layer"], shape["n_embd"], "n_kv_head" in shape, "n_expert" in shape
     alike = [name for name in (model, *SIZES) if size_of(SIZES[name]) == size_of(shape)]
     return PEAK_LR[[*alike, model][0]]
 

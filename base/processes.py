@@ -120,14 +120,13 @@ def refuse_tasks_without_ranks() -> None:
     """Raise ValueError in a task of several that srun has started, not torchrun: each would train
     alone. (A batch script is no such task, whatever its SLURM_NTASKS.) One task tells it."""
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-    if tasks == 1 or "RANK" in os.environ:
-        return
-    if os.environ.get("SLURM_PROCID", "0") != "0":
-        time.sleep(5)               # srun may end all tasks when one exits: the first prints first
-        sys.exit(2)
-    raise ValueError(f"SLURM_STEP_NUM_TASKS is {tasks} but RANK is not set, so each task would "
-                     f"train alone: start through torchrun, one task on each machine, as in "
-                     f"the Slurm script of docs/clusters.md")
+    if tasks > 1 and "RANK" not in os.environ:
+        if os.environ.get("SLURM_PROCID", "0") != "0":
+            time.sleep(5)           # srun may end all tasks when one exits: the first prints first
+            sys.exit(2)
+        raise ValueError(f"SLURM_STEP_NUM_TASKS is {tasks} but RANK is not set, so each task would "
+                         f"train alone: start through torchrun, one task on each machine, as in "
+                         f"the Slurm script of docs/clusters.md")
 
 
 @contextmanager

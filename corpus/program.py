@@ -14,7 +14,8 @@ from corpus.downloads import (DOWNLOADS, FINEWEB_SHARDS, address_of, download,
 from corpus.file_formats import READ_KINDS
 from corpus.inputs import find_files, follow_names, hold_conversations, standard_library
 from corpus.prepare import prepare
-from corpus.shards import DEFAULT_OUT, SPLITS, find_shards, read_header
+from corpus.shards import (DEFAULT_OUT, SPLITS, find_shards, read_header,
+                           tell_small_validation)
 from corpus.tokenizers import MOST_TOKENS
 
 SEQ_LEN = 128               # train.py's default, for a warning
@@ -52,7 +53,7 @@ class DataFlags(Flags):
 @errors_in_one_line("data.py")
 def main() -> None:
     flags = parse_flags(sys.argv[1:])
-    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # not on Windows
+    for number in {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
         if signal.getsignal(number) is not signal.SIG_IGN:                      # by nohup
             signal.signal(number, signal.default_int_handler)                   # as Ctrl-C does
     try:
@@ -145,7 +146,7 @@ def summary(out: Path, meta: dict) -> list[str]:
             documents += f", {meta['unreadable']:,} unreadable left out"
         documents += "; "
     lines = [f"{documents}{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate "
-             f"on."]
+             f"on.", *tell_small_validation(tokens["train"], tokens["val"])]
     if "template" in meta:
         origin = ", the model's own template" if "template_file" in meta else ""
         lines.append(f"Learnt are the answers, {meta['learnt']['train']:,} of the tokens; the "

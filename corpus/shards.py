@@ -26,6 +26,7 @@ LEARNT = 1                  # an answer's token
 BEGINS = 2                  # a conversation's first token
 OPTIONAL = ("tokenizer_file", "template", "template_file", "ends")      # entries of meta.json
 SAMPLE_BYTES = 1 << 16      # of each file
+FEW_TOKENS = 1 << 14        # 128 windows of 128
 
 
 def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int,
@@ -134,6 +135,15 @@ def check_shards(directory: Path, split: str, shards, meta: dict, seq_len: int) 
     if meta["template"] is None and longest <= seq_len:
         raise ValueError(f"{shards[-1].filename}: {longest} tokens are too few for a window of "
                          f"{seq_len} + 1: give more text, or a smaller --seq-len")
+
+
+def tell_small_validation(train: int, val: int) -> list[str]:
+    """A sentence where few tokens validate beside those that train; nothing where there are enough.
+    """
+    if val >= min(train / 200, FEW_TOKENS):
+        return []
+    return [f"{val:,} tokens validate beside {train:,} that train: the loss of so few says little: "
+            f"give data.py a longer file named val.txt, or another --seed, and a new --out"]
 
 
 def refuse_old(tokenizer: str, where="") -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from parallel import Bucket, Grid, is_owner
+from parallel import is_owner
 from parallelism.collectives import comm_errors
 from parallelism.parameters import ParamSpec
 
@@ -35,13 +35,13 @@ class Scattered(NamedTuple):
     pieces: list[Piece]
 
 
-def owned_slices(buckets: list[Bucket], grid: Grid, num_shards: int) -> Iterator[tuple]:
-    """Which numbers a checkpoint takes from the rank of `grid`: (bucket, spec, slice of the
-    bucket's shard, slice of the flattened part). They are the same of a parameter and of its
-    moments."""
-    for bucket in buckets:
+def owned_slices(flat) -> Iterator[tuple]:
+    """Which numbers a checkpoint takes from this rank of a zero.FlatParameters: (bucket, spec,
+    slice of the bucket's shard, slice of the flattened part). They are the same of a parameter and
+    of its moments."""
+    for bucket in flat.buckets:
         for spec, shard_slice, param_slice in bucket.shard_ranges:
-            if is_owner(spec, grid, num_shards):
+            if is_owner(spec, flat.grid, flat.num_shards):
                 yield bucket, spec, shard_slice, param_slice
 
 
@@ -52,7 +52,7 @@ def file_order(flat) -> list[Scattered] | None:
     specs = [replace(spec, owners=[]) for bucket in flat.buckets for spec in bucket.specs
              if not spec.is_tied_copy and grid.replica == grid.tp_rank == 0]      # alike on others
     pieces = [(spec.name, Piece(grid.rank, spec.part_of(grid), numbers)) for _, spec, _, numbers
-              in owned_slices(flat.buckets, grid, flat.num_shards)]
+              in owned_slices(flat)]
     told = [(specs, pieces)] * grid.world
     if grid.world > 1:
         with comm_errors("exchange with all ranks"):

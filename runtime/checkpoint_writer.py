@@ -48,13 +48,10 @@ class Writer:
         """That of the tensors in a file."""
         return self.flat.buckets[0].shard["master"].dtype
 
-    def owned_slices(self) -> Iterator[tuple]:
-        return owned_slices(self.flat.buckets, self.grid, self.flat.num_shards)
-
     def submit(self, facts: dict, protected: Container[str]) -> None:
         """Copy this rank's pieces, then start to write the state: `facts` and the tensors. Files
         whose names are in `protected` stay. Every rank must call it. Call `wait` before."""
-        copies = checkpoint.copy_pieces(self.owned_slices(), STATE.values(), self.timeout)
+        copies = checkpoint.copy_pieces(owned_slices(self.flat), STATE.values(), self.timeout)
         if self.grid.rank == 0:
             self.pending = self.thread.submit(self._write, facts, protected, copies)
         else:
@@ -65,10 +62,8 @@ class Writer:
         full_tensors = (checkpoint.full_tensor(parameter, self.dtype, copies, self.grid,
                                                facts["step"])
                         for _ in STATE for parameter in self.order)
-        shapes = {spec.name: torch.empty(spec.shape, dtype=self.dtype, device="meta")
-                  for spec, _ in self.order}
-        tensors = {key: {name: Streamed(like, full_tensors) for name, like in shapes.items()}
-                   for key in STATE}
+        tensors = {key: {spec.name: Streamed(spec.shape, self.dtype, full_tensors)
+                         for spec, _ in self.order} for key in STATE}
         try:
             checkpoint.save(facts | tensors, self.out, self.keep, protected)
             return None
@@ -93,9 +88,8 @@ class Writer:
         """Wait for the last write when the run ends by an error. If that error is the loss of
         rank 0, nobody receives. So the others wait for `timeout` seconds."""
         if self.pending is not None:
-            timeout = None if self.grid.rank == 0 else self.timeout
             with suppress(dist.DistError, TimeoutError):
-                self.pending.result(timeout)
+                self.pending.result(None if self.grid.rank == 0 else self.timeout)
 
 
 # ---- Tensors that exist only while torch.save writes them ------------------------------------
@@ -107,21 +101,22 @@ class Writer:
 class Streamed:
     """Stands in a state for a tensor. When torch.save comes to its bytes, next(source) must be the
     tensor, contiguous from the start of its storage."""
-    like: torch.Tensor          # of the device `meta`, which has no memory
+    shape: tuple
+    dtype: torch.dtype
     source: Iterator[torch.Tensor]
 
     def __reduce__(self):
         """What torch.Tensor.__reduce_ex__ returns for a tensor on the CPU: a function that builds
         the tensor again, and the arguments of that function. Pickle then asks the first argument
         for its storage."""
-        storage = LateStorage(self.like.nbytes, device="meta")
+        like = torch.empty(self.shape, dtype=self.dtype, device="meta")         # no memory
+        storage = LateStorage(like.nbytes, device="meta")
         storage.source = self.source
-        typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=self.like.dtype,
-                                           _internal=True)
+        typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=self.dtype, _internal=True)
         typed._fake_device = "cpu"          # what the file says of its device
         # Then: its offset there, its size and stride, whether it requires a gradient, its hooks.
         return (torch._utils._rebuild_tensor_v2,
-                (typed, 0, tuple(self.like.shape), self.like.stride(), False, OrderedDict()))
+                (typed, 0, tuple(self.shape), like.stride(), False, OrderedDict()))
 
 
 class LateStorage(torch.UntypedStorage):

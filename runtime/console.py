@@ -4,8 +4,8 @@ ends. run_log.py prints the steps and evaluations.
 import dataclasses
 import platform
 import shlex
-import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Callable
 
@@ -17,6 +17,7 @@ from base.batch_ramp import sequences_after
 from base.checkpoint_files import LATEST
 from base.flops import flops_per_token, parameter_count
 from base.options import OF_TRAINING, Config, flags_of_writer, restored_flags
+from corpus.shards import tell_small_validation
 from corpus.tokenizers import is_named
 from data import Batches, TokenDataset
 from model import GPTConfig
@@ -49,7 +50,7 @@ def print_summary(config: Config, model_config: GPTConfig, flat: FlatParameters,
         f"layout   {layout_in_words(config, grid, device)}\n"
         f"memory   {memory_in_words(config, flat, device)} (rank {grid.rank})\n"
         f"batch    {batch}; {config.batch_size * model_config.seq_len:,} tokens a step\n"
-        f"data     {data.n_tokens:,} tokens ({data.meta['tokenizer']}) in {config.data}; "
+        f"data     {tokens_in_words(data)} ({data.meta['tokenizer']}) in {config.data}; "
         f"{config.steps} steps read {', '.join(epochs)}")
     if config.exact:
         print_rank0(f"note     with --exact a step takes 1.3 to 2.5 times as long, with "
@@ -58,6 +59,17 @@ def print_summary(config: Config, model_config: GPTConfig, flat: FlatParameters,
     for source in data.mixture.sources.values():
         if source.meta["template"] is not None:
             print_rank0(source.windows.describe())
+
+
+def tokens_in_words(data: TokenDataset) -> str:
+    """The tokens of a split. A shard of text that is shorter than a window gives none."""
+    unread = sum(len(tokens) for source in data.mixture.sources.values()
+                 for tokens in source.windows.shards
+                 if source.meta["template"] is None and len(tokens) <= data.seq_len)
+    if unread == 0:
+        return f"{data.n_tokens:,} tokens"
+    return (f"{data.n_tokens - unread:,} of {data.n_tokens:,} tokens, as shards shorter than a "
+            f"window of {data.seq_len} + 1 are not read,")
 
 
 def layout_in_words(config: Config, grid: Grid, device: torch.device) -> str:
@@ -69,8 +81,8 @@ def layout_in_words(config: Config, grid: Grid, device: torch.device) -> str:
         note = " (multiplies fp32 in TF32)"
     cp = f" x cp {grid.cp}" if grid.cp > 1 else ""
     chunks = f" in {grid.chunks} chunks" if grid.chunks > 1 else ""
-    others = {f"ep {grid.ep}": grid.ep > 1, config.pp_schedule + chunks: grid.pp > 1}
-    others |= {name.replace("_", " "): value is True for name, value in vars(config).items()}
+    others = {f"ep {grid.ep}": grid.ep > 1, config.pp_schedule + chunks: grid.pp > 1,
+              **{name.replace("_", " "): value is True for name, value in vars(config).items()}}
     words = [f"dp {grid.dp} x pp {grid.pp}{cp} x tp {grid.tp}", device.type + note, config.dtype,
              f"zero {config.zero}", *(text for text, is_set in others.items() if is_set)]
     return ", ".join(words) + on_hosts(range(grid.world), grid.hosts)
@@ -108,16 +120,16 @@ def print_finished(begin: Start, config: Config, phases: list) -> None:
                 f"{unused}; {advice}")
 
 
-def report_begin(log: RunLog, begin: Start, phases: list, hosts: list[str],
+def report_begin(log: RunLog, begin: Start, data: TokenDataset, hosts: list[str],
                  learning_rate: Callable, lr_factor: float = 1.0) -> None:
     """The event of a new run, and a line if it begins from weights; or those of a resume, which
-    name the settings that differ from the stored ones. `phases`: the mixture's. `lr_factor`: of
+    name the settings that differ from the stored ones. `data`: of training. `lr_factor`: of
     rollbacks. Only rank 0, which writes the event, reads the shards."""
     config, kind, line, fields = log.config, "start", None, {}
     if begin.kind == "init-from":
         line = f"weights  from {config.init_from}"
     if begin.kind in ("continue", "resume"):
-        changed = changed_settings(config, phases, begin.state)
+        changed = changed_settings(config, data.mixture.phases, begin.state)
         kind = "resume"
         fields = dict(path=str(begin.path), changed=changed, given=begin.given, lr_factor=lr_factor)
         line = ", ".join([f"resume   {begin.path}, after step {begin.step}", *describe(changed)])
@@ -131,6 +143,9 @@ def report_begin(log: RunLog, begin: Start, phases: list, hosts: list[str],
         print_rank0(f"note     --warmup-steps {config.warmup_steps} is more than the run's "
                     f"{config.steps} steps: the learning rate reaches "
                     f"{config.lr * config.steps / config.warmup_steps:.2e}, not {config.lr:.2e}")
+    for pair in zip(*(split.mixture.sources.values() for split in (data, log.val_data))):
+        for few in tell_small_validation(*(sum(map(len, one.windows.shards)) for one in pair)):
+            print_rank0(f"note     {pair[0].name}: {few}")
 
 
 def note_of_rate(begin: Start, config: Config, factor: float, learning_rate: Callable) -> str:
@@ -183,10 +198,10 @@ def report_end(log: RunLog, step: int, config: Config, facts: dict) -> None:
 def environment(hosts: list[str]) -> dict:
     """Versions, the git commit that this source is based on (None without a repository), and each
     rank's machine, for an event."""
-    folder = Path(__file__).resolve().parent.parent
+    repository = Path(__file__).resolve().parents[1] / ".git"
     commit = None
-    if shutil.which("git") is not None and (folder / ".git").exists():
-        command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    with suppress(FileNotFoundError):           # no git
+        command = ["git", "--git-dir", repository, "rev-parse", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
     return dict(python=platform.python_version(), pytorch=torch.__version__, commit=commit,
                 hosts=hosts)

@@ -178,6 +178,9 @@ def has_ended(step: int, config: Config) -> bool:
     """Whether a run has made all steps, of which `step` is the last one in its checkpoint, and
     reported its end in the last whole line of metrics.jsonl. If it has not, a crash came after the
     last save. Every rank calls it."""
+    if step != config.steps:
+        return step > config.steps
+
     def last_line() -> dict | None:
         line = None
         with suppress(FileNotFoundError), open(Path(config.out, "metrics.jsonl"), "rb") as file:
@@ -186,8 +189,6 @@ def has_ended(step: int, config: Config) -> bool:
                 with suppress(ValueError):
                     line = json.loads(text)
         return line
-    if step != config.steps:
-        return step > config.steps
     line = on_rank0(last_line)
     return line is None or line.get("event") == "end"
 

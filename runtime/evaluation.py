@@ -25,13 +25,16 @@ SAMPLED_BLOCKS, BLOCK_TOKENS = 64, 256          # of each shard, for its fingerp
 
 
 def evaluate(model: GPT, data: TokenDataset, loader: Loader, batches: Batches,
-             stop: StopSignal) -> dict:
+             stop: StopSignal, may_end: bool = False) -> dict:
     """Evaluate the model -> the fields of a row of metrics.jsonl: `val_loss`, the weighted mean of
     the sources of `data`, and the same as `bits_per_byte`, None where the text's bytes are unknown;
     with several also both, and the epochs of the training data, of each, up to `batches`. The run's
-    `loader` divides the data among the ranks. If one has a signal, all have stop.agreed then."""
+    `loader` divides the data among the ranks. If one has a signal, all have stop.agreed then. A
+    long evaluation that `may_end` ends there, without fields: the run saves at once."""
     sources = list(data.mixture.sources.values())
-    losses = [evaluate_source(model, data, source, loader, stop) for source in sources]
+    losses = [evaluate_source(model, data, source, loader, stop, may_end) for source in sources]
+    if None in losses:
+        return {}
     mean = data.mixture.average(losses)
     row = dict(val_loss=mean, bits_per_byte=bits_per_byte(mean, data.meta["bytes_per_token"]))
     if len(sources) > 1:
@@ -46,15 +49,15 @@ def evaluate(model: GPT, data: TokenDataset, loader: Loader, batches: Batches,
 
 @torch.no_grad()
 def evaluate_source(model: GPT, data: TokenDataset, source: Source, loader: Loader,
-                    stop: StopSignal) -> float:
-    """Mean loss in nats on fixed validation windows, the same in every layout."""
+                    stop: StopSignal, may_end: bool) -> float | None:
+    """Mean loss in nats on fixed validation windows, the same in every layout. None if a signal
+    came before its last part, and it `may_end`."""
     grid, config = loader.grid, loader.config
     model.eval()
     count = eval_sequences(config, data.seq_len, source.n_windows)
     at_once = grid.dp * config.micro_batch              # a microbatch for each dp rank
     evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
-    padding = np.full(-count % at_once, NO_WINDOW)
-    window_ids = np.append(source.first + evenly_spaced, padding)
+    window_ids = np.append(source.first + evenly_spaced, np.full(-count % at_once, NO_WINDOW))
     targets = data.count_targets(window_ids)
     if config.exact:
         grid.exact.set_units(1.0, count * data.seq_len, targets)
@@ -69,8 +72,11 @@ def evaluate_source(model: GPT, data: TokenDataset, source: Source, loader: Load
             loss_sum = grid.exact.checked(loss_sum)
         # Every rank calls it, also one without a loss: it carries the signals (StopSignal).
         total += sum_across_ranks(dict(loss=loss_sum), grid, config.timeout, stop)["loss"]
+        if may_end and stop.agreed and first + part < len(window_ids):
+            total = None
+            break
     model.train()
-    return total / targets
+    return None if total is None else total / targets
 
 
 def eval_sequences(config: Config, seq_len: int, n_windows: int) -> int:

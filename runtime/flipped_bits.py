@@ -15,7 +15,7 @@ copy. Once a wrong gradient is in the sum, all replicas share it. Checkpoints we
 they were written: from the last one the run repeats its steps, and ends with an undisturbed run's
 bits.
 """
-from collections import Counter, defaultdict
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 
@@ -50,28 +50,27 @@ def hash_bits(x: torch.Tensor) -> torch.Tensor:
 
 def shared_hashes(flat: FlatParameters) -> dict[str, dict]:
     """{kind of group: {(parameter, tensor): hash}}; a group's ranks have the same keys in turn."""
-    shared = {kind: {} for kind in KINDS}
-    grid = flat.grid
-    device = flat.buckets[0].data.device
-
-    def add(kinds: list, spec, name: str, tensor: torch.Tensor, first: int, end: int) -> None:
-        kinds = [kind for kind in kinds if grid.groups[kind] is not None]
-        if kinds:
-            end = ceil_div(end, 32) * 32        # whole words: the padding is zero
-            value = hash_bits(tensor[first:end]).to(device)
-            for kind in kinds:
-                shared[kind][spec.name, name] = value
-
+    copies = []                     # [(kind, parameter, its tensor: a name, a buffer, where in it)]
     for bucket in flat.buckets:
+        names = ["exp_avg", "exp_avg_sq", "master", "data"]             # cause before effect
+        if bucket.shard["master"] is bucket.shard["data"]:
+            names.remove("master")
         for spec, part, _ in bucket.shard_ranges:
-            kinds = [bucket.group] * (flat.zero == 0) + ["embedding"] * (bucket.name == "tied")
-            kinds += ["tp"] * (flat.tp_copies_are_equal and spec.partition_dim is None)
-            for name in ("exp_avg", "exp_avg_sq", "master", "data"):    # cause before effect
-                if name != "master" or bucket.shard["master"] is not bucket.shard["data"]:
-                    add(kinds, spec, name, bucket.shard[name], part.start, part.stop)
-        for spec in bucket.specs if flat.zero in (1, 2) else ():
-            first = bucket.offsets[spec.name]
-            add([bucket.group], spec, "data", bucket.data, first, first + spec.numel)
+            has_copies = {bucket.group: flat.zero == 0, "embedding": bucket.name == "tied",
+                          "tp": flat.tp_copies_are_equal and spec.partition_dim is None}
+            copies += [(kind, spec.name, name, bucket.shard[name], part)
+                       for name in names for kind in KINDS if has_copies.get(kind)]
+        if flat.zero in (1, 2):
+            for spec in bucket.specs:
+                first = bucket.offsets[spec.name]
+                part = slice(first, first + spec.numel)
+                copies.append((bucket.group, spec.name, "data", bucket.data, part))
+    shared = {kind: {} for kind in KINDS}
+    for kind, parameter, name, tensor, part in copies:
+        if flat.grid.groups[kind] is not None:
+            end = ceil_div(part.stop, 32) * 32          # whole words: the padding is zero
+            value = hash_bits(tensor[part.start:end])   # on the host, with --offload
+            shared[kind][parameter, name] = value.to(flat.buckets[0].data.device)
     return shared
 
 
@@ -84,15 +83,12 @@ def find_difference(flat: FlatParameters, config: Config) -> dict | None:
         return None
     flat.wait_params()
     shared = shared_hashes(flat)
-    own = []                        # [(kind, ranks, a number of all their hashes)]
-    for kind, hashes in shared.items():
-        if hashes:
-            number = to_host(hash_bits(torch.stack(list(hashes.values()))), config.timeout).item()
-            own.append((kind, tuple(grid.members(kind)), number))
-    found = defaultdict(set)        # {(kind, ranks of a group): what these have}
-    for kind, ranks, number in chain(*all_gather_object(own)):
-        found[kind, ranks].add(number)
-    unequal = [group for group, numbers in found.items() if len(numbers) > 1]
+    own = [(kind, tuple(grid.members(kind)),            # and a number of all their hashes
+            to_host(hash_bits(torch.stack([*hashes.values()])), config.timeout).item())
+           for kind, hashes in shared.items() if hashes]
+    found = dict.fromkeys(chain(*all_gather_object(own)))               # what ranks tell alike once
+    numbers = Counter((kind, ranks) for kind, ranks, _ in found)        # different ones of a group
+    unequal = [group for group, count in numbers.items() if count > 1]
     if not unequal:
         return None
     first = min((kind for kind, _ in unequal), key=KINDS.index)

@@ -3,8 +3,8 @@ base/checkpoint_folder.py says what a folder holds.
 
     1. begin    rank 0 makes the folder out/step.tmp
     2. parts    each rank writes its file, and flushes it to the disk
-    3. end      rank 0 gets from all what is where in their files, writes the table and the facts,
-                and renames the folder
+    3. end      all tell what is where in their files; rank 0 writes the table and the facts, and
+                renames the folder
 
 The ranks do each of these together (agreement.all_ranks): if one cannot, as on a full disk, all
 hear of it, rank 0 tells it in one line, and training goes on. A rank that is lost ends the run. In
@@ -19,15 +19,15 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from base.agreement import all_ranks, on_rank0
+from base.agreement import all_gather_object, all_ranks, on_rank0
 from base.checkpoint_files import FACTS, LATEST, remove_old, step_file
 from base.checkpoint_folder import TABLE, chunks, part_file
 from base.disk import flush_folder, flushed_file, remove, rename_folder
 from base.errors import RunError, warn
 from checkpoint import STATE
-from parallelism.collectives import comm_errors, on_hosts
+from parallelism.collectives import on_hosts
+from parallelism.pieces import owned_slices
 from runtime.checkpoint_writer import Writer
 
 SHARED = "--out must be on a disk that all machines share"
@@ -92,7 +92,7 @@ class FolderWriter(Writer):
         reason = None
         try:
             on_rank0(self._begin)
-            parts = self._gather(all_ranks(self._write_part))
+            parts = all_gather_object(all_ranks(self._write_part))
             on_rank0(lambda: self._end(path, facts, protected, parts))
         except RunError as error:               # training goes on: earlier folders are whole
             reason = f"{path} could not be written: {error}"
@@ -111,14 +111,6 @@ class FolderWriter(Writer):
             raise OSError(f"there is no {self.aside} here: {SHARED}")
         return write_part(self.aside / part_file(self.grid.rank), self._chunks())
 
-    def _gather(self, part: tuple) -> list[tuple]:
-        """On rank 0 the parts of all ranks."""
-        parts = [part] * self.grid.world
-        if self.grid.world > 1:
-            with comm_errors("save, send to rank 0"):
-                dist.gather_object(part, parts if self.grid.rank == 0 else None)
-        return parts
-
     def _end(self, path: Path, facts: dict, protected: Container[str], parts: list[tuple]) -> None:
         for rank in range(self.grid.world):
             if not (self.aside / part_file(rank)).exists():
@@ -133,7 +125,7 @@ class FolderWriter(Writer):
         """What a rank writes, in the order of its file: (name, shape of the full tensor, offsets,
         chunk). One piece at a time is copied to host memory."""
         for key, kind in STATE.items():
-            for bucket, spec, shard_slice, where in self.owned_slices():
+            for bucket, spec, shard_slice, where in owned_slices(self.flat):
                 numbers = bucket.shard[kind][shard_slice].cpu()
                 for offsets, chunk in chunks(spec, self.grid, numbers, where):
                     yield f"{key}.{spec.name}", spec.shape, offsets, chunk

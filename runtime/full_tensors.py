@@ -40,8 +40,7 @@ def full_tensors(flat: FlatParameters, kind: str) -> Iterator[tuple[str, torch.T
     if kind not in flat.buckets[0].shard:
         raise RuntimeError(f"full_tensors: there is no {kind} without training")
     grid, dtype = flat.grid, flat.buckets[0].shard[kind].dtype
-    owned = owned_slices(flat.buckets, grid, flat.num_shards)
-    copies = checkpoint.copy_pieces(owned, [kind], math.inf)
+    copies = checkpoint.copy_pieces(owned_slices(flat), [kind], math.inf)
     order = file_order(flat)
     if grid.rank > 0:
         checkpoint.send_pieces(copies, grid, TAG)

@@ -15,11 +15,10 @@ from base.errors import refuse, warn
 from base.flops import parameter_count
 from base.options import Config
 from base.processes import Job
-from data import TokenDataset
 from model import GPTConfig
 from runtime import run_state, startup
-from runtime.console import report_begin, report_end
-from runtime.directory import Metrics, Start
+from runtime.console import report_begin, report_end, tokens_in_words
+from runtime.directory import Metrics
 from runtime.divergence import DivergenceMonitor
 from runtime.run_log import RunLog
 
@@ -60,9 +59,13 @@ def begin(given: dict, job: Job, device: torch.device,
     all_ranks(lambda: refuse(problems))
     facts = run_state.make_facts(config, model_config, train_data, start.run,
                                  make_scaler(config.dtype), DivergenceMonitor())    # a new one
-    out = OutputFolder(config, model_config.seq_len, start, facts, start.step)
-    if out.finished_step < config.steps:
-        out.report_begin(model_config, val_data, learning_rate)
+    out = OutputFolder(config, model_config.seq_len, start.path, facts, start.step)
+    if start.step < config.steps:
+        metrics = all_ranks(lambda: Metrics(Path(config.out)))
+        out.run_log = RunLog(metrics, config, val_data, model_config, torch.device("cpu"), world=1)
+        print_rank0(f"model    {parameter_count(model_config):,} parameters, {config.dtype}; "
+                    f"{tokens_in_words(train_data)} in {config.data} -> {config.out}")
+        report_begin(out.run_log, start, train_data, [socket.gethostname()], learning_rate)
     micro_batch = given.get("micro_batch")      # the default is for a train.Run
     return dataclasses.replace(config, micro_batch=micro_batch), model_config, out
 
@@ -83,26 +86,10 @@ class OutputFolder:
     """The folder --out of a plain run, with its checkpoints and metrics.jsonl."""
     config: Config
     seq_len: int
-    start: Start
+    checkpoint: Path | None         # the newest whole one, from which the run begins
     of_all: dict                    # what all checkpoints hold besides tensors
     finished_step: int              # the last one
     run_log: RunLog | None = None   # unless the run has steps to make
-
-    @property
-    def checkpoint(self) -> Path | None:
-        """The newest whole checkpoint of the run, from which it begins."""
-        return self.start.path
-
-    def report_begin(self, model_config: GPTConfig, val_data: TokenDataset,
-                     learning_rate: Callable) -> None:
-        """Open metrics.jsonl. Tell how the run begins."""
-        config = self.config
-        metrics = all_ranks(lambda: Metrics(Path(config.out)))
-        self.run_log = RunLog(metrics, config, val_data, model_config, torch.device("cpu"), world=1)
-        print_rank0(f"model    {parameter_count(model_config):,} parameters, {config.dtype}; "
-                    f"{config.data} -> {config.out}")
-        report_begin(self.run_log, self.start, self.of_all["data"], [socket.gethostname()],
-                     learning_rate)
 
     def log(self, step: int, loss: float, norm: float, lr: float, seconds: float,
             val_loss: float | None) -> None:
@@ -129,7 +116,7 @@ class OutputFolder:
         """Tell how the run has ended: before it began, by a signal, or after its last step."""
         config, step = self.config, self.finished_step
         if self.run_log is None:
-            print_rank0(f"{self.start.path} is step {step} of {config.steps}: raise --steps")
+            print_rank0(f"{self.checkpoint} is step {step} of {config.steps}: raise --steps")
         else:       # its checkpoints are files, also where the run that it continues had folders
             report_end(self.run_log, step,
                        dataclasses.replace(config, checkpoint_format="file"), self.of_all)

@@ -61,10 +61,12 @@ def save_or_go_back(run, row: dict, divergence: Divergence | None) -> None:
     if divergence is not None:
         go_back(run, divergence)
     elif saving or config.is_nth_or_last(step, config.check_every):
-        has_gone_back = flipped_bits.go_back_if_found(run)
-        if saving and not has_gone_back:
-            fail_if_diverged(row, run.progress.monitor, config, run.log)
-            run_state.save(run)
+        if flipped_bits.go_back_if_found(run) or not saving:
+            return
+        if step == config.steps and not math.isfinite(row["val_loss"]):
+            # The last steps may have diverged without BAD_STEPS in a row.
+            fail(step, "the validation loss is not finite", run.progress.monitor, config, run.log)
+        run_state.save(run)
 
 
 def go_back(run, divergence: Divergence) -> None:
@@ -125,13 +127,6 @@ def leave_out_batches(step: int, progress: Progress, log: RunLog) -> None:
                   step=step, reason="left out", sequences=[consumed, start])
         batches.consumed = start
         forget_other_mixture(monitor, batches, consumed)
-
-
-def fail_if_diverged(row: dict, monitor: DivergenceMonitor, config: Config, log: RunLog) -> None:
-    """Raise RunError if the last step's `row` has a validation loss that is not finite: the last
-    steps may have diverged without BAD_STEPS in a row."""
-    if row["step"] == config.steps and not math.isfinite(row["val_loss"]):
-        fail(row["step"], "the validation loss is not finite", monitor, config, log)
 
 
 def fail(step: int, reason: str, monitor: DivergenceMonitor, config: Config, log: RunLog) -> None:

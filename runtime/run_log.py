@@ -73,17 +73,14 @@ class RunLog:
         beside these how far the run has come, in a line that the next one replaces."""
         config, step = self.config, row["step"]
         now = time.monotonic()
-        is_due = config.is_nth_or_last(step, config.eval_every)
         if config.log_every is not None:
-            is_due = is_due or step % config.log_every == 0
-        elif self.printed_at is None:
-            is_due = True
-        elif now - self.printed_at >= 1:
-            is_due = is_due or step % ceil_div(config.steps, LINES) == 0
-        if is_due:
+            is_due = step % config.log_every == 0
+        else:
+            is_due = self.printed_at is None or (
+                now - self.printed_at >= 1 and step % ceil_div(config.steps, LINES) == 0)
+        if is_due or config.is_nth_or_last(step, config.eval_every):
             print_rank0(self.format_step(row, self.time_left(row)))
-            self.printed_at = now
-            self.shown_at = now
+            self.printed_at = self.shown_at = now
         elif now - self.shown_at >= 1 and sys.stdout is not None and sys.stdout.isatty():
             self.shown_at = now
             print_rank0(f"step {step}/{config.steps}  loss {row['loss']:.4f}  "
@@ -98,22 +95,21 @@ class RunLog:
         config, step = self.config, row["step"]
         trained = row["tokens"] // self.model_config.seq_len
         sequences = sequences_after(config, trained, config.steps - step) - trained
-        evaluations = times_due(step, config.steps, config.eval_every)
-        saves = times_due(step, config.steps, config.save_every)
         of_sequence = statistics.median_low(self.recent_seconds)
         of_evaluation = self.evaluation_seconds
         if of_evaluation is None:
             of_evaluation = evaluated_sequences(config, self.val_data) * of_sequence / 3
-        return timedelta(seconds=round(sequences * of_sequence + evaluations * of_evaluation
-                                       + saves * self.save_seconds))
+        return timedelta(seconds=round(
+            sequences * of_sequence
+            + times_due(step, config.steps, config.eval_every) * of_evaluation
+            + times_due(step, config.steps, config.save_every) * self.save_seconds))
 
     def write_row(self, row: dict) -> None:
         """Write a step's row to metrics.jsonl, and its evaluation also to the console."""
         self.metrics.write(**row)
         if "val_loss" in row:
             self.evaluation_seconds = time.monotonic() - self.step_ended_at
-            uniform = math.log(self.model_config.vocab_size)
-            self.beats_a_uniform_guess = row["val_loss"] <= uniform
+            self.beats_a_uniform_guess = row["val_loss"] <= math.log(self.model_config.vocab_size)
             print_rank0(format_eval(row, self.config, self.model_config, self.val_data))
             if "dead_experts" in row:
                 print_rank0(experts_in_words(row, self.model_config))

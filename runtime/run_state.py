@@ -81,12 +81,11 @@ def save(run, is_start: bool = False) -> None:
     the state is copied, and threads write it while training goes on."""
     began = time.monotonic()
     config, progress = run.config, run.progress
-    file = step_file(Path(config.out), progress.step, config.checkpoint_format).name
-    scheduled = config.is_nth_or_last(progress.step, config.save_every)
-    scaler = progress.scaler
-    at_floor = config.dtype == "fp16" and scaler.scale <= scaler.min_scale
-    progress.monitor.add_checkpoint(progress.step, file, config.keep, scheduled, at_floor,
-                                    is_start)
+    step, scaler = progress.step, progress.scaler
+    progress.monitor.add_checkpoint(
+        step, step_file(Path(config.out), step, config.checkpoint_format).name, config.keep,
+        scheduled=config.is_nth_or_last(step, config.save_every), is_start=is_start,
+        at_floor=config.dtype == "fp16" and scaler.scale <= scaler.min_scale)
     all_ranks(run.writer.wait)          # a rank holds at most one copy of its shards
     submit(run)
     run.log.save_seconds = time.monotonic() - began

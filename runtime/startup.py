@@ -35,19 +35,14 @@ def parse() -> tuple[Job, dict, torch.device, timedelta]:
     try:
         refuse_tasks_without_ranks()
         job = Job.from_environment()
-        return job, *read_flags(job)
+        given = parse_flags(sys.argv[1:])
+        config = Config(**given)
+        if config.plain:
+            checks.check_plain(given, job.world)
+        checks.check_grid(job.world, config)
+        return job, given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
     except ValueError as error:
         exit_for_mistake(error, job)
-
-
-def read_flags(job: Job) -> tuple[dict, torch.device, timedelta]:
-    """The flags that were given, the device, and --timeout. Raises ValueError."""
-    given = parse_flags(sys.argv[1:])
-    config = Config(**given)
-    if config.plain:
-        checks.check_plain(given, job.world)
-    checks.check_grid(job.world, config)
-    return given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
 
 
 @contextmanager
@@ -104,8 +99,7 @@ def assert_own_gpu(device: torch.device) -> None:
 def launch_store() -> dist.Store:
     """A store that outlives a restart of the group by torchrun; without torchrun, a new one."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, _, _ = next(dist.rendezvous("env://"))
-        return store
+        return next(dist.rendezvous("env://"))[0]
     return dist.HashStore()
 
 
@@ -178,9 +172,13 @@ def begin_training(run, begin: Start, learning_rate: Callable, stack: ExitStack)
         metrics.send(lambda dashboard: dashboard.open(Path(config.out), begin.run["id"],
                                                       begin.step + 1))
         stack.callback(metrics.send, lambda dashboard: dashboard.close())
+        if begin.step > 0 and begin.state["config"].get("log") != config.log:
+            print(f"note     --log has the steps from {begin.step + 1} on: `python -m tools.follow "
+                  f"{config.out} --to {config.log.split(',')[0]}` sends all of them when the run "
+                  f"has ended")
     console.print_summary(config, run.model_config, run.flat, run.device,
                           run.progress.batches, config.steps - begin.step)
-    console.report_begin(run.log, begin, run.train_data.mixture.phases, run.grid.hosts,
+    console.report_begin(run.log, begin, run.train_data, run.grid.hosts,
                          learning_rate, run.progress.monitor.lr_factor)
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run_state.save(run, is_start=True)

@@ -35,10 +35,6 @@ class StepStats:
     expert_loads: dict = field(default_factory=dict)    # of a mixture (expert_fields)
 
     @property
-    def skips_update(self) -> bool:
-        return self.why_skipped != ""
-
-    @property
     def not_finite(self) -> bool:
         """Whether the loss or a gradient of a rank is inf or NaN."""
         return self.why_skipped == NOT_FINITE

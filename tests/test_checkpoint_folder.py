@@ -10,6 +10,7 @@ import pickle
 import shutil
 import zlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ def test_each_number_is_in_one_chunk_at_its_place(cfg, grid, num_shards):
         place = Grid(grid.dp, grid.pp, grid.tp, rank, ep=grid.ep)
         specs = param_specs(build_stage(cfg, place), cfg, place)
         buckets = make_buckets(specs, place.replicas, num_shards, place.replica % num_shards)
-        for _, spec, _, where in owned_slices(buckets, place, num_shards):
+        flat = SimpleNamespace(buckets=buckets, grid=place, num_shards=num_shards)
+        for _, spec, _, where in owned_slices(flat):
             numbers = spec.cut(full[spec.name], place).flatten()[where]
             for offsets, chunk in chunks(spec, place, numbers, where):
                 box = tuple(slice(o, o + size) for o, size in zip(offsets, chunk.shape))
@@ -130,6 +132,24 @@ def test_a_table_runs_no_code(tmp_path, monkeypatch):
     with pytest.raises(CorruptCheckpoint, match="names posix.mkdir"):
         checkpoint.load(folder)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "facts.pt"])
+def test_a_folder_in_the_place_of_a_file_is_damage(tmp_path, name, run_train, shards):
+    """Also a link to a missing folder: the run goes on from the one before it, and says so."""
+    flags = ["--data", shards, *TINY, "--out", tmp_path, "--checkpoint-format", "folder",
+             "--save-every", 1]
+    assert run_train(*flags)[0] == 0
+    newest = tmp_path / "step_00000004"
+    (newest / name).unlink()
+    (newest / name).mkdir()
+    status, text, error = run_train(*flags, "--steps", 5)
+    assert status == 0 and "step_00000003, after step 3" in text and error.count("\n") == 1, error
+    assert "step_00000004" in error and "passed over" in error
+    shutil.rmtree(tmp_path / "step_00000005")
+    status, text, error = run_train(*flags, "--steps", 5)
+    assert status == 0 and "step_00000004, after step 4" in text, text
+    assert "latest is a link to step_00000005, which is missing; passed over" in error
 
 
 def test_a_folder_of_the_same_step_is_replaced_and_old_ones_are_removed(tmp_path):

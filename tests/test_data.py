@@ -641,6 +641,14 @@ def test_seed_and_text_alone_decide_the_split_of_a_document(monkeypatch, make_da
         split(texts[:20], seed)
 
 
+def test_a_validation_split_that_is_tiny_is_told(make_data):
+    """One long document and 40 short ones, of which one or two validate."""
+    for size, told in ((100_000, True), (1000, False)):
+        write_texts("a.jsonl", ["word " * size, *(f"text {i}" for i in range(40))])
+        out, _ = make_data("a.jsonl", "--out", f"{size}", "--near-duplicates", "ignore")
+        assert bool(re.search(r"(?m)^\d+ tokens validate beside \d{3},\d{3} that train", out)) == told
+
+
 def test_few_documents_each_give_their_last_5_percent(tmp_path, monkeypatch, run_data):
     """With fewer than 20 documents each is cut at a character, at most 5% from its end. Duplicates
     and blank documents are dropped and counted, and line ends stay."""

@@ -128,3 +128,7 @@ def test_a_dashboard_that_raises_costs_one_warning_and_never_the_run(run_train, 
     assert status == 0 and "step 3/3" in text and error.count("\n") == 1, error
     assert "train.py: warning: --log: wandb is off from here on: lost" in error
     assert [step for step, _ in ReadByTensorBoard(tmp_path / "o").losses()] == [1, 2, 3]
+    flags = [*command[:-1], "tensorboard", "--out", tmp_path / "o", "--steps"]
+    _, told, _ = run_train(*flags, 4)
+    assert f"note     --log has the steps from 4 on: `python -m tools.follow {tmp_path}" in told
+    assert "--log has" not in run_train(*flags, 5)[1]       # the same dashboard

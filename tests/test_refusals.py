@@ -184,8 +184,9 @@ def refusal(shards, flags):
     job = Job(world=world, local_world=world)
     given = ["train.py", "--data", str(shards), "--out", "o", *TINY, *flags.split()]
     try:
-        with ExitStack() as stack, mock.patch.object(sys, "argv", given):
-            given, device, _ = startup.read_flags(job)
+        with (ExitStack() as stack, mock.patch.object(sys, "argv", given),
+              mock.patch.object(Job, "from_environment", return_value=job)):
+            _, given, device, _ = startup.parse()
             startup.prepare(given, job, device, stack)
     except (ValueError, OSError, RunError) as error:
         return str(error)

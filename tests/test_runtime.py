@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,7 +33,7 @@ from base.options import Config
 from base.processes import Job, RunError
 from model import GPT
 from runtime import directory, evaluation, run_log, startup
-from tests.commands import (README, TINY, Command, expect_mistake, launch, read_metrics,
+from tests.commands import (README, TINY, Command, dataset, expect_mistake, launch, read_metrics,
                             wait_for_step)
 from tests.harness import CFG, ROOT, Memory, column, no_file_above, nothing, settings, watched
 
@@ -323,6 +324,18 @@ train.main()
     assert read_metrics(tmp_path / "out")[1][0]["environment"] == dict(
         python=".".join(map(str, sys.version_info[:3])), pytorch=torch.__version__,
         commit=commit.stdout.strip() or None, hosts=["node0", "node1"])
+
+
+@pytest.mark.parametrize("program", [[], ["--plain"]], ids=["Run", "plain"])
+def test_shards_that_are_not_read_and_a_tiny_validation_are_told(run_train, tmp_path, program):
+    """A shard of 9 tokens has no window of 16 + 1; 20 of 6,009 tokens validate, or 40."""
+    tokens = np.arange(6000) % 257
+    for val, few in ((20, True), (40, False)):
+        dataset(tmp_path / f"{val}", dict(train_0=tokens, train_1=tokens[:9], val_0=tokens[:val]))
+        _, told, _ = run_train("--data", tmp_path / f"{val}", *TINY, *program, "--steps", 1, "--out",
+                               tmp_path / f"o{val}")
+        assert "6,000 of 6,009 tokens, as shards shorter than a window of 16 + 1 are not" in told
+        assert ("note     20: 20 tokens validate beside 6,009" in told) == few
 
 
 def test_the_activation_norm_is_that_of_the_plain_model(tmp_path):

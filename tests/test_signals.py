@@ -199,6 +199,35 @@ def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monk
         "ended without saving"]
 
 
+def test_a_signal_ends_an_evaluation_and_the_run_saves(shards, tmp_path):
+    """One of a thousand parts at a time; the evaluation after the last step is made whole."""
+    run = start_and_wait_for(2, tmp_path, """
+evaluation.MICROBATCHES = 1
+def slow(*arguments, real=evaluation.sum_across_ranks):
+    there()
+    time.sleep(0.3)
+    return real(*arguments)
+evaluation.sum_across_ranks = slow
+""", "--data", shards, *TINY, "--pp", 2, "--eval-every", 2, "--eval-tokens", 10 ** 6)
+    begin = time.monotonic()
+    run[1].send_signal(signal.SIGTERM)
+    for process in run:
+        assert process.finish()[0] == 0
+    assert time.monotonic() - begin < 10
+    rows, events = read_metrics(tmp_path / "out")
+    assert [row["step"] for row in rows] == [1, 2] and "val_loss" not in rows[-1]
+    assert events[-1].items() >= dict(event="stop", step=2).items()
+    assert checkpoint.load(tmp_path / "out/latest.pt")["step"] == 2
+
+
+@pytest.mark.parametrize("program", ["train.py", "sample.py", "data.py"])
+def test_ctrl_c_while_packages_are_imported_has_no_traceback(program):
+    lines = ("import signal, sys; sys.argv = [sys.argv[1]]; import base; "
+             "signal.raise_signal(signal.SIGINT)")
+    done = subprocess.run([sys.executable, "-c", lines, program], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+
+
 def test_a_signal_that_one_rank_gets_later_than_another_is_no_second_one(shards, tmp_path):
     """As from the launchers of two machines, while the first is saving."""
     run = start_and_wait_for(2, tmp_path, """

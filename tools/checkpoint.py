@@ -26,7 +26,7 @@ from runtime.folder_writer import write_part, write_table
 def streamed(state: dict) -> dict:
     """The state with tensors that are read from the folder when they are written."""
     tensors = (state[kind][name] for kind in STATE for name in state[kind])     # the file's order
-    return state | {kind: {name: Streamed(like, tensors)
+    return state | {kind: {name: Streamed(like.shape, like.dtype, tensors)
                            for name, like in state[kind].like.items()} for kind in STATE}
 
 

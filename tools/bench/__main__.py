@@ -1,200 +1,179 @@
 """The command line of python -m tools.bench."""
 import json
-import tempfile
+import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import tools.bench
-from base.commandline import Parser, flag_name
+from base.commandline import Parser
 from base.flops import flops_per_token, peak_flops
 from base.options import parse_flags
-from model import SIZES, GPTConfig
+from model import SIZES
 from parallel import Grid
-from tools.bench import launch
-from tools.metrics import read_metrics
+from tools.bench import eight
+from tools.bench.launch import Row, Work, finished, train_py
 from tools.plan.flags import PlanConfig
 from tools.plan.memory import Stage, gpu_bytes, memory_bytes
 
-
-@dataclass(frozen=True)
-class Work:
-    """How much is measured, on a device."""
-    device: str
-    vocab: int
-    shape: dict
-    dtype: str
-    batch: int                  # sequences of a step
-    microbatches: tuple         # of train.py and of memory, in sequences
-    steps: int                  # of a run; medians are of those after the warm-up
-    warmup: int
-    turns: int
-
-    @property
-    def cfg(self) -> GPTConfig:
-        return GPTConfig(self.vocab, **self.shape)
-
-    @property
-    def world(self) -> int:
-        """Processes of a layout, a divisor of its batch."""
-        cores_or_cards = 2 if self.device == "cpu" else torch.cuda.device_count()
-        return max(count for count in (1, 2, 4, 8) if count <= cores_or_cards)
-
-
 SMALL = dict(n_layer=6, n_head=6, n_embd=384, seq_len=256)
-WORKS = dict(
-    gpu=Work("cuda", 50257, SIZES["gpt2"], "bf16", 64, (16, 64), steps=30, warmup=10, turns=2),
-    cpu=Work("cpu", 257, SMALL, "fp32", 16, (2,), steps=5, warmup=2, turns=5))
-SECONDS = 300                   # the longest that a program may take
-RACES = {                       # flags of train.py; the mode of PyTorch's stack; is it compiled
-    "alone": ("", "single", False), "alone, --compile": ("--compile", "single", True),
-    "DDP": ("", "ddp", False), "FSDP2": ("--zero 3", "fsdp", False)}
+GPU = Work("cuda", 50257, SIZES["gpt2"], "bf16", 64, (16, 64), steps=30, warmup=10, turns=2)
+CPU = Work("cpu", 257, SMALL, "fp32", 16, (2,), steps=5, warmup=2, turns=5)
+NANO = Work("cpu", 257, SIZES["nano"], "fp32", 8, (2,), steps=5, warmup=2)  # eight's, on CPUs
+WORKS = dict(gpu=GPU, cpu=CPU, eight=replace(GPU, turns=1))
+ALONE = (("", "single"), ("--compile", "single"))   # flags of train.py; mode of PyTorch's stack
+SEVERAL = (("--compile", "ddp"), ("--compile --zero 1", "fsdp"), ("--compile --zero 3", "fsdp"))
 MEMORIES = ("", "--compile", "--recompute", "--offload", "--dtype fp32")
-LAYOUTS = ("--zero 1", "--zero 2", "--zero 3", "--tp 2", "--tp 2 --sequence-parallel", "--pp 2",
-           "--pp 2 --pp-schedule 1f1b", "--pp 2 --pp-schedule interleaved --pp-chunks 2", "--cp 2")
-TINY = dict(n_layer=4, n_head=4, n_embd=64, seq_len=32)
 
 
-def train_py(work: Work, folder: Path, processes: int, *flags, **environment) -> tuple[list, dict]:
-    """Run train.py on random tokens, without saves -> (the steps in its metrics.jsonl, what it has
-    written to SEEN). (The last of repeated flags counts.)"""
-    shape = [f"{flag_name(name)}={value}" for name, value in work.shape.items()]
-    with tempfile.TemporaryDirectory(dir=folder) as out:
-        seen = Path(out, "seen.json")
-        launch.finished(
-            processes, "tools.bench.launch", "--data", launch.random_data(folder, work.vocab),
-            "--out", out, "--save-every", 0, "--eval-every", 0, *shape, "--batch-size", work.batch,
-            "--micro-batch", work.microbatches[0], "--dtype", work.dtype, "--device", work.device,
-            "--steps", work.steps, "--lr", 1e-3, *flags, seconds=SECONDS, SEEN=str(seen),
-            **environment)
-        return read_metrics(Path(out)).rows, json.loads(seen.read_text())
+# ---- The parts: each yields (what, a function that measures it and returns rows). Their --------
+# docstrings are printed where a row fails.
+
+def race(work: Work, folder: Path, pairs=ALONE) -> Iterator[tuple]:
+    """One process has 0.95 of the speed of PyTorch's, and the memory that tools.plan says. If not,
+    is the card alone, cool and at its limit of power (nvidia-smi -q -d POWER,CLOCK)? Then send
+    the kernels: `python -m tools.bench gpu profile`."""
+    @cache
+    def peer(mode, compiled, processes, turn):
+        settings = dict(mode=mode, compiled=compiled,
+                        work=asdict(work) | dict(vocab=work.cfg.padded_vocab))
+        return json.loads(finished(folder, processes, "tools.bench.pytorch_stack",
+                                   json.dumps(settings)))
+
+    def measure(flags, mode, processes):
+        speeds = []
+        for turn in range(work.turns):
+            run, seen = train_py(work, folder, processes, *flags.split())
+            other = peer(mode, "--compile" in flags, processes, turn)
+            speeds.append((np.median(run.column("tokens_per_second")[work.warmup:]),
+                           other["tokens_per_second"]))
+        ours, theirs = np.median(speeds, 0)
+        what = f"{flags} / {mode}"
+        result = f"{ours:,.0f} tokens/s; PyTorch's {theirs:,.0f}; ratio {ours / theirs:.2f}"
+        if work.device == "cpu":        # where a tenth is noise
+            return [Row(what, result)]
+        if peak_rate := peak_flops(torch.cuda.get_device_name()):
+            result += f"; MFU {ours * flops_per_token(work.cfg) / peak_rate / processes:.1%}"
+        return [Row(what, result, "ratio 0.95", ours >= 0.95 * theirs),
+                beside_plan(work, processes, flags, seen["peak"],
+                            f"; PyTorch's {other['peak_memory']:.3g}")]
+    for flags, mode in dict.fromkeys((work.compiled(flags), mode) for flags, mode in pairs):
+        processes = 1 if mode == "single" else work.ranks
+        if mode == "single" or processes > 1:
+            yield f"{flags} / {mode}", partial(measure, flags, mode, processes)
 
 
-# ---- The parts: each yields its rows, {column: value} ----------------------------------------
-
-def race(work: Work, folder: Path) -> Iterator[dict]:
-    peak_rate = None
-    if work.device == "cuda":
-        peak_rate = peak_flops(torch.cuda.get_device_name())
-    for name, (flags, mode, compiled) in RACES.items():
-        processes = 1 if mode == "single" else work.world
-        if (mode != "single" and processes == 1) or (compiled and work.device == "cpu"):
-            continue
-        micro_batch = min(work.microbatches[0], work.batch // processes)
-        turns = []
-        try:
-            for _ in range(work.turns):
-                steps, seen = train_py(work, folder, processes, *flags.split(), "--micro-batch",
-                                       micro_batch)
-                of_peer = dict(
-                    mode=mode, shape=work.shape, vocab=work.cfg.padded_vocab,
-                    batch_size=work.batch, micro_batch=micro_batch, dtype=work.dtype,
-                    steps=work.steps - work.warmup, warmup=work.warmup, device=work.device,
-                    compile=compiled)
-                peer = json.loads(launch.finished(processes, "tools.bench.pytorch_stack",
-                                                  json.dumps(of_peer), seconds=SECONDS))
-                speeds = [step["tokens_per_second"] for step in steps[work.warmup:]]
-                turns.append((np.median(speeds), peer["tokens_per_second"]))
-        except RuntimeError as error:                       # too little memory, say
-            yield dict(race=name, error=str(error))
-            continue
-        our_speed, torch_speed = np.median(turns, 0)
-        mfu = None
-        if peak_rate:
-            mfu = our_speed * flops_per_token(work.cfg) / peak_rate / processes
-        yield {"race": name, "processes": processes, "tokens/s": our_speed,
-               "PyTorch's": torch_speed, "ratio": our_speed / torch_speed, "MFU": mfu,
-               "peak, GB": seen["peak"], "PyTorch's peak": peer["peak_memory"]}
+def replicas(work: Work, folder: Path) -> Iterator[tuple]:
+    """As `race`, beside DDP and FSDP2. If `python -m tools.bench gpu race` is ok, communication
+    is slow: NVLink or only PCIe (nvidia-smi topo -m, NCCL_DEBUG=INFO)? If memory alone is more than
+    planned, send the row: the plan is to be corrected."""
+    return race(work, folder, SEVERAL)
 
 
-def memory(work: Work, folder: Path) -> Iterator[dict]:
+def beside_plan(work: Work, processes: int, flags: str, peak: float, note: str = "") -> Row:
+    """The allocator's peak in GB beside the estimate of tools.plan."""
+    config = PlanConfig(**dict(batch_size=work.batch * processes, dtype=work.dtype,
+                               micro_batch=work.microbatches[0]) | parse_flags(flags.split()))
+    plan = gpu_bytes(memory_bytes(Stage(work.cfg, config, Grid(processes, 1, 1)))) / 1e9
+    return Row(f"{flags}, memory", f"peak {peak:.3g} GB; plan {plan:.3g}{note}", "within 10%",
+               abs(peak / plan - 1) <= 0.1)
+
+
+def memory(work: Work, folder: Path) -> Iterator[tuple]:
+    """The allocator's peak is within 10% of the estimate of tools.plan. If not, send the row: the
+    plan is to be corrected."""
+    def measure(flags):
+        _, seen = train_py(work, folder, 1, *flags.split(), "--steps", 3)
+        return [beside_plan(work, 1, flags, seen["peak"])]
     for micro_batch in work.microbatches:
         for flags in MEMORIES:
-            words = [*flags.split(), "--micro-batch", str(micro_batch)]
-            config = PlanConfig(**dict(batch_size=work.batch, dtype=work.dtype)
-                                | parse_flags(words))
-            plan = gpu_bytes(memory_bytes(Stage(work.cfg, config, Grid(1, 1, 1)))) / 1e9
-            found = {"micro-batch": micro_batch, "flags": flags, "plan, GB": plan}
-            try:
-                _, seen = train_py(work, folder, 1, *words, "--steps", 3)
-            except RuntimeError as error:
-                yield found | dict(error=str(error))
-                continue
-            yield found | {"peak, GB": seen["peak"], "peak / plan": seen["peak"] / plan}
+            flags = f"{flags} --micro-batch {micro_batch}"
+            yield flags, partial(measure, flags)
 
 
-def profile(work: Work, folder: Path) -> Iterator[dict]:
+def profile(work: Work, folder: Path) -> Iterator[tuple]:
+    """The kernels of the first steps."""
+    def measure(flags):
+        _, seen = train_py(work, folder, 1, *flags.split(), "--steps", work.warmup, PROFILE="1")
+        file = folder / f"kernels{flags}.txt"
+        file.write_text(seen["profile"])
+        return [Row(flags, f"{file} has its kernels")]
     for flags in ("", "--compile"):
-        try:
-            _, seen = train_py(work, folder, 1, *flags.split(), "--steps", work.warmup, PROFILE="1")
-            yield dict(flags=flags, kernels="\n" + seen["profile"])
-        except RuntimeError as error:
-            yield dict(flags=flags, error=str(error))
+        yield flags, partial(measure, flags)
 
 
-def layouts(work: Work, folder: Path) -> Iterator[dict]:
-    tiny = [f"{flag_name(name)}={value}" for name, value in TINY.items()]
-
-    def losses(processes, *flags):
-        steps, _ = train_py(work, folder, processes, *tiny, "--dtype", "fp32", "--batch-size", 16,
-                            "--micro-batch", 2, "--steps", 8, "--warmup-steps", 2, *flags,
-                            NVIDIA_TF32_OVERRIDE="0")
-        return np.array([step["loss"] for step in steps], float)
-    if work.world < 2:
-        yield dict(error="one GPU: layouts take two or more")
-        return
-    expected = losses(1, "--device", "cpu")
-    for flags in LAYOUTS:
-        found = dict(processes=work.world, flags=flags)
-        try:
-            off = abs(losses(work.world, *flags.split()) / expected - 1).max()
-            yield found | {"loss is off by": off}
-        except RuntimeError as error:
-            yield found | dict(error=str(error))
+PARTS = dict(gpu=(race, memory, profile, eight.layouts), cpu=(race, replicas),
+             eight=(eight.layouts, eight.exact, eight.resume, replicas))
 
 
-PARTS = dict(gpu=(race, memory, profile, layouts), cpu=(race,))
+def read_arguments() -> tuple[Work, Path, list]:
+    """What is measured, the folder for the table, and the parts."""
+    parser = Parser("tools.bench", "python -m tools.bench gpu|cpu|eight [PART ...]",
+                    tools.bench.__doc__)
+    parser.add_argument("kind", choices=list(PARTS), help="what is measured")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="some parts (default: all)")
+    parser.add_argument("--out", default="out/bench", metavar="DIR",
+                        help="for bench.txt, log.txt and the runs (default %(default)s)")
+    parser.add_argument("--ranks", type=int, choices=[1, 2, 4, 8],
+                        help="of eight (default: all GPUs; 2 on CPUs)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="of eight (default cuda)")
+    args = parser.parse_args()
+    parts = {part.__name__: part for part in PARTS[args.kind]}
+    for name in args.parts:
+        if name not in parts:
+            parser.error(f"{args.kind} has no part {name!r}: it has {', '.join(parts)}")
+    if args.kind != "eight" and (args.ranks or args.device):
+        parser.error("--ranks and --device are flags of eight")
+    work = NANO if args.device == "cpu" else WORKS[args.kind]
+    if work.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device here: cpu measures two CPU cores, eight --device "
+                     "cpu tries ranks on them")
+    count = 2 if work.device == "cpu" else torch.cuda.device_count()
+    ranks = args.ranks or max(ranks for ranks in (1, 2, 4, 8) if ranks <= count)
+    return (replace(work, ranks=ranks), Path(args.out),
+            [parts[name] for name in args.parts or parts])
 
 
-def in_words(found: dict) -> str:
-    """A row of the page."""
-    words = []
-    for column, value in found.items():
-        if isinstance(value, float):
-            value = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-        if value is not None:
-            words.append(f"{column} {value}")
-    return "; ".join(words)
+def versions(device: str) -> str:
+    card = "CPU"
+    if device == "cuda":
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        card = f"{torch.cuda.get_device_name()}, NCCL {nccl}"
+    return f"{card}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
 
 
 def main() -> None:
-    parser = Parser("tools.bench", "python -m tools.bench gpu|cpu [PART ...]", tools.bench.__doc__)
-    parser.add_argument("device", choices=list(PARTS), help="what is measured")
-    parser.add_argument("parts", nargs="*", metavar="PART", help="some parts (default: all)")
-    parser.add_argument("--out", default="out/bench", metavar="DIR",
-                        help="for bench.txt (default %(default)s)")
-    args = parser.parse_args()
-    parts = {part.__name__: part for part in PARTS[args.device]}
-    for name in args.parts:
-        if name not in parts:
-            parser.error(f"{args.device} has no part {name!r}: it has {', '.join(parts)}")
-    if args.device == "gpu" and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device here: cpu measures two CPU cores")
-    card = torch.cuda.get_device_name() if args.device == "gpu" else "CPU"
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    with open(Path(args.out, "bench.txt"), "w") as page, tempfile.TemporaryDirectory() as folder:
+    work, folder, parts = read_arguments()
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = {}
+    with open(folder / "bench.txt", "w") as page:
         def write(line):
             print(line, flush=True)
             print(line, file=page, flush=True)      # what is there is safe
-        write(f"{card}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}")
-        for name in args.parts or parts:
-            write(f"\n{name}")
-            for found in parts[name](WORKS[args.device], Path(folder)):
-                write("    " + in_words(found))
+        write(f"{work.ranks} x {versions(work.device)}\n")
+        write("| What | Result | Bound | |\n|---|---|---|---|")
+        for part in parts:
+            for what, measure in part(work, folder):
+                try:
+                    rows = measure()
+                except (RuntimeError, ValueError) as error:     # too little memory, say
+                    rows = [Row(what, str(error), ok=False)]
+                for row in rows:
+                    verdict = "ok"
+                    if not row.ok:
+                        verdict, failed[part.__name__] = "**FAIL**", part.__doc__
+                    cells = [f"{part.__name__} {row.what}", row.result, row.bound, verdict]
+                    write(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+        if failed:
+            write(f"\n{folder}/log.txt has the programs that failed, and what they said.")
+            for name, text in failed.items():
+                write(f"- {name}: {' '.join(text.split())}")
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Train the same model with PyTorch's own parallel stack: the other side of the races.
 
-    torchrun --nproc_per_node=2 -m tools.bench.pytorch_stack '{"mode": "ddp", "shape": ...}'
+    torchrun --nproc_per_node=2 -m tools.bench.pytorch_stack '{"mode": "ddp", "work": ...}'
 
 The argument is a JSON object of arguments of `train_plain`; the modes are single, ddp and fsdp.
 """
@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -54,83 +55,82 @@ class PlainGPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
         self.head.weight = self.token.weight
 
-    def forward(self, x):
-        return self.head(self.norm(self.blocks(self.token(x) + self.position.weight)))
+    def forward(self, x, y):
+        """The loss of sequences x with targets y, both (B, T)."""
+        x = self.blocks(self.token(x) + self.position.weight)
+        return self.loss(self.head(self.norm(x)), y)
+
+    def loss(self, logits, y):
+        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
 
 
-def parallel(mode, plain):
-    """The model as DDP or FSDP2 trains it."""
-    from torch.distributed.fsdp import fully_shard
+def parallel(mode, compiled, plain, dtype):
+    """The model as a user trains it. Alone and by DDP it is compiled as a whole; by FSDP2, as in
+    torchtitan, each block and the loss, and FSDP2 itself casts to 16 bits."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    if compiled:
+        for module in plain.blocks if mode == "fsdp" else [plain]:
+            module.compile()
     if mode == "ddp":
         return DistributedDataParallel(plain)
     if mode == "fsdp":
+        policy = MixedPrecisionPolicy()
+        if dtype == "bf16":
+            policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        if compiled:
+            plain.loss = torch.compile(plain.loss)
         for module in [*plain.blocks, plain]:
-            fully_shard(module)
+            fully_shard(module, mp_policy=policy)
     return plain
 
 
-def gradients_of(net, loss_of, cast, micro_batch, compile):
-    """A function (x, y), the sequences of a step and their targets, that computes gradients."""
-    def whole(x, y):
-        return loss_of(net(x), y)
-    if compile:
-        whole = torch.compile(whole)
-
-    def gradients(x, y):
-        microbatches = list(zip(x.split(micro_batch), y.split(micro_batch)))
-        for i, (tokens, targets) in enumerate(microbatches):
-            last = i == len(microbatches) - 1
-            waits = isinstance(net, DistributedDataParallel) and not last
-            with net.no_sync() if waits else nullcontext():
-                with cast():
-                    loss = whole(tokens, targets) / len(microbatches)
-                loss.backward()
-    return gradients
+def compute_gradients(net, cast, x, y, micro_batch):
+    """Of the sequences of a step and their targets."""
+    microbatches = list(zip(x.split(micro_batch), y.split(micro_batch)))
+    for i, (tokens, targets) in enumerate(microbatches):
+        last = i == len(microbatches) - 1
+        waits = isinstance(net, DistributedDataParallel) and not last
+        with net.no_sync() if waits else nullcontext():
+            with cast():
+                loss = net(tokens, targets) / len(microbatches)
+            loss.backward()
 
 
-def train_plain(mode, shape, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3,
-                warmup=2, device="cpu", compile=False):
+def train_plain(mode, compiled, work):
     """Train a PlainGPT on random tokens by PyTorch's stack -> tokens per second of the whole job,
-    the median over the steps after the warm-up, and the peak of rank 0's memory on a GPU in
-    GB. `compile`: model and loss as a whole."""
+    the median over the steps after the warm-up, and the peak of rank 0's memory on a GPU in GB.
+    `work`: the fields of a launch.Work."""
     warnings.simplefilter("ignore")
+    work = SimpleNamespace(**work)
     world = int(os.environ.get("WORLD_SIZE", 1))
     torch.set_num_threads(os.cpu_count() if world == 1 else 1)
     torch.manual_seed(0)
-    if device == "cuda":
+    if work.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    plain = PlainGPT(vocab, shape).to(device)
+    plain = PlainGPT(work.vocab, work.shape).to(work.device)
     if world > 1:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    net = parallel(mode, plain)
+        dist.init_process_group("nccl" if work.device == "cuda" else "gloo")
+    net = parallel(mode, compiled, plain, work.dtype)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
-
-    def loss_of(logits, y):
-        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
     cast = nullcontext
-    if dtype == "bf16":
-        cast = functools.partial(torch.autocast, device, torch.bfloat16)
-    gradients = gradients_of(net, loss_of, cast, micro_batch, compile)
+    if work.dtype == "bf16" and mode != "fsdp":
+        cast = functools.partial(torch.autocast, work.device, torch.bfloat16)
+    tokens = work.batch, work.shape["seq_len"]
     seconds = []
-    for _ in range(warmup + steps):
-        x, y = torch.randint(vocab, (2, batch_size // world, shape["seq_len"])).to(device)
-        if world > 1:
-            dist.barrier()
+    for _ in range(work.steps):
+        x, y = torch.randint(work.vocab, (2, *tokens)).to(work.device)
         start = time.perf_counter()
-        gradients(x, y)
+        compute_gradients(net, cast, x, y, work.microbatches[0])
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if world > 1:
-            dist.barrier()
-        if device == "cuda":
+        if work.device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     if world > 1:
         dist.destroy_process_group()
-    peak = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None
-    return dict(tokens_per_second=batch_size * shape["seq_len"] / np.median(seconds[warmup:]),
-                peak_memory=peak)
+    return dict(tokens_per_second=world * np.prod(tokens) / np.median(seconds[work.warmup:]),
+                peak_memory=torch.cuda.max_memory_allocated() / 1e9)
 
 
 if __name__ == "__main__":
