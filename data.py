@@ -224,15 +224,9 @@ class Batches:
         self.consumed = consumed
         self.sequences_trained = sequences_trained
 
-    def next_window_ids(self) -> np.ndarray:
-        """Those of the next batch, int64 (B,)."""
-        size = batch_size_at(self.config, self.sequences_trained)
-        return self.data.window_ids(self.config.seed, self.consumed, size)
-
-    def move_past(self, batch: Batch) -> None:
-        """Count the next batch as consumed."""
-        self.consumed += batch.size
-        self.sequences_trained += batch.size
+    def next_size(self) -> int:
+        """How many sequences the next batch has."""
+        return batch_size_at(self.config, self.sequences_trained)
 
 
 if __name__ == "__main__":

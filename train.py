@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from amp import PRECISIONS, clip_factor
+from base.agreement import all_ranks
 from base.errors import RunError
 from base.options import Config
 from base.processes import running
@@ -224,7 +225,7 @@ class Run:
             rollback.save_or_go_back(self, row, divergence)     # go back after a divergence
             self.step = self.progress.step + 1
         self.flat.wait_params()         # other ranks may still be receiving this rank's shard
-        run_state.wait_for_last_save(self.writer)
+        all_ranks(lambda: self.writer.wait(required=True))      # of the last checkpoint
         console.report_end(self.log, self.progress.step, config, self.train_data.meta)
 
     def compute_gradients(self, batch: Batch) -> torch.Tensor:

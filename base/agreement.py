@@ -56,21 +56,19 @@ def all_ranks(action: Callable, status: int = 2):
         wait([future], timeout=1)
         outcome = (socket.gethostname(), future.result()[1]) if future.done() else None
         ended = all_gather_object(outcome)
-    hosts, failures = zip(*ended)
-    for rank, failure in enumerate(failures):
+    for rank, (host, failure) in enumerate(ended):
         if failure is not None:
             message, status = failure
             if rank > 0:
-                host = f" on {hosts[rank]}" if len(set(hosts)) > 1 else ""
-                message = f"rank {rank}{host}: {message}"
+                on_host = f" on {host}" if len({host for host, _ in ended}) > 1 else ""
+                message = f"rank {rank}{on_host}: {message}"
             raise RunError(message, status)
     return future.result()[0]
 
 
 def on_rank0(action: Callable):
     """Run action() on rank 0 and return its result on every rank; errors as in `all_ranks`."""
-    result = all_ranks(lambda: action() if is_rank0() else None)
-    return all_gather_object(result)[0]
+    return all_gather_object(all_ranks(lambda: action() if is_rank0() else None))[0]
 
 
 def assert_equal_across_ranks(value, message: str) -> None:

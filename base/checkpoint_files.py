@@ -188,10 +188,9 @@ def list_checkpoints(out: Path) -> list[Path]:
                          f"passed over")
     orders = {path: read_order(path) for path in files.values()}
     most_rollbacks = max((order[0] for order in orders.values() if order), default=0)
-    for path, order in orders.items():
-        if order is None:                           # damaged: see what its name says
-            orders[path] = most_rollbacks, step_of(path)
-    return sorted(orders, key=orders.get, reverse=True)
+    # Of a damaged one see what its name says.
+    return sorted(orders, key=lambda path: orders[path] or (most_rollbacks, step_of(path)),
+                  reverse=True)
 
 
 def read_order(path: Path) -> tuple[int, int] | None:

@@ -12,9 +12,10 @@ def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.de
                  "mps": on_mps and torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(kind for kind in available if available[kind])
-    if name == "mps" and not on_mps:
-        raise ValueError("--device mps is for one process that needs no float64: give --device cpu")
     if not available[name]:
+        if name == "mps" and not on_mps:
+            raise ValueError("--device mps is for one process that needs no float64: give --device "
+                             "cpu")
         raise ValueError(f"torch finds no {name.upper()} device here: leave out --device {name}, "
                          f"or give --device cpu")
     if name != "cuda":

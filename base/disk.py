@@ -92,9 +92,9 @@ def link_file(path: Path, name: Path) -> None:
     aside = name.with_name(name.name + ".tmp")
     aside.unlink(missing_ok=True)               # a killed save may have left it
     with writing(aside, name):
-        with suppress(OSError):
+        try:
             os.link(path, aside)
-        if not aside.exists():                  # the file system has no hard links
+        except OSError:                         # the file system has no hard links
             with open(path, "rb") as file, flushed_file(aside) as copy:
                 shutil.copyfileobj(file, copy)
         os.replace(aside, name)

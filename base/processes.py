@@ -89,10 +89,11 @@ class Job:
         """Raises ValueError if its variables cannot be those of one job, as after an `export`."""
         def read(name, default, low=0, below=2 ** 31):
             text = os.environ.get(name) or str(default)
-            limit = "" if below == 2 ** 31 else f" and below {below}"
-            refuse([(not text.isdecimal() or not low <= int(text) < below,
-                     f"{name} is {text}, but must be at least {low}{limit}: start several "
-                     f"processes by torchrun, which sets it, and unset it to start one")])
+            if not text.isdecimal() or not low <= int(text) < below:
+                limit = "" if below == 2 ** 31 else f" and below {below}"
+                raise ValueError(f"{name} is {text}, but must be at least {low}{limit}: start "
+                                 f"several processes by torchrun, which sets it, and unset it to "
+                                 f"start one")
             return int(text)
 
         world = read("WORLD_SIZE", 1, low=1)

@@ -53,9 +53,10 @@ class Mixture:
         self.sources = sources
         self.phases = [[0, {key: source.weight for key, source in sources.items()}]]
         metas = [source.meta for source in sources.values()]
-        self.meta = {key: metas[0][key] for key in ("tokenizer", "vocab_size")} | dict(
-            bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
-        self.meta |= optional_entries(metas)
+        self.meta = dict(
+            tokenizer=metas[0]["tokenizer"], vocab_size=metas[0]["vocab_size"],
+            bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas),
+            **optional_entries(metas))
 
     # ---- Which source gives a sequence -------------------------------------------------------
 
@@ -112,10 +113,10 @@ class Mixture:
 
     def find(self, window_ids) -> Iterator[tuple]:
         """Yield (row, the windows of its source, its number there) of each but NO_WINDOW."""
-        sources = list(self.sources.values())
         for row, window in enumerate(window_ids):
             if window != NO_WINDOW:
-                source = next(source for source in reversed(sources) if source.first <= window)
+                source = next(source for source in reversed(self.sources.values())
+                              if source.first <= window)
                 yield row, source.windows, int(window) - source.first
 
     @property

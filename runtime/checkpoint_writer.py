@@ -22,7 +22,6 @@ import torch.distributed as dist
 import checkpoint
 from base.errors import RunError, warn
 from checkpoint import STATE
-from parallel import Grid
 from parallelism.pieces import Scattered, owned_slices
 from parallelism.zero import FlatParameters
 
@@ -40,10 +39,6 @@ class Writer:
     thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
     @property
-    def grid(self) -> Grid:
-        return self.flat.grid
-
-    @property
     def dtype(self) -> torch.dtype:
         """That of the tensors in a file."""
         return self.flat.buckets[0].shard["master"].dtype
@@ -52,14 +47,14 @@ class Writer:
         """Copy this rank's pieces, then start to write the state: `facts` and the tensors. Files
         whose names are in `protected` stay. Every rank must call it. Call `wait` before."""
         copies = checkpoint.copy_pieces(owned_slices(self.flat), STATE.values(), self.timeout)
-        if self.grid.rank == 0:
+        if self.flat.grid.rank == 0:
             self.pending = self.thread.submit(self._write, facts, protected, copies)
         else:
-            self.pending = self.thread.submit(checkpoint.send_pieces, copies, self.grid,
+            self.pending = self.thread.submit(checkpoint.send_pieces, copies, self.flat.grid,
                                               facts["step"])
 
     def _write(self, facts: dict, protected: Container[str], copies: deque) -> str | None:
-        full_tensors = (checkpoint.full_tensor(parameter, self.dtype, copies, self.grid,
+        full_tensors = (checkpoint.full_tensor(parameter, self.dtype, copies, self.flat.grid,
                                                facts["step"])
                         for _ in STATE for parameter in self.order)
         tensors = {key: {spec.name: Streamed(spec.shape, self.dtype, full_tensors)
@@ -89,7 +84,7 @@ class Writer:
         rank 0, nobody receives. So the others wait for `timeout` seconds."""
         if self.pending is not None:
             with suppress(dist.DistError, TimeoutError):
-                self.pending.result(None if self.grid.rank == 0 else self.timeout)
+                self.pending.result(None if self.flat.grid.rank == 0 else self.timeout)
 
 
 # ---- Tensors that exist only while torch.save writes them ------------------------------------

@@ -62,9 +62,7 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
         raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
                          f"{config.batch_size}: START and INCREMENTs must add up to it (none: no "
                          f"ramp)")
-    micro_batch = config.micro_batch
-    if micro_batch is None:
-        micro_batch = default_micro_batch(sizes, dp, config.pp, device_type)
+    micro_batch = config.micro_batch or default_micro_batch(sizes, dp, config.pp, device_type)
     if config.eval_only:            # an evaluation ignores --batch-size
         sizes = [max(1, int(dp)) * micro_batch * config.pp]
     config = dataclasses.replace(config, micro_batch=micro_batch, batch_size=sizes[-1])

@@ -34,8 +34,8 @@ def print_summary(config: Config, model_config: GPTConfig, flat: FlatParameters,
                   device: torch.device, batches: Batches, steps_left: int) -> None:
     """Print model, layout, memory, batch and data."""
     grid, data = flat.grid, batches.data
-    num_microbatches = config.batch_size // (grid.dp * config.micro_batch)
-    batch = (f"{config.batch_size} sequences = dp {grid.dp} x {num_microbatches} microbatches x "
+    batch = (f"{config.batch_size} sequences = dp {grid.dp} x "
+             f"{config.batch_size // (grid.dp * config.micro_batch)} microbatches x "
              f"{config.micro_batch} sequences")
     if config.batch_ramp is not None:
         batch += f", after a ramp {config.batch_ramp}"
@@ -90,10 +90,9 @@ def layout_in_words(config: Config, grid: Grid, device: torch.device) -> str:
 
 def memory_in_words(config: Config, flat: FlatParameters, device: torch.device) -> str:
     """What a rank's state takes on its device and on the host."""
-    offload = config.offload and device.type != "cpu"
-    on_device, on_host = state_bytes([(bucket, 1) for bucket in flat.buckets],
-                                     PRECISIONS[config.dtype], config.zero, offload,
-                                     flat.grad_dtype)
+    on_device, on_host = state_bytes(
+        [(bucket, 1) for bucket in flat.buckets], PRECISIONS[config.dtype], config.zero,
+        config.offload and device.type != "cpu", flat.grad_dtype)
     sizes = on_device | {f"host {kind}": size for kind, size in on_host.items()}
     return ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in sizes.items())
 
@@ -201,7 +200,7 @@ def environment(hosts: list[str]) -> dict:
     repository = Path(__file__).resolve().parents[1] / ".git"
     commit = None
     with suppress(FileNotFoundError):           # no git
-        command = ["git", "--git-dir", repository, "rev-parse", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+        commit = subprocess.run(["git", "--git-dir", repository, "rev-parse", "HEAD"],
+                                capture_output=True, text=True).stdout.strip() or None
     return dict(python=platform.python_version(), pytorch=torch.__version__, commit=commit,
                 hosts=hosts)

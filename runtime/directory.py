@@ -39,8 +39,7 @@ def lock_output_dir(out: Path, found: list):
                 warn(f"the file system of {out} has no locks ({error.strerror}): see that no "
                      f"second run writes to it")
             file.truncate(0)
-            file.write(f"{socket.gethostname()}, process {os.getpid()}")
-            file.flush()
+            print(f"{socket.gethostname()}, process {os.getpid()}", end="", file=file, flush=True)
         except BlockingIOError:
             file.seek(0)
             raise RunError(f"another run writes to {out} ({file.read()}): stop it first, or give "
@@ -148,8 +147,9 @@ def find_start(given: dict, restarted: bool = False) -> Start:
     if kind in ("continue", "resume") and not state["exp_avg"]:
         raise RunError(f"{path} holds weights alone: begin a run with --init-from {path} in "
                        f"another --out", 2)
-    run = on_rank0(lambda: state["run"] if kind == "continue" else new_run(kind, state))
-    return Start(kind, path, state, run, found, events, given)
+    return Start(kind, path, state,
+                 on_rank0(lambda: state["run"] if kind == "continue" else new_run(kind, state)),
+                 found, events, given)
 
 
 def check_origin(state: dict, out: Path, kind: str, file: Path) -> None:
@@ -204,8 +204,8 @@ class Metrics:
             self.path = out / "metrics.jsonl"
             with open(self.path, "a+b") as file:
                 file.seek(0)
-                whole = sum(len(line) for line in file if line.endswith(b"\n"))
-                file.truncate(whole)                                # a line torn by a crash
+                # A crash may have torn the last line.
+                file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
     def write(self, **row) -> None:
         if self.path is None:

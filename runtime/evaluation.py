@@ -101,14 +101,14 @@ def describe_data(data: TokenDataset, config: Config) -> dict:
     """What a run is evaluated on, its validation `data`, for the event of a start or a resume: two
     evaluations can be compared if tokenizer, seq_len, and each source's weight, validation shards
     and sequences are equal."""
-    sources = {}
-    for source in data.mixture.sources.values():
-        sources[source.name] = dict(
+    sources = {
+        source.name: dict(
             weight=source.weight, bytes_per_token=source.meta["bytes_per_token"],
             fingerprint=source.meta["fingerprint"],
             val_fingerprint=sampled_fingerprint(source.windows.arrays()),
             val_tokens=sum(map(len, source.windows.shards)), all_sequences=source.n_windows,
             sequences=eval_sequences(config, data.seq_len, source.n_windows))
+        for source in data.mixture.sources.values()}
     return dict(tokenizer=data.meta["tokenizer"], vocab_size=data.meta["vocab_size"],
                 bytes_per_token=data.meta["bytes_per_token"], seq_len=data.seq_len,
                 sources=sources)

@@ -96,7 +96,7 @@ class FolderWriter(Writer):
             on_rank0(lambda: self._end(path, facts, protected, parts))
         except RunError as error:               # training goes on: earlier folders are whole
             reason = f"{path} could not be written: {error}"
-            if self.grid.rank == 0:
+            if self.flat.grid.rank == 0:
                 shutil.rmtree(self.aside, ignore_errors=True)       # give its space back
                 warn(f"{reason}; earlier checkpoints, if any, are untouched")
         self.pending = Future()                 # for `wait`
@@ -109,12 +109,13 @@ class FolderWriter(Writer):
     def _write_part(self) -> tuple[list[tuple], int]:
         if not self.aside.exists():
             raise OSError(f"there is no {self.aside} here: {SHARED}")
-        return write_part(self.aside / part_file(self.grid.rank), self._chunks())
+        return write_part(self.aside / part_file(self.flat.grid.rank), self._chunks())
 
     def _end(self, path: Path, facts: dict, protected: Container[str], parts: list[tuple]) -> None:
-        for rank in range(self.grid.world):
+        hosts = self.flat.grid.hosts
+        for rank in range(len(hosts)):
             if not (self.aside / part_file(rank)).exists():
-                raise OSError(f"the file of rank {rank}{on_hosts([rank], self.grid.hosts)} is not "
+                raise OSError(f"the file of rank {rank}{on_hosts([rank], hosts)} is not "
                               f"in {self.aside}: {SHARED}")
         write_table(self.aside, parts, self.dtype, facts)
         flush_folder(self.aside)
@@ -127,5 +128,5 @@ class FolderWriter(Writer):
         for key, kind in STATE.items():
             for bucket, spec, shard_slice, where in owned_slices(self.flat):
                 numbers = bucket.shard[kind][shard_slice].cpu()
-                for offsets, chunk in chunks(spec, self.grid, numbers, where):
+                for offsets, chunk in chunks(spec, self.flat.grid, numbers, where):
                     yield f"{key}.{spec.name}", spec.shape, offsets, chunk

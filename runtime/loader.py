@@ -29,7 +29,8 @@ class Loader:
         batch = self.prefetched
         if batch is None or batch.step != step or batch.start != batches.consumed:
             batch = self.load(batches, step)
-        batches.move_past(batch)
+        batches.consumed += batch.size
+        batches.sequences_trained += batch.size
         return batch
 
     def prefetch(self, batches: Batches, step: int) -> None:
@@ -39,7 +40,8 @@ class Loader:
 
     def load(self, batches: Batches, step: int) -> Batch:
         """Load the next batch of the data. `step` seeds its dropout."""
-        data, window_ids = batches.data, batches.next_window_ids()
+        data = batches.data
+        window_ids = data.window_ids(self.config.seed, batches.consumed, batches.next_size())
         return Batch(step, batches.consumed, window_ids, data.count_targets(window_ids),
                      len(window_ids) * data.seq_len, self.microbatches(data, window_ids, step))
 
@@ -53,13 +55,13 @@ class Loader:
         own_windows = window_ids.reshape(-1, grid.dp, self.config.micro_batch)[:, grid.dp_rank]
         microbatches = []
         for m, ids in enumerate(own_windows):
-            inputs, targets, positions = dataset.rows(ids)
-            inputs = cut_sequence(torch.from_numpy(inputs), grid.cp_rank, grid.cp)
-            targets = cut_sequence(torch.from_numpy(targets), grid.cp_rank, grid.cp)
+            *rows, positions = dataset.rows(ids)
+            inputs, targets = [
+                to_device(cut_sequence(torch.from_numpy(x), grid.cp_rank, grid.cp), self.device)
+                for x in rows]
             if positions is not None:
                 positions = to_device(torch.from_numpy(positions), self.device)
-            microbatches.append((to_device(inputs, self.device), to_device(targets, self.device),
-                                 self.dropout_seed(step, m), positions))
+            microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))
         return microbatches
 
     def dropout_seed(self, step: int | None, microbatch: int) -> int | None:

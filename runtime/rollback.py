@@ -4,7 +4,8 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
-from base.batch_ramp import batch_size_at, sequences_after
+from base.agreement import all_ranks
+from base.batch_ramp import sequences_after
 from base.errors import RunError
 from base.options import Config, step_range
 from data import Batch, Batches
@@ -47,8 +48,7 @@ def find_divergence(batch: Batch, stats: StepStats, progress: Progress,
 def forget_other_mixture(monitor: DivergenceMonitor, batches: Batches, first: int) -> None:
     """Forget the losses if the weights of a mixture change at one of the sequences from `first` to
     where the run is in its data."""
-    changes = batches.data.mixture.phase_begins(first, batches.consumed)
-    if changes and not monitor.rate_is_suspect:
+    if not monitor.rate_is_suspect and batches.data.mixture.phase_begins(first, batches.consumed):
         monitor.forget_losses()
 
 
@@ -101,7 +101,7 @@ def go_back(run, divergence: Divergence) -> None:
         reason=reason, to=restored.step, sequences=excluded, lr_factor=monitor.lr_factor,
         rollbacks=monitor.rollbacks, step=diverged_at)
     run_state.submit(run)
-    run_state.wait_for_last_save(run.writer)
+    all_ranks(lambda: run.writer.wait(required=True))
 
 
 def leave_out_batches(step: int, progress: Progress, log: RunLog) -> None:
@@ -109,8 +109,7 @@ def leave_out_batches(step: int, progress: Progress, log: RunLog) -> None:
     --skip-steps, which the monitor notes, and those of rollbacks. Moves progress.batches past them.
     """
     batches, monitor = progress.batches, progress.monitor
-    config, consumed = batches.config, batches.consumed
-    size = batch_size_at(config, batches.sequences_trained)
+    config, consumed, size = batches.config, batches.consumed, batches.next_size()
     if config.skip_steps is not None and monitor.applied_skip != config.skip_steps:
         first, last = step_range(config.skip_steps)
         if first <= step <= last:

@@ -57,10 +57,10 @@ def restore(state: dict | None, flat: FlatParameters, config: Config, model_conf
         if state["config"]["dtype"] == config.dtype:
             scaler.load_state_dict(state["scaler"])
         checkpoint.restore(state, flat)
-    batches = Batches(train_data, config, consumed=done["consumed_samples"],
-                      sequences_trained=done["tokens"] // train_data.seq_len)
-    return Progress(done["step"], done["optimizer_steps"], batches, scaler,
-                    DivergenceMonitor.restored(state, config, train_data))
+    return Progress(done["step"], done["optimizer_steps"],
+                    Batches(train_data, config, consumed=done["consumed_samples"],
+                            sequences_trained=done["tokens"] // train_data.seq_len),
+                    scaler, DivergenceMonitor.restored(state, config, train_data))
 
 
 def go_back(run, find: Callable) -> None:
@@ -91,20 +91,15 @@ def save(run, is_start: bool = False) -> None:
     run.log.save_seconds = time.monotonic() - began
 
 
-def wait_for_last_save(writer: Writer) -> None:
-    """Wait for the last checkpoint. If it could not be written, all ranks raise the same error."""
-    all_ranks(lambda: writer.wait(required=True))
-
-
 def submit(run) -> None:
     """Start to write a checkpoint: this state and the tensors. The last write must have ended. The
     files to which a rollback may return stay."""
     progress = run.progress
     facts = make_facts(run.config, run.model_config, run.train_data, run.writer.identity,
-                       progress.scaler, progress.monitor)
-    facts |= dict(step=progress.step, optimizer_steps=progress.optimizer_steps,
-                  tokens=progress.batches.sequences_trained * run.model_config.seq_len,
-                  consumed_samples=progress.batches.consumed)
+                       progress.scaler, progress.monitor) | dict(
+        step=progress.step, optimizer_steps=progress.optimizer_steps,
+        tokens=progress.batches.sequences_trained * run.model_config.seq_len,
+        consumed_samples=progress.batches.consumed)
     run.writer.submit(facts, {file for _, file, _ in progress.monitor.checkpoints})
 
 

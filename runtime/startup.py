@@ -126,9 +126,9 @@ def join_ranks(config: Config, job: Job, device: torch.device, stack: ExitStack)
     adds advice to an error of too little memory, and ends the groups."""
     stack.enter_context(memory_advice("{}; give --recompute, a smaller --micro-batch, a higher "
                                       "--zero, or --tp, --pp or --cp on more processes"))
-    dp = job.world // (config.pp * config.cp * config.tp)
-    grid = Grid(dp, config.pp, config.tp, job.rank, cp=config.cp, ep=config.ep,
-                chunks=config.pp_chunks, sequence_parallel=config.sequence_parallel)
+    grid = Grid(job.world // (config.pp * config.cp * config.tp), config.pp, config.tp, job.rank,
+                cp=config.cp, ep=config.ep, chunks=config.pp_chunks,
+                sequence_parallel=config.sequence_parallel)
     make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
     return grid

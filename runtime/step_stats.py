@@ -44,13 +44,14 @@ def sum_across_ranks(local: dict, grid: Grid, timeout: float, stop: StopSignal) 
     """Sum each tensor of `local` over all ranks -> {name: a number, or a list of the rows of a
     matrix}. Waits for the other ranks, at most `timeout` seconds. A signal to one rank reaches all
     only in this sum, which sets stop.agreed: so no rank may skip one."""
+    local = local | dict(signals=scalar(stop.requested, local["loss"].device))
     numbers = torch.cat([x.flatten() for x in local.values()])
-    numbers = torch.cat([numbers, scalar(stop.requested, numbers.device).view(1)])
     sums = all_reduce(numbers, grid.groups["world"]).wait()
-    host = to_host(sums, timeout if grid.world > 1 else math.inf)
-    *parts, signals = host.split([*(x.numel() for x in local.values()), 1])
-    stop.agreed = signals.item() > 0
-    return {name: part.view_as(x).tolist() for (name, x), part in zip(local.items(), parts)}
+    parts = to_host(sums, timeout if grid.world > 1 else math.inf).split(
+        [x.numel() for x in local.values()])
+    total = {name: part.view_as(x).tolist() for (name, x), part in zip(local.items(), parts)}
+    stop.agreed = total.pop("signals") > 0
+    return total
 
 
 def scalar(value: float, device: torch.device) -> torch.Tensor:

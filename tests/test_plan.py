@@ -473,7 +473,7 @@ def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
     words = f"{flags} --gpu a100-80g --dtype bf16 --model gpt2 --batch-size 96".split()
     command = re.search("(?m)^(?:command  )?((?:torchrun|python) .*)$", answer(words))[1]
     assert command.startswith(start)
-    flags_of_train = command.partition("train.py")[2].split()
+    flags_of_train = command.partition("train.py --data DIR ")[2].split()
     printed = json.loads(answer([*words, "--json"]))
     best = printed[0] if "--search" in words else printed
     steps = flags_of_train.index("--save-every")

@@ -117,10 +117,10 @@ def test_data_py_needs_neither_torch_nor_the_model():
 
 # Lines at most, of folders, of files of the book and of the program. A change that raises one says
 # what it is worth.
-LINES = {"base": 1650, "corpus": 2546, "models": 840, "parallelism": 2595, "runtime": 2840,
-         "tools": 4001, "parallel.py": 1350, "model.py": 350, "train.py": 310, "checkpoint.py": 200,
+LINES = {"base": 1652, "corpus": 2558, "models": 840, "parallelism": 2595, "runtime": 2790,
+         "tools": 4153, "parallel.py": 1350, "model.py": 350, "train.py": 310, "checkpoint.py": 200,
          "data.py": 240, "sample.py": 120, "amp.py": 130}
-PROGRAM = 17_160
+PROGRAM = 17_266
 
 
 def test_the_program_grows_by_decision_alone():
@@ -147,9 +147,9 @@ def places(node):
 
 
 def test_exact_is_an_extra_that_can_be_deleted():
-    """With its four files and ten places elsewhere. No comment names it but beside these."""
+    """With its four files and ten places in the programs. No comment names it but beside these."""
     found = {}
-    for file in set(FILES) - set(EXACT_FILES):
+    for file in {file for file in FILES if "tools" not in file.parts} - set(EXACT_FILES):
         text = file.read_text()
         count = places(ast.parse(text)) + len(re.findall("(?i)# .*exact(?!ly)", text))
         if count > 0:

@@ -11,7 +11,7 @@
     memory      the allocator's peak beside the estimate of tools.plan. Wanted: within 10%
     profile     the kernels of the first steps, by torch.profiler
     layouts     losses of train.py in many layouts beside those of one process on the CPU
-    exact       --exact in two layouts: the same bits
+    bits        --exact in two layouts: the same bits
     resume      a rank is killed, and the same command resumes
     replicas    race and memory on all cards, beside DDP and FSDP2
 

@@ -108,7 +108,7 @@ def profile(work: Work, folder: Path) -> Iterator[tuple]:
 
 
 PARTS = dict(gpu=(race, memory, profile, eight.layouts), cpu=(race, replicas),
-             eight=(eight.layouts, eight.exact, eight.resume, replicas))
+             eight=(eight.layouts, eight.bits, eight.resume, replicas))
 
 
 def read_arguments() -> tuple[Work, Path, list]:
@@ -124,7 +124,8 @@ def read_arguments() -> tuple[Work, Path, list]:
     parser.add_argument("--device", choices=["cuda", "cpu"], help="of eight (default cuda)")
     args = parser.parse_args()
     parts = {part.__name__: part for part in PARTS[args.kind]}
-    for name in args.parts:
+    wanted = args.parts or list(parts)
+    for name in wanted:
         if name not in parts:
             parser.error(f"{args.kind} has no part {name!r}: it has {', '.join(parts)}")
     if args.kind != "eight" and (args.ranks or args.device):
@@ -135,8 +136,7 @@ def read_arguments() -> tuple[Work, Path, list]:
                      "cpu tries ranks on them")
     count = 2 if work.device == "cpu" else torch.cuda.device_count()
     ranks = args.ranks or max(ranks for ranks in (1, 2, 4, 8) if ranks <= count)
-    return (replace(work, ranks=ranks), Path(args.out),
-            [parts[name] for name in args.parts or parts])
+    return replace(work, ranks=ranks), Path(args.out).resolve(), [parts[name] for name in wanted]
 
 
 def versions(device: str) -> str:
@@ -150,6 +150,7 @@ def versions(device: str) -> str:
 def main() -> None:
     work, folder, parts = read_arguments()
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "log.txt").unlink(missing_ok=True)
     failed = {}
     with open(folder / "bench.txt", "w") as page:
         def write(line):

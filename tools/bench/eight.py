@@ -18,7 +18,7 @@ LAYOUTS = {         # fewest ranks: layouts; more ranks run them too
         "--cp 2 --zero 3", "--model moe-nano --ep 2 --zero 1"),
     4: ("--pp 4 --pp-schedule interleaved --pp-chunks 2 --zero 1",),
     8: ("--pp 2 --cp 2 --tp 2 --zero 1", "--model moe-nano --ep 4 --tp 2", "--tp 8")}
-EXACT_LAYOUTS = {   # fewest ranks: the layout that must have the bits of the first
+SAME_BITS = {       # fewest ranks: the layout that must have the bits of the first
     1: "--exact --zero 1", 2: "--exact --pp 2 --pp-schedule 1f1b",
     4: "--exact --tp 2 --pp 2 --pp-schedule interleaved --pp-chunks 2 --zero 2"}
 # The largest relative difference of a loss, by the first of these words that the flags have. Where
@@ -69,10 +69,10 @@ def layouts(work: Work, folder: Path) -> Iterator[tuple]:
             yield flags, partial(measure, flags)
 
 
-def exact(work: Work, folder: Path) -> Iterator[tuple]:
+def bits(work: Work, folder: Path) -> Iterator[tuple]:
     """Two layouts must have the same bits. If not, find by smaller layouts which flag makes the
     difference: a kernel whose sums depend on the shape of its input is the likely cause."""
-    first, *others = [flags for fewest, flags in EXACT_LAYOUTS.items() if work.ranks >= fewest]
+    first, *others = [flags for fewest, flags in SAME_BITS.items() if work.ranks >= fewest]
 
     def measure(flags):
         run, expected = (train_tiny(work.device, folder, work.ranks, f) for f in (flags, first))

@@ -3,8 +3,7 @@
     SEEN=seen.json python -m tools.bench.launch --steps 3
 
 is train.py that writes to SEEN, a file, the peak of its GPU's memory in GB and, with PROFILE=1,
-torch.profiler's table of its kernels. With KILL_IN_STEP=7 the last rank kills
-itself there.
+torch.profiler's table of its kernels. With KILL_IN_STEP=7 the last rank kills itself there.
 """
 import json
 import os
@@ -134,8 +133,8 @@ class Killed(train.Run):
 
 if __name__ == "__main__":
     sys.argv[0] = "train.py"
-    rank, world = (int(os.environ.get(name, i)) for i, name in enumerate(("RANK", "WORLD_SIZE")))
-    if "KILL_IN_STEP" in os.environ and rank == world - 1:
+    rank = int(os.environ.get("RANK", 0))
+    if "KILL_IN_STEP" in os.environ and rank == int(os.environ.get("WORLD_SIZE", 1)) - 1:
         train.Run = Killed
     profiler = torch.profiler.profile() if "PROFILE" in os.environ else nullcontext()
     try:

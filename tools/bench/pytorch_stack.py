@@ -68,9 +68,8 @@ def parallel(mode, compiled, plain, dtype):
     """The model as a user trains it. Alone and by DDP it is compiled as a whole; by FSDP2, as in
     torchtitan, each block and the loss, and FSDP2 itself casts to 16 bits."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    if compiled:
-        for module in plain.blocks if mode == "fsdp" else [plain]:
-            module.compile()
+    if compiled and mode != "fsdp":
+        plain.compile()
     if mode == "ddp":
         return DistributedDataParallel(plain)
     if mode == "fsdp":
@@ -79,6 +78,8 @@ def parallel(mode, compiled, plain, dtype):
             policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         if compiled:
             plain.loss = torch.compile(plain.loss)
+            for block in plain.blocks:
+                block.compile()
         for module in [*plain.blocks, plain]:
             fully_shard(module, mp_policy=policy)
     return plain

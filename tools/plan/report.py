@@ -138,8 +138,8 @@ def format_search(plans: list[dict]) -> list[str]:
 
 def format_command(config: PlanConfig, given: dict, plan: dict) -> str:
     """The command that starts the run: the flags that were `given`, and what was found. One on
-    several machines starts on each of them, and HOST is the name of one."""
-    flags = {name: given[name] for name in RUN_FLAGS if name in given}
+    several machines starts on each of them. HOST is the name of one, DIR the folder of the data."""
+    flags = dict(data="DIR") | {name: given[name] for name in RUN_FLAGS if name in given}
     if config.steps != PlanConfig.steps:
         flags["steps"] = config.steps
     flags["save_every"] = save_every(plan)
