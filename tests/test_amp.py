@@ -1,7 +1,9 @@
-"""Mixed precision: the scale's floor, and sums that 16 bits would lose.
+"""Mixed precision: the scale's floor, and sums and updates that 16 bits would lose.
 
-The loss scale beside torch's GradScaler, and fp32 masters beside AdamW: test_all.py.
+The loss scale beside torch's GradScaler: test_all.py.
 """
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn as nn
@@ -11,8 +13,8 @@ import model
 from model import GPTConfig
 from parallel import Grid, reduce_scatter
 from parallelism import kernels
-from tests.harness import (assert_close, gridded, on_ranks, random_tensor, relative,
-                           staged, tokens_of)
+from tests.harness import (CFG, assert_close, gridded, on_ranks, random_tensor, relative, staged,
+                           tokens_of)
 
 
 def test_the_scale_stays_at_its_floor_and_grows_from_there():
@@ -31,6 +33,29 @@ def test_the_scale_stays_at_its_floor_and_grows_from_there():
     scaler = amp.LossScaler()
     scaler.load_state_dict(state)
     assert scales(True, True, False, False) == [2.0, 2.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_update_below_the_last_bit_of_a_parameter_accumulates_in_the_master(dtype):
+    """Eight updates of an eighth of the last bit of 1 move a parameter to the next number of its
+    type; torch's AdamW, on parameters of that type alone, leaves it at 1."""
+    last_bit = torch.finfo(dtype).eps
+    _, flat = staged(replace(CFG, n_layer=1), Grid(1, 1, 1), dtype)
+    flat.load("master", lambda name, shape: torch.ones(shape))
+    theirs = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = torch.optim.AdamW([theirs], lr=last_bit / 8, weight_decay=0.0)
+    bucket = flat.buckets[-1]
+    spec = bucket.specs[0]
+    seen = []
+    for step in range(1, 9):
+        for each in flat.buckets:
+            each.grad.fill_(-1)             # AdamW adds the learning rate
+        flat.adamw_step(1.0, step, lr=last_bit / 8, beta1=0.9, beta2=0.999, weight_decay=0.0)
+        theirs.grad = torch.full_like(theirs, -1)
+        optimizer.step()
+        seen.append(bucket.view(bucket.data, spec).unique().tolist())
+    assert seen[:3] == 3 * [[1.0]] and seen[-1] == [1 + last_bit]
+    assert theirs.tolist() == 4 * [1.0]
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 0.0025), (torch.float16, 0.0004)])
