@@ -349,6 +349,7 @@ def machines(out, *flags):
     """Yields (start, lose). start() is a torchrun of one process, one of two machines, by the
     README's command; lose(it): its processes are gone at once, as if by a power failure."""
     line = next(x for x in README.split("```")[1::2] if "--nnodes=1:2" in x).replace("\\\n", " ")
+    line = line.replace(" --numa-binding=node", "")       # which needs GPUs
     options = re.search(r"torchrun (.*?) train\.py", line)[1]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

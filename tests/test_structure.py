@@ -120,7 +120,7 @@ def test_data_py_needs_neither_torch_nor_the_model():
 LINES = {"base": 1652, "corpus": 2558, "models": 840, "parallelism": 2595, "runtime": 2790,
          "tools": 4153, "parallel.py": 1350, "model.py": 350, "train.py": 310, "checkpoint.py": 200,
          "data.py": 240, "sample.py": 120, "amp.py": 130}
-PROGRAM = 17_266
+PROGRAM = 17_252
 
 
 def test_the_program_grows_by_decision_alone():
