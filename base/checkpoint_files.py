@@ -182,7 +182,7 @@ def list_checkpoints(out: Path) -> list[Path]:
             try:
                 files[os.stat(out / name).st_ino] = out / name
             except FileNotFoundError:               # another process may just have removed it
-                if os.path.islink(out / name) and not os.path.lexists(out / os.readlink(out / name)):
+                if os.path.islink(out / name):
                     warn(f"{out / name} is a link to {os.readlink(out / name)}, which is missing; "
                          f"passed over")
     orders = {path: read_order(path) for path in files.values()}

@@ -6,8 +6,8 @@
 
 `flat` is a run's zero.FlatParameters. A rank has no such tensor by itself: gradients add up in flat
 buffers, times the loss scale, and a rank holds parts of parameters and of sums. So the ranks send
-their pieces to rank 0, as for a checkpoint. All ranks must make the same calls in the same order;
-only rank 0 gets something. If there is nothing to read, every rank raises RuntimeError.
+their pieces to rank 0, as for a checkpoint. All make the same calls in the same order. Rank 0 alone
+gets tensors, and must take them all. If there is nothing to read, every rank raises RuntimeError.
 """
 import math
 from collections.abc import Iterator

@@ -332,8 +332,8 @@ def test_shards_that_are_not_read_and_a_tiny_validation_are_told(run_train, tmp_
     tokens = np.arange(6000) % 257
     for val, few in ((20, True), (40, False)):
         dataset(tmp_path / f"{val}", dict(train_0=tokens, train_1=tokens[:9], val_0=tokens[:val]))
-        _, told, _ = run_train("--data", tmp_path / f"{val}", *TINY, *program, "--steps", 1, "--out",
-                               tmp_path / f"o{val}")
+        _, told, _ = run_train("--data", tmp_path / f"{val}", *TINY, *program, "--steps", 1,
+                               "--out", tmp_path / f"o{val}")
         assert "6,000 of 6,009 tokens, as shards shorter than a window of 16 + 1 are not" in told
         assert ("note     20: 20 tokens validate beside 6,009" in told) == few
 
