@@ -86,8 +86,7 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type's name if it has none. Of NCCL's error the
     last lines, in one: the reason and what to do."""
     text = str(error) or type(error).__name__
-    before_reason = r"(?s)NCCL error in: .*?\nLast error:\s*(?=\S)(?!Exception raised)"
-    text = re.sub(before_reason, "NCCL: ", text)
+    text = re.sub(r"(?s)NCCL error in: .*?\nLast error:\s*(?=\S)(?!Exception)", "NCCL: ", text)
     if "NCCL: " in text:
         return " ".join(text.partition("\nException raised from")[0].split())
     return text.splitlines()[0]
