@@ -53,10 +53,6 @@ def print_summary(config: Config, model_config: GPTConfig, flat: FlatParameters,
         f"batch    {batch}; {config.batch_size * model_config.seq_len:,} tokens a step\n"
         f"data     {tokens_in_words(data)} ({data.meta['tokenizer']}) in {config.data}; "
         f"{config.steps} steps read {', '.join(epochs)}")
-    if config.exact:
-        print_rank0(f"note     with --exact a step takes 1.3 to 2.5 times as long, with "
-                    f"microbatches of 1 sequence up to 18 times: here they have "
-                    f"{config.micro_batch} (--micro-batch)")
     for source in data.mixture.sources.values():
         if source.meta["template"] is not None:
             print_rank0(source.windows.describe())
@@ -150,9 +146,8 @@ def report_begin(log: RunLog, begin: Start, data: TokenDataset, hosts: list[str]
         print_rank0(f"note     --warmup-steps {config.warmup_steps} is more than the run's "
                     f"{config.steps} steps: the learning rate reaches "
                     f"{config.lr * config.steps / config.warmup_steps:.2e}, not {config.lr:.2e}")
-    for pair in zip(*(split.mixture.sources.values() for split in (data, log.val_data))):
-        for few in tiny_validation(*(sum(map(len, one.windows.shards)) for one in pair)):
-            print_rank0(f"note     {pair[0].name}: {few}")
+    for few in tiny_validation(data.n_tokens, log.val_data.n_tokens):
+        print_rank0(f"note     {few}")
 
 
 def note_of_rate(begin: Start, config: Config, factor: float, learning_rate: Callable) -> str:

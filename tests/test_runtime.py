@@ -335,7 +335,7 @@ def test_shards_that_are_not_read_and_a_tiny_validation_are_told(run_train, tmp_
         _, told, _ = run_train("--data", tmp_path / f"{val}", *TINY, *program, "--steps", 1,
                                "--out", tmp_path / f"o{val}")
         assert "6,000 of 6,009 tokens, as shards shorter than a window of 16 + 1 are not" in told
-        assert ("note     20: 20 tokens validate beside 6,009" in told) == few
+        assert ("note     20 tokens validate beside 6,009" in told) == few
 
 
 def test_the_activation_norm_is_that_of_the_plain_model(tmp_path):
