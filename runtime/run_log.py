@@ -54,8 +54,6 @@ class RunLog:
                     progress: Progress) -> dict:
         """Print a step that took `seconds`, and return its row of metrics.jsonl. In it `skipped`
         says how many steps up to this one have had no update."""
-        self.recent_seconds.append(seconds / batch.size)
-        self.step_ended_at = time.monotonic()
         row = dict(
             step=batch.step, loss=stats.loss, lr=lr,
             tokens=progress.batches.sequences_trained * self.model_config.seq_len,
@@ -63,15 +61,16 @@ class RunLog:
             activation_norm=stats.activation_norm,
             tokens_per_second=round(batch.num_tokens / seconds, 1), **stats.expert_loads,
             skipped=progress.monitor.skipped)
-        self.print_step(row)
+        self.print_step(row, seconds / batch.size)
         return row
 
-    def print_step(self, row: dict) -> None:
-        """Print a step's line: with --log-every N each N-th, otherwise about LINES in the run and
+    def print_step(self, row: dict, seconds: float) -> None:
+        """Print the line of a step, which took so many seconds for each sequence: with --log-every N each N-th, otherwise about LINES in the run and
         at most one a second; always the first, the last and those of evaluations. A terminal shows
         beside these how far the run has come, in a line that the next one replaces."""
         config, step = self.config, row["step"]
-        now = time.monotonic()
+        self.recent_seconds.append(seconds)
+        self.step_ended_at = now = time.monotonic()
         if config.log_every is not None:
             is_due = step % config.log_every == 0
         else:

@@ -160,11 +160,10 @@ def test_a_long_run_prints_fifty_lines_and_at_most_one_a_second(monkeypatch, cap
     config = Config(**dict(steps=1000, eval_every=0) | flags)
     log = log_without_run(config)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
-    log.recent_seconds.append(seconds)
     row = dict(tokens=0, loss=1.0, lr=1.0, grad_norm=1.0, tokens_per_second=1.0, skipped=0)
     for step in range(1, config.steps + 1):
         monkeypatch.setattr(run_log.time, "monotonic", lambda: step * seconds)
-        log.print_step(row | dict(step=step))
+        log.print_step(row | dict(step=step), seconds)
     text = capsys.readouterr().out
     replaced = re.findall(r"step \d+/\d+  loss 1.0000  left [\d:]+\x1b\[K\r", text)
     printed = re.sub(r"step \d+/\d+  loss 1.0000  left [\d:]+\x1b\[K\r", "", text).splitlines()
