@@ -5,8 +5,8 @@
       gradients to main_grad themselves      between (loss.py)                  main_grad
     --offload: masters and moments are in    6 of 18 bytes per parameter stay   update_offloaded
       host memory, and AdamW runs there
-    what is read too early or too late is                                       main_grad,
-      refused                                                                   before_state_dict
+    a state_dict() that is not the model's                                      before_state_dict
+      is refused
 """
 import torch
 
@@ -62,11 +62,6 @@ class FlatParameters(DataParallel):
     def main_grad(self, parameter):
         bucket = parameter.bucket
         grows_in_forward = bucket.name in ("tied", "head")
-        is_awaited = bucket.pending_grads > 0 or grows_in_forward
-        if self.grads_are_summed or (bucket.grad is None and not is_awaited):
-            raise RuntimeError(f"main_grad of {parameter.spec.name} is this rank's part of a sum, "
-                               f"while backward runs: call full_tensors.full_gradients(flat) after "
-                               f"finish_grad_sync, on every rank")
         if bucket.grad is None and grows_in_forward:    # what the last backward has sent of it is
             self.wait_grad_sync()                       # as large
         return super().main_grad(parameter)
