@@ -110,17 +110,13 @@ def print_evaluation(row: dict, begin: Start, config: Config, model_config: GPTC
     print_rank0(f"{begin.path}, step {step}, on {config.data}:{sep}{text}")
 
 
-def print_finished(begin: Start, config: Config, phases: list) -> None:
-    """Also which of the given settings are not used."""
+def print_finished(begin: Start, config: Config) -> None:
+    """That the run has made all its steps, so that other flags change nothing."""
     advice = "raise --steps or --epochs"
     if begin.kind == "continue":
         advice += " to continue, or begin a new run in another --out"
-    changed = {name: values for name, values in changed_settings(config, phases,
-                                                                 begin.state).items()
-               if name in begin.given and name != "steps"}
-    unused = f" ({'; '.join(describe(changed))}: not used)" if changed else ""
-    print_rank0(f"{begin.path} is step {begin.step} of {config.steps}: nothing left to do"
-                f"{unused}; {advice}")
+    print_rank0(f"{begin.path} is step {begin.step} of {config.steps}: nothing left to do; "
+                f"{advice}")
 
 
 def report_begin(log: RunLog, begin: Start, data: TokenDataset, hosts: list[str],

@@ -61,7 +61,7 @@ def begin(given: dict, job: Job, device: torch.device,
                                  make_scaler(config.dtype), DivergenceMonitor())    # a new one
     out = OutputFolder(config, model_config.seq_len, start.path, facts, start.step)
     if start.step >= config.steps:
-        print_finished(start, config, train_data.mixture.phases)
+        print_finished(start, config)
     else:
         metrics = all_ranks(lambda: Metrics(Path(config.out)))
         out.run_log = RunLog(metrics, config, val_data, model_config, torch.device("cpu"), world=1)

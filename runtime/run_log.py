@@ -21,7 +21,7 @@ from model import GPTConfig, ceil_div
 from runtime.directory import Metrics
 from runtime.evaluation import eval_sequences, perplexity
 from runtime.run_state import Progress
-from runtime.step_stats import StepStats, experts_in_words
+from runtime.step_stats import StepStats
 
 LINES = 50                      # of steps on the console in a run, about
 
@@ -109,8 +109,6 @@ class RunLog:
             self.evaluation_seconds = time.monotonic() - self.step_ended_at
             self.beats_a_uniform_guess = row["val_loss"] <= math.log(self.model_config.vocab_size)
             print_rank0(format_eval(row, self.config, self.model_config, self.val_data))
-            if "dead_experts" in row:
-                print_rank0(experts_in_words(row, self.model_config))
 
     def format_step(self, row: dict, left: timedelta) -> str:
         """The console's line of a step."""
