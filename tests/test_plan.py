@@ -491,7 +491,7 @@ def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
 
 def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
     """Those of an A100, on one GPU, give an A100's plan. A fourth one is NVLink's."""
-    assert [gpu_name(name) for name in ("NVIDIA GeForce RTX 4090", "H100")] == ["4090", "h100"]
+    assert gpu_name("H100") == "h100"
     flags = "--world 1 --json --dtype bf16 --gpu".split()
     known, own = (json.loads(answer([*flags, gpu])) for gpu in ("a100-80g", "312:80:2039"))
     assert known == own | dict(gpu="a100-80g")

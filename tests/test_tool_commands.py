@@ -36,7 +36,7 @@ def test_help_is_in_groups_and_says_the_form_of_each_value(monkeypatch, capsys, 
 @pytest.mark.parametrize("program, flags, words", [
     ("bench.__main__", "gpu", "no CUDA device here: cpu"), ("bench.__main__", "", "kind"),
     ("bench.__main__", "cpu memory", "no part 'memory': it has race"),
-    ("bench.__main__", "cpu --ranks 4", "flags of eight"),
+    ("bench.__main__", "gpu --ranks 4", "flag of eight and cpu"),
     ("follow", "o --to wandb", "o has no metrics.jsonl"),
     ("follow", "damaged --to wandb", "damaged has no metrics.jsonl with a whole"),
     ("follow", "o --to comet", "--to: invalid choice: 'comet'"), ("follow", "o", "--to"),
