@@ -11,8 +11,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -31,7 +29,7 @@ from base.checkpoint_files import LATEST, list_checkpoints, step_file
 from base.options import Config
 from runtime import directory
 from tests.commands import (README, TINY, Command, expect_mistake, kinds, launch, read_metrics,
-                            wait_for, wait_for_step)
+                            torchrun, wait_for, wait_for_step)
 from tests.harness import (CFG, ROOT, Memory, after_backward, assert_same_state, column, gridded,
                            log_of, poison, saved, saved_file, settings)
 from tests.test_layouts import drawn
@@ -92,16 +90,13 @@ def test_a_rank_lost_during_a_save_costs_at_most_that_save(shards, tmp_path, fat
         assert checkpoint.load(out / LATEST[form])["step"] == 6
 
 
-def test_an_error_of_one_rank_is_raised_while_others_still_act():
+def test_an_error_of_one_rank_is_raised_while_others_act_and_names_rank_and_machine():
     """For example too little memory: the others wait for it."""
     def fail():
         raise MemoryError("too little")
     with mock.patch.object(agreement, "all_gather_object", side_effect=3 * [[None]]), \
             pytest.raises(MemoryError, match="too little"):
         agreement.all_ranks(fail)
-
-
-def test_an_error_that_all_ranks_raise_names_rank_and_machine():
     ended = [("node0", None), ("node1", ("too little", 2))]
     with mock.patch.object(agreement, "all_gather_object", return_value=ended), \
             pytest.raises(agreement.RunError, match="^rank 1 on node1: too little$"):
@@ -354,17 +349,12 @@ def machines(out, *flags):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         host = free.getsockname()
-    options = options.replace("HOST:29500", f"localhost:{host[1]}")
-    options = options.replace("--nproc_per_node=8", "--nproc_per_node=1")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
-    environment.update(re.findall(r"(TORCH_\w+)=(\S+)", line))
+    options = options.replace("HOST:29500", f"localhost:{host[1]}").replace("node=8", "node=1")
     running = []
 
     def start():
-        running.append(subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *options.split(), ROOT / "train.py",
-             *map(str, flags), "--out", out], env=environment, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, start_new_session=True))
+        with mock.patch.dict(os.environ, re.findall(r"(TORCH_\w+)=(\S+)", line)):
+            running.append(torchrun(1, *options.split(), ROOT / "train.py", *flags, "--out", out))
         while running[-1].poll() is None:       # the first one, HOST, listens before others start
             with suppress(ConnectionRefusedError), socket.create_connection(host):
                 return running[-1]
@@ -402,7 +392,7 @@ def test_a_run_goes_on_with_the_machines_that_are_left_and_has_the_same_bits(sha
         assert resumed["environment"]["hosts"] == [socket.gethostname()]
         wait_for_step(out, resumed["step"] + 5, first)
         third = start()
-        texts = [machine.communicate(timeout=300)[0] for machine in (first, third)]
+        texts = [machine.communicate(timeout=300) for machine in (first, third)]
         assert first.returncode == 0 and third.returncode == 0, texts
     worlds = [len(event["environment"]["hosts"]) for event in read_metrics(out)[1]
               if event["event"] in ("start", "resume")]
