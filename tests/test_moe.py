@@ -2,7 +2,6 @@
 
 That they train in every layout as in one process: tests/test_layouts.py.
 """
-import shutil
 from functools import partial
 
 import numpy as np
@@ -12,16 +11,13 @@ import torch.nn.functional as F
 
 import checkpoint
 import parallel
-from base.commandline import flag_name
 from base.flops import flops_per_token
 from base.options import Config
 from model import IGNORE_INDEX
 from models.moe import MoEConfig
-from tests.commands import TINY
-from tests.harness import (BOUNDS, Memory, assert_same_rows, assert_same_state, random_gpt,
-                           relative, run_steps, settings, tokens_of, trained, whole_gradient,
-                           without_saves)
-from tests.test_layouts import MIXTURE, MODELS
+from tests.harness import (BOUNDS, Memory, assert_same_rows, random_gpt, relative, tokens_of,
+                           trained, whole_gradient, without_saves)
+from tests.test_layouts import MODELS
 
 
 @pytest.mark.parametrize("name", [
@@ -186,32 +182,6 @@ def test_padding_is_outside_of_losses_of_routers_their_loads_and_their_bias(pool
                 assert relative(value, seen[name]) <= bound, name
 
 
-def prefer_two_experts(run):
-    """All tokens choose the experts 0 and 1, whose bias is larger than scores differ."""
-    run.model.blocks["0"].mlp.router.bias.data[:2] = 0.1
-    without_saves(run)
-
-
-def bias_and_load(run):
-    router = run.model.blocks["0"].mlp.router
-    return router.bias.detach().clone(), router.load.clone()
-
-
-def test_a_bias_balances_without_a_loss(tmp_path):
-    """Tokens that all choose two experts are spread over eight, where nothing but the bias is
-    trained."""
-    cfg = MoEConfig(**MIXTURE | dict(n_layer=1, balance_bias=0.002, balance_loss=0.0))
-    config = settings(tmp_path, steps=40, lr=0.0, weight_decay=0.0)
-    seen = run_steps(0, 1, (1, 1, 1), config, cfg, bias_and_load, prepare=prefer_two_experts).seen
-    tokens = 8 * 16
-    assert seen[0][1].tolist() == [tokens] * 2 + [0] * 6
-    torch.testing.assert_close(seen[0][0], torch.tensor([0.098] * 2 + [0.002] * 6))
-    for (before, _), (after, load) in zip(seen, seen[1:]):
-        expected = before - 0.002 * (load - tokens * 2 / 8).sign()
-        torch.testing.assert_close(after, expected, rtol=0, atol=1e-7)
-    assert seen[-1][1].max() < 1.5 * tokens * 2 / 8
-
-
 def differ_on_tp_ranks(run):
     """The routers of tp rank 1 become others."""
     generator = torch.Generator().manual_seed(1)
@@ -266,25 +236,3 @@ def test_flops_count_the_experts_of_a_token_alone():
     routers = 6 * cfg.n_layer * (8 - 1) * cfg.n_embd
     assert flops_per_token(cfg) - routers == flops_per_token(dense)
     assert flops_per_token(cfg, True) - routers == flops_per_token(dense, True)
-
-
-@pytest.mark.parametrize("flag, value", [("balance_bias", 0.01), ("balance_loss", 0.5)])
-def test_a_cut_run_with_a_named_size_continues_with_its_own_losses(run_train, shards, tmp_path,
-                                                                   flag, value):
-    """Its own command, and the same without the flag, end with the bits of the uninterrupted run.
-    Another value is in the resume line."""
-    common = ["--data", shards, "--model", "moe-nano", *TINY[:-6], "--hidden", 16, "--n-kv-head", 2,
-              "--head-dim", 8, "--save-every", 2]
-    own = [flag_name(flag), value]
-    assert run_train(*common, *own, "--out", tmp_path / "whole")[0] == 0
-    whole = checkpoint.load(tmp_path / "whole/latest.pt")
-    for name, flags in (("own", own), ("without", [])):
-        (tmp_path / name).mkdir()
-        shutil.copy(tmp_path / "whole/step_00000002.pt", tmp_path / name)
-        status, said, _ = run_train(*common, *flags, "--out", tmp_path / name)
-        assert status == 0 and "after step 2\n" in said
-        again = checkpoint.load(tmp_path / name / "latest.pt")
-        assert again["model"] == whole["model"] and again["model"][flag] == value
-        assert_same_state(again, whole)
-    _, said, _ = run_train(*common, "--z-loss", 0.25, "--steps", 6, "--out", tmp_path / "own")
-    assert "z loss 0.25 instead of the default" in said

@@ -25,7 +25,6 @@ import data
 import model
 from base.options import Config
 from corpus import shards
-from corpus.program import DataFlags
 from model import GPTConfig
 from parallelism.pipeline import SCHEDULES
 from tests.harness import ROOT, tokens_of
@@ -170,14 +169,6 @@ FLAGS = """data out log model n_layer n_head n_embd seq_len activation n_kv_head
 def test_train_py_has_these_flags_and_no_others():
     """A new flag is a decision, not an accident: whoever adds one writes it down here too."""
     assert {field.name for field in fields(Config)} == set(FLAGS.split())
-
-
-DATA_FLAGS = """dataset input text_field split_names template near_duplicates tokenizer
-    train_tokenizer out seed shard_tokens shards"""
-
-
-def test_data_py_has_these_flags_and_no_others():
-    assert {field.name for field in fields(DataFlags)} == set(DATA_FLAGS.split())
 
 
 def test_the_example_in_model_py_runs():

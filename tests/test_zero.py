@@ -1,4 +1,4 @@
-"""ZeRO: what a rank keeps, when it communicates, and how its parts are read.
+"""ZeRO: what a rank keeps, and when it communicates.
 
 That replicas train as one process, DDP and FSDP2 do: test_all.py.
 """
@@ -10,15 +10,12 @@ import pytest
 import torch
 
 import amp
-import checkpoint
 from parallel import Grid
 from parallelism.build import build_stage
 from parallelism.parameters import param_specs
 from parallelism.pipeline import SCHEDULES, run_schedule
 from parallelism.zero import FlatParameters, state_bytes
-from runtime.full_tensors import full_gradients, full_tensors
-from tests.harness import (CFG, FORMULA, assert_close, gridded, in_turn, plain_gradient,
-                           run_steps, settings, staged, tokens_of, traffic)
+from tests.harness import CFG, FORMULA, gridded, in_turn, staged, tokens_of, traffic
 from tests.test_layouts import MODELS
 from tools.plan.flags import PlanConfig
 from tools.plan.memory import Stage
@@ -190,28 +187,3 @@ def test_zero_3_holds_one_block_and_gathers_the_next(recompute):
     assert in_turn(seen) == [*forward, *backward, "", *forward, ""]
     with pytest.raises(RuntimeError, match="full_tensors"):
         local.state_dict()
-
-
-def test_the_last_stage_sums_the_head_first():
-    """Mechanism (overlap): there the tied matrix has its gradient before the blocks."""
-    local, flat = staged(replace(CFG, n_layer=2), Grid(1, 2, 1, rank=1))
-    flat.prepare_grad_sync(local, True)
-    assert [bucket.name for bucket in flat.buckets_to_sync] == ["ends", "1.attn", "1.mlp", "tied"]
-
-
-def gradients_and_weights(run):
-    with pytest.raises(RuntimeError, match="full_tensors"):
-        run.model.state_dict()
-    return dict(full_gradients(run.flat)), dict(full_tensors(run.flat, "master"))
-
-
-def test_full_tensors_are_read_by_name(pool, tmp_path):
-    """On two replicas of two stages."""
-    cfg = replace(CFG, n_layer=2)
-    config = settings(tmp_path, steps=1, micro_batch=1, pp=2, zero=2)
-    answers = pool.run(4, run_steps, (2, 1, 2), config, cfg, gradients_and_weights)
-    (gradients, weights), *others = [answer.seen[0] for answer in answers]
-    assert_close({"gradient": (gradients, plain_gradient(cfg))}, 1e-5)
-    saved = checkpoint.load(tmp_path / "latest.pt")["parameters"]
-    assert_close({"weights": (weights, saved)}, 0)
-    assert others == [({}, {})] * 3
