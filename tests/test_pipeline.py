@@ -48,6 +48,11 @@ def test_schedules_have_the_papers_bubble_and_live_microbatches(name):
             assert sorted(schedule) == sorted(itertools.product("FB", range(m), range(v)))
 
 
+def test_the_clock_finds_a_deadlock():
+    with pytest.raises(ValueError, match="deadlock"):
+        clock([[("F", 0, 0), ("F", 1, 0)], [("F", 1, 0), ("B", 1, 0), ("F", 2, 0)]])
+
+
 def ops_of_a_step(rank, world, config, cfg):
     """What the first step of a run carries out on this stage, in order: the kinds "F" and "B" by
     what its layers do, as one text, and the ops (kind, microbatch, chunk)."""

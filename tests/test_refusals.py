@@ -41,10 +41,8 @@ def rows(table):
 # As many processes start as tp x pp x cp, or as --nproc_per_node says.
 TRAIN = rows("""
 --zero 4 | --zero, 4
---pp 0 | --pp, 0
---pp-schedule wave | --pp-schedule, 1f1b
+--pp-schedule zb-h1 | zb-h1, 1f1b, interleaved | --pp 2 --pp-schedule 1f1b
 --steps | --steps
---steps x | --steps, 'x'
 --lr nan | --lr, nan
 --log tensorboard | missing: pip install tensorboard
 --log wandb | missing: pip install wandb
@@ -54,16 +52,12 @@ config/tiny.py | config/tiny.py, no configuration files, --help
 --max_iters 9 | --steps?
 --gradient_accumulation_steps=4 | --batch-size?
 --wandb_log=True | --log?
---out_dir=foo | --out?
 --tensor-model-parallel-size 2 | --tp?
 --dtype float32 | fp32? | --dtype fp32
---dtype bfloat16 | bf16?
 --warm 5 | --warmup-steps?
 --nonsense 1 | --nonsense, --help
---batch-sise 1 | --batch-size?
 lr=1e-3 | --lr? | --lr 1e-3
 --model gpt3-6.7 | gpt3-6.7b?
---model bert-base | 'bert-base', --help
 --device cuda:0 | 'cuda:0', cpu, cuda, mps
 --device cuda | CUDA
 --compile | g++
@@ -91,7 +85,6 @@ LOCAL_RANK=1 --lr 1 | LOCAL_RANK is 1
 --pp 2 --pp-schedule interleaved | --pp, --pp-chunks, 2 and 1 | --n-layer 4 --pp 2 CHUNKED
 --n-layer 3 --batch-size 5 --pp 2 CHUNKED | n_layer 3, pp 2 x pp-chunks 2, 5
 --n-layer 4 --batch-size 3 --micro-batch 1 --pp 2 CHUNKED | batch size 3, pp 2
---pp 2 --pp-schedule zb-h1 | zb-h1, 1f1b, interleaved | --pp 2 --pp-schedule 1f1b
 --exact --cp 2 | --exact, --cp 2
 --exact --tp 3 --n-head 3 --n-embd 24 | --exact, tp 3 | --exact --tp 2
 --exact --compile | --exact, --compile
@@ -127,7 +120,6 @@ WORLD_SIZE=2 --plain | --plain, 2
 --data torn=1,other=1 | train_0.bin
 --data beyond | beyond/train_0.bin, 257
 --data beyond --plain | beyond/train_0.bin, 257
---data beyond_val | 257
 --data beyond=1,beyond_val=1 | beyond, beyond_val | --data beyond=1
 --out /proc/nowhere | /proc/nowhere
 --out precious | precious
@@ -159,9 +151,7 @@ SAMPLE = rows("""
 --top-p 1.5 --seed x | --seed, 'x'
 --top-k -3 | --top-k
 --max_tokns 9 | --max-tokens?
---start hello | --prompt?
 --out_dir=out | --ckpt?
---max_iters=5 | --steps here, --help
 once upon | once, --help
 --device cuda | CUDA
 --seed 99999999999999999999 | --seed
