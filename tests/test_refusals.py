@@ -58,6 +58,7 @@ config/tiny.py | config/tiny.py, no configuration files, --help
 --nonsense 1 | --nonsense, --help
 lr=1e-3 | --lr? | --lr 1e-3
 --model gpt3-6.7 | gpt3-6.7b?
+--model bert-base | 'bert-base', --help
 --device cuda:0 | 'cuda:0', cpu, cuda, mps
 --device cuda | CUDA
 --compile | g++
@@ -120,6 +121,7 @@ WORLD_SIZE=2 --plain | --plain, 2
 --data torn=1,other=1 | train_0.bin
 --data beyond | beyond/train_0.bin, 257
 --data beyond --plain | beyond/train_0.bin, 257
+--data beyond_val | 257
 --data beyond=1,beyond_val=1 | beyond, beyond_val | --data beyond=1
 --out /proc/nowhere | /proc/nowhere
 --out precious | precious
@@ -152,6 +154,7 @@ SAMPLE = rows("""
 --top-k -3 | --top-k
 --max_tokns 9 | --max-tokens?
 --out_dir=out | --ckpt?
+--max_iters=5 | --steps here, --help
 once upon | once, --help
 --device cuda | CUDA
 --seed 99999999999999999999 | --seed
