@@ -1,14 +1,9 @@
 """What README.md and docs/ promise: their commands run as printed, and their names of tests and
 flags exist. README is the text of all pages.
-
-Slurm, and torchrun on two machines, are imitated by scripts of these names.
 """
 import math
-import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 from dataclasses import fields
 
@@ -20,9 +15,8 @@ from base.sample_flags import SampleFlags
 from corpus import program as data_flags
 from models import SIZES
 from runtime import checks
-from tests.commands import (PAGES, README, TINY, Command, kinds, launch, read_metrics,
-                            readme_commands, wait_for_step)
-from tests.harness import ROOT, saved
+from tests.commands import PAGES, README, Command, launch, read_metrics, readme_commands
+from tests.harness import ROOT
 from tools.plan.flags import PlanConfig
 
 
@@ -65,37 +59,6 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
         "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",
         "--job", "--cpus", "--max-restarts", "--tasks", "--include", "--num", "--time", "--signal",
         "--logdir", "--requeue", "--open-mode", "--kill-on", "--shutdown-timeout"))}
-
-
-@pytest.mark.slow
-def test_the_readmes_slurm_script_requeues_until_the_run_has_ended(shards, tmp_path):
-    """Slurm is imitated: a signal, as before the time limit, asks for one more start, which goes on
-    to the end and asks for no other."""
-    script = next(block for block in README.split("```")[1::2] if "#SBATCH" in block)
-    out = tmp_path / "out"
-    run = [sys.executable, ROOT / "train.py", "--data", shards, "--out", out, *TINY,
-           "--save-every", 0]
-    for name, body in [("scontrol", f'echo "$@" >> {tmp_path}/asked; echo node0; echo node1'),
-                       ("torchrun", f"exec {shlex.join(map(str, run))} --steps $STEPS"),
-                       ("srun", f'shift 2; "$@" & echo $! > {tmp_path}/pid; wait $!')]:
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-
-    def start(steps):
-        return subprocess.Popen(
-            ["bash", "-c", script], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=dict(os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_ID="7",
-                     SLURM_JOB_NODELIST="node[0-1]", STEPS=str(steps)))
-    job = start(1_000_000)
-    wait_for_step(out, 3, job)
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
-    text, _ = job.communicate(timeout=60)
-    last = read_metrics(out)[0][-1]["step"] + 5
-    text += start(last).communicate(timeout=60)[0]
-    assert (tmp_path / "asked").read_text().splitlines() == [
-        "show hostnames node[0-1]", "requeue 7", "show hostnames node[0-1]"], text
-    assert kinds(read_metrics(out)[1]) == ["start", "stop", "resume", "end"]
-    assert saved(out, last)["step"] == last
 
 
 def test_the_readmes_layouts_are_not_refused(shards):

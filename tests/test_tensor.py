@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import IGNORE_INDEX, GPTConfig
 from parallel import ColumnParallelLinear, ContextParallelAttention, Grid, f
 from parallelism.loss import MAX_LOGITS, softmax_over_ranks, tile_loss, tile_sums
 from tests.harness import (CFG, Alive, Passes, after_backward, gridded, in_turn, on_ranks,
-                           random_gpt, random_tensor, relative, run_steps, settings, stage_of,
-                           staged, tokens_of, traffic, without_saves)
+                           random_tensor, relative, run_steps, settings, staged, tokens_of,
+                           traffic, without_saves)
 
 
 def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypatch):
@@ -80,37 +79,6 @@ def test_dx_is_reduced_while_dw_is_computed(rank, world=2, *, sequence_parallel,
                 mock.patch.object(torch, "matmul", product):
             y.sum().backward()
     assert in_turn(events) == expected, events
-
-
-class Copied(TorchDispatchMode):
-    """How many numbers copies wrote in the block."""
-    numbers = 0
-
-    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
-        out = function(*args, **kwargs or {})
-        if function.name() in ("aten::copy_", "aten::clone", "aten::cat"):
-            self.numbers += out.numel()
-        return out
-
-
-@pytest.mark.claim("Sequence parallelism copies few activations.")
-@pytest.mark.parametrize("sequences, attention", [(1, 0), (3, 1)])
-@pytest.mark.parametrize("world", [2, 4])
-@on_ranks
-def test_sequence_parallelism_copies_little(rank, world, sequences, attention):
-    """Mechanism (that it costs little beside its traffic): forward and backward of a block copy, in
-    units of x (B, T, C), 1 / tp for each of six all-gathers; of several sequences attention also
-    reorders q, k, v (3 / tp), its output, and the gradients of both."""
-    plain = random_gpt(replace(CFG, n_layer=1))
-    with gridded(rank, world, tp=world, pp=1, sequence_parallel=True) as grid:
-        local, flat = stage_of(plain, grid)
-        block = local.blocks["0"]
-        flat.prepare_grad_sync(block, False)
-        x, dy = (random_tensor(sequences, 16 // world, 32, seed=seed) for seed in (1, 2))
-        with Copied() as copied:
-            block(x.requires_grad_()).backward(dy)
-    unit = sequences * 16 * 32
-    assert copied.numbers / unit == 6 / world + attention * (2 * 3 / world + 2)
 
 
 def test_a_loss_that_is_scaled_by_hand_is_refused():
