@@ -49,9 +49,7 @@ TRAIN = rows("""
 --compile=False | --compile, switch
 config/tiny.py | config/tiny.py, no configuration files, --help
 --block_size=64 | --seq-len? | --seq-len 8
---max_iters 9 | --steps?
 --gradient_accumulation_steps=4 | --batch-size?
---wandb_log=True | --log?
 --tensor-model-parallel-size 2 | --tp?
 --dtype float32 | fp32? | --dtype fp32
 --warm 5 | --warmup-steps?
@@ -99,14 +97,12 @@ LOCAL_RANK=1 --lr 1 | LOCAL_RANK is 1
 --nproc_per_node=3 --model moe-nano --ep 3 --batch-size 6 | ep 3, 8 experts
 --nproc_per_node=2 --model moe-nano --ep 4 | 2, ep 4
 --nproc_per_node=2 --ep 2 | --ep 2, mixture
---n-kv-head 2 | --n-kv-head
 --model llama-nano --n-kv-head 3 | n_kv_head 3
 --model llama-nano --head-dim 7 | 7
 --model llama-nano --n-embd 24 --n-head 12 --n-kv-head 3 --tp 2 | tp 2, n_kv_head 3
 --model llama-nano --n-head 8 --n-kv-head 1 --head-dim 6 --tp 4 --exact | --exact, tp 4, 6 channels
 --model llama-nano --tp 2 --hidden 99 | 99, tp 2
 --plain --zero 1 --exact | --plain, --exact, --zero
---plain --resume x.pt | --plain, --resume
 --plain --data a=1,b=2 | --plain, mixture
 WORLD_SIZE=2 --plain | --plain, 2
 --data a,b | a=0.7
