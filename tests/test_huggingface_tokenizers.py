@@ -266,8 +266,7 @@ def test_trained_tokens_are_those_of_plain_byte_pair_encoding():
             *plain_bpe(words, alphabet, n_tokens - 1), EOT]
 
 
-# ---- Templates -------------------------------------------------------------------------------
-
+# ---- Templates
 
 TALK = [Message("user", "2 + 2?"), Message("assistant", "4"), Message("user", "more\n"),
         Message("assistant", "5, caf\u00e9")]

@@ -1,13 +1,5 @@
 """The rules of the house: who may import whom, the list of flags, and a book that needs no tools.
 
-    the book        model.py, data.py, amp.py, parallel.py, checkpoint.py, train.py, sample.py
-    models/         decoders since GPT-3
-    corpus/         from the files that people have to shards of tokens
-    parallelism/    what is rarer or faster than in parallel.py
-    base/           what every program needs first: flags, processes, devices, files of checkpoints
-    runtime/        what a run on real machines needs beside the training
-    tools/          programs that only use the rest
-
 MAY_IMPORT is the table of the imports, LINES that of the sizes.
 """
 import ast
