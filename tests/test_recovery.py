@@ -30,8 +30,8 @@ from base.options import Config
 from runtime import directory
 from tests.commands import (README, TINY, Command, expect_mistake, kinds, launch, read_metrics,
                             torchrun, wait_for, wait_for_step)
-from tests.harness import (CFG, ROOT, Memory, after_backward, assert_same_state, column, gridded,
-                           log_of, poison, saved, saved_file, settings)
+from tests.harness import (CFG, ROOT, Memory, after_backward, assert_same_state, column,
+                           different_rows, gridded, log_of, saved, saved_file, settings)
 from tests.test_layouts import drawn
 
 FORMS = ["file", "folder"]
@@ -170,7 +170,7 @@ train.main()
 
 # ---- Chains of stops, layouts and faults, drawn at random
 
-def train_until(rank, world, config, cfg, file, diverges, at, fate):
+def train_until(rank, world, config, cfg, file, at, fate):
     """Train on from a file, or from the seed. After step `at` a signal saves and ends the run, or
     in it all ranks are killed. In steps 3 and 9 a rank finds infinite gradients."""
     def hurt(step):
@@ -185,8 +185,6 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
                  config.pp_chunks) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
                         Memory(cfg, 13, seed=1), None if file is None else checkpoint.load(file))
-        if diverges:
-            poison(run, at=28)
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
             run.log = log_of(run, directory.Metrics(Path(config.out), rank))
@@ -195,33 +193,24 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
         run.writer.wait()
 
 
-@pytest.mark.parametrize("seed, dtype, diverges, steps, dropout, bound", [
-    (0, "fp16", False, 8, 0.1, 0),
-    pytest.param(7, "fp64", True, 33, 0.0, 1e-10, marks=pytest.mark.slow)])
-def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
-        pool, tmp_path, seed, dtype, diverges, steps, dropout, bound):
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(pool, tmp_path, seed):
     """A run that is stopped, killed or damaged at random steps, and saves in either format, ends as
-    one without: bit for bit in one layout, to `bound` if each part draws its own, and diverges."""
+    one without, bit for bit."""
     rng = random.Random(seed)
-    fates = ["signal", "kill", "damage"][:2 if diverges else 3]
-    cfg = replace(CFG, n_layer=4, dropout=dropout)
+    cfg = replace(CFG, n_layer=4, dropout=0.1)
     straight, chained = tmp_path / "straight", tmp_path / "chained"
-
-    def layout(out):
-        _, (dp, tp, pp), flags = drawn(rng.random(), ["gpt"], 2, cp=1, ep=1)
-        return dp * tp * pp, settings(out, steps=steps, save_every=1, keep=99, dtype=dtype, tp=tp,
-                                      pp=pp, **flags)
-    world, config = layout(straight)
-    pool.run(world, train_until, config, cfg, None, diverges, 0, None)
+    _, (dp, tp, pp), flags = drawn(rng.random(), ["gpt"], 2, cp=1, ep=1)
+    world = dp * tp * pp
+    config = settings(straight, steps=8, save_every=1, keep=99, dtype="fp16", tp=tp, pp=pp, **flags)
+    pool.run(world, train_until, config, cfg, None, 0, None)
     chain, file, step = [], None, 0
-    while step < steps:
-        if diverges:
-            world, config = layout(straight)
-        at, fate = step + rng.randint(1, max(8, steps // 2)), rng.choice(fates)
-        chain.append((world, config, at, fate))
+    while step < config.steps:
+        at, fate = step + rng.randint(1, 8), rng.choice(["signal", "kill", "damage"])
+        chain.append((config, at, fate))
         assert len(chain) < 60, chain
         ours = replace(config, out=str(chained), checkpoint_format=rng.choice(FORMS))
-        pool.run(world, train_until, ours, cfg, file, diverges, at, fate)
+        pool.run(world, train_until, ours, cfg, file, at, fate)
         found = list_checkpoints(chained)
         if fate == "damage" and len(found) > 3:
             for path in found[:rng.randint(1, 3)]:
@@ -230,17 +219,12 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
         file = directory.find_start(dict(out=str(chained))).path
         if file is not None:
             step = checkpoint.load(file)["step"]
-    one, two = ({row["step"]: row for row in read_metrics(folder)[0]}         # the last row counts
-                for folder in (straight, chained))
-    for step, row in one.items():
-        assert row["skipped"] == two[step]["skipped"], (step, chain)
-        if not row["skipped"]:
-            for name in ("loss", "grad_norm", "lr"):
-                assert abs(row[name] - two[step][name]) <= bound * row[name], (step, name, chain)
-    states = [saved(straight, steps), checkpoint.load(list_checkpoints(chained)[0])]
-    assert [state["monitor"]["rollbacks"] for state in states] == [diverges, diverges]
-    if not diverges:
-        assert_same_state(*states, but=("config", "run", "monitor"))
+    rows = [{row["step"]: row for row in read_metrics(folder)[0]}       # the last row counts
+            for folder in (straight, chained)]
+    rows = [list(of.values()) for of in rows]
+    assert different_rows(*rows, but=("tokens_per_second", "time")) == "", chain
+    assert_same_state(saved(straight, config.steps), checkpoint.load(list_checkpoints(chained)[0]),
+                      but=("config", "run", "monitor"))
 
 
 # ---- Whole runs that are made to fail (slow): the table of docs/faults.md
