@@ -141,7 +141,7 @@ def cover(number, model, **changes):
 @pytest.mark.parametrize("world, cfg, flags", [
     # Each ZeRO stage and schedule on four ranks, tp beside pp and dp beside cp on eight.
     (4, *cover(13, ONE_KEY)), (4, *cover(17, WIDE)), (4, *cover(18, WIDE)),
-    (4, *cover(1, LLAMA, cp=1, recompute=False)),
+    (4, *cover(1, LLAMA, cp=1)),
     (2, EXPERTS, dict(ep=2, dtype="bf16", zero=1)), (4, EXPERTS, dict(ep=2, tp=2, recompute=True)),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
         (8, *cover(3, WIDE)), (8, *cover(6, LLAMA)), (8, *cover(10, WIDE)), (8, *cover(20, LLAMA)),

@@ -5,7 +5,6 @@ test_faults.py.
 """
 import errno
 import fcntl
-import json
 import math
 import re
 import shutil
@@ -16,7 +15,6 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -33,8 +31,8 @@ from base.options import Config
 from base.processes import Job, RunError
 from model import GPT
 from runtime import directory, evaluation, run_log, startup
-from tests.commands import (README, TINY, Command, dataset, expect_mistake, launch, read_metrics,
-                            wait_for_step)
+from tests.commands import (README, TINY, Command, dataset, expect_mistake, launch, meta_of,
+                            read_metrics, wait_for_step)
 from tests.harness import CFG, ROOT, Memory, column, no_file_above, nothing, settings, watched
 
 
@@ -183,7 +181,7 @@ def test_bits_per_byte_are_in_the_row_of_an_evaluation_as_on_the_console(run_tra
     flags = ["--out", tmp_path, *TINY, "--eval-every", 4]
     text = run_train("--data", "a=3,b=1", *flags)[1]
     _, row = read_metrics(tmp_path)[0][2:]
-    metas = [json.loads(Path(name, "meta.json").read_text()) for name in "ab"]
+    metas = [meta_of(name) for name in "ab"]
     a, b = (meta["bytes_per_token"] for meta in metas)
     assert a != b
     for key, size in [("", (3 * a + b) / 4), ("/a", a), ("/b", b)]:
