@@ -2,6 +2,7 @@
 
 That they train in every layout as in one process: tests/test_layouts.py.
 """
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,13 +11,12 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
-import parallel
 from base.flops import flops_per_token
 from base.options import Config
 from model import IGNORE_INDEX
 from models.moe import MoEConfig
-from tests.harness import (BOUNDS, Memory, assert_same_rows, random_gpt, relative, tokens_of,
-                           trained, whole_gradient, without_saves)
+from tests.harness import (BOUNDS, Memory, assert_same_rows, random_gpt, relative, run_steps,
+                           settings, tokens_of, trained, whole_gradient, without_saves)
 from tests.test_layouts import MODELS
 
 
@@ -192,25 +192,19 @@ def differ_on_tp_ranks(run):
     without_saves(run)
 
 
-def loads_of_tp_ranks(run):
-    """Of each block, (tp, E)."""
-    loads = []
-    for block in run.model.blocks.values():
-        load = torch.zeros(run.grid.tp, len(block.mlp.router.load), dtype=torch.int64)
-        load[run.grid.tp_rank] = block.mlp.router.load
-        loads.append(parallel.all_reduce(load, run.grid.groups["tp"]).wait())
-    return loads
+def loads_of_blocks(run):
+    return [block.mlp.router.load.tolist() for block in run.model.blocks.values()]
 
 
 def test_tp_ranks_choose_the_same_experts_although_their_routers_differ(pool, tmp_path):
     """Otherwise ranks would send other numbers of rows than their partners expect. The losses stay
     near those of equal routers."""
-    cfg = MODELS["qwen3-moe"]
-    rows, seen, _ = trained(pool, (2, 2, 1), tmp_path, cfg, loads_of_tp_ranks,
-                            prepare=differ_on_tp_ranks, ep=2, steps=3)
-    one = trained(pool, (1, 1, 1), tmp_path, cfg, prepare=without_saves, steps=3)
-    assert_same_rows(rows, one.rows, 1e-3)
-    assert all(load[0].equal(load[1]) for step in seen for load in step)
+    cfg, config = MODELS["qwen3-moe"], settings(tmp_path, steps=3)
+    ranks = pool.run(4, run_steps, (2, 2, 1), replace(config, tp=2, ep=2), cfg, loads_of_blocks,
+                     None, differ_on_tp_ranks)
+    one = run_steps(0, 1, (1, 1, 1), config, cfg, prepare=without_saves)
+    assert_same_rows(ranks[0].rows, one.rows, 1e-3)
+    assert ranks[0].seen == ranks[1].seen and ranks[2].seen == ranks[3].seen
 
 
 @pytest.mark.claim("A checkpoint of divided experts has no layout.")

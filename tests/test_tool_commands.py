@@ -29,9 +29,8 @@ def test_help_is_in_groups_and_says_the_form_of_each_value(capsys, program):
     ("bench.__main__", "cpu --ranks 4", "flags of eight"),
     ("follow", "o --to wandb", "o has no metrics.jsonl"),
     ("follow", "damaged --to wandb", "damaged has no metrics.jsonl with a whole"),
-    ("follow", "o --to comet", "--to: invalid choice: 'comet'"), ("follow", "o", "--to"),
-    ("follow", "o --to tensorboard,wandb", "'tensorboard,wandb'"), ("follow", "--to wandb", "OUT"),
-    ("compare", "", "OUT"), ("compare", "o --svg a.png", "ends in .svg"),
+    ("follow", "o --to tensorboard,wandb", "--to: invalid choice: 'tensorboard,wandb'"),
+    ("follow", "--to wandb", "OUT"), ("compare", "o --svg a.png", "ends in .svg"),
     ("sweep", "--lr 1e-3", "nothing to sweep"), ("sweep", "--beta2 0.9,2", "--beta2: 2.0 must"),
     ("sweep", "--lr 1e-3,x", "--lr: invalid float value: 'x'"),
     ("sweep", "--zero 0,1,9", "--zero: invalid choice: 9"),
@@ -40,7 +39,6 @@ def test_help_is_in_groups_and_says_the_form_of_each_value(capsys, program):
     ("sweep", "--lr 1,2 --data nowhere", "nowhere"),
     *(("schedule", *row) for row in [
         ("--pp 0", "--pp"), ("--microbatches 0", "--microbatches"),
-        ("--pp-chunks 0", "--pp-chunks"),
         ("--schedule 1f1b", "--pp-schedule?"),
         ("--pp 2 --pp-schedule interleaved --pp-chunks 2 --microbatches 3", "multiples --pp 2")]),
     *(("plan.__main__", *row) for row in [
@@ -48,7 +46,6 @@ def test_help_is_in_groups_and_says_the_form_of_each_value(capsys, program):
         ("--world 8 --gpu h100 --tokens 1e9 --steps 5", "--steps --tokens"),
         ("--world 8 --zero 9 --gpu h100", "9 0, 1, 2, 3"),
         ("--world 8 --gpu h300", "--gpu: h300 v100-16g"),
-        ("--world 8 --gpu h100 --lr 1e-3", "--lr: --help"),
         ("--world 8 --gpu a100", "a100-40g a100-80g"),
         ("--world 3 --tp 2 --gpu h100", "--world 3 tp 2 x pp 1"),
         ("--world 7 --gpu h100 --search", "batch size 16 7 x h100 --batch-size --world"),
