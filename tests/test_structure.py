@@ -12,13 +12,9 @@ from dataclasses import fields
 
 import pytest
 
-import checkpoint
-import data
 import model
 from base.options import Config
-from corpus import shards
 from model import GPTConfig
-from parallelism.pipeline import SCHEDULES
 from tests.harness import ROOT, tokens_of
 
 OURS = ("amp", "checkpoint", "data", "model", "parallel", "sample", "train", "test_all",
@@ -143,12 +139,3 @@ def test_the_example_in_model_py_runs():
     names = vars(model) | dict(tokens=tokens_of(GPTConfig(), 2), targets=tokens_of(GPTConfig(), 2))
     exec("\n".join(re.findall("^    ((?:model|loss) = .*)", model.__doc__, re.M)), names)
     assert names["loss"].dim() == 0 and type(names["model"]) is model.GPT
-
-
-def test_constants_that_stand_in_two_files_are_equal():
-    """data.py must not import torch, checkpoint.py nothing of corpus/, base/ nothing of
-    parallelism/."""
-    assert data.IGNORE_INDEX == model.IGNORE_INDEX
-    assert checkpoint.OPTIONAL == shards.OPTIONAL
-    [pp_schedule] = [field for field in fields(Config) if field.name == "pp_schedule"]
-    assert pp_schedule.metadata["choices"] == list(SCHEDULES)
