@@ -205,7 +205,6 @@ def test_shards_have_the_tokens_of_whole_documents(folders, make_data, kind):
     (lambda folder: (folder / "tokenizer_config.json").write_text(json.dumps(
         dict(tokenizer_class="PreTrainedTokenizerFast"))), "no eos_token"),
     (lambda folder: (folder / "tokenizer.json").write_text("{}"), "opens no tokenizer"),
-    (lambda folder: (folder / "tokenizer.json").unlink(), "opens no tokenizer"),
     (lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"),
      "sentencepiece AutoTokenizer.from_pretrained('m').save_pretrained('m')")])
 def test_what_is_no_tokenizer_is_refused_in_a_line(tmp_path, refuse_data, change, words):
