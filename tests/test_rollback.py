@@ -265,9 +265,8 @@ def judge(losses):
     reasons = {}
     for i, loss in enumerate(losses):
         skipped = isinstance(loss, str)
-        stats = StepStats(2.0 if skipped else loss, 1.0, 1.0,
-                                amp.NOT_FINITE if skipped else "",
-                                loss_scale=2.0 if loss == "overflow" else 1.0)
+        stats = StepStats(2.0 if skipped else loss, 1.0, 1.0, amp.NOT_FINITE if skipped else "",
+                          loss_scale=2.0 if loss == "overflow" else 1.0)
         divergence = monitor.observe(i, stats)
         if divergence is not None:
             reasons[i] = divergence.reason
@@ -327,8 +326,7 @@ def test_a_checkpoint_is_judged_as_opts_team_did(changes, healthy):
     facts = dict(losses=64, loss=2.0, lowest=1.99, norm=4.0, bad=0, skipped=0, at_floor=False,
                  scheduled=True, is_start=False) | changes
     monitor = DivergenceMonitor([facts["loss"]] * facts["losses"], [3.0] * 15 + [facts["norm"]],
-                                    bad=facts["bad"], skipped=facts["skipped"],
-                                    lowest=facts["lowest"])
+                                bad=facts["bad"], skipped=facts["skipped"], lowest=facts["lowest"])
     monitor.add_checkpoint(7, "file", 1, facts["scheduled"], facts["at_floor"], facts["is_start"])
     assert monitor.checkpoints == [[7, "file", healthy]]
 
