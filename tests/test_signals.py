@@ -3,7 +3,6 @@
 A stopped and resumed run is compared with one that no signal stopped.
 """
 import io
-import os
 import re
 import shlex
 import signal
@@ -244,20 +243,6 @@ checkpoint.save = slow_save
     ends = [process.finish() for process in run]
     assert [(status, error) for status, _, error in ends] == [(0, ""), (0, "")], ends
     assert "stopped and saved after step " in ends[0][1]
-
-
-def test_only_a_launcher_with_restarts_left_is_ended(monkeypatch):
-    """Of a group only local rank 0 ends it, and only while the launcher is still its parent."""
-    ended = []
-    monkeypatch.setattr(os, "kill", lambda *what: ended.append(what))
-    parent = os.getppid()
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
-    for restarts, local_rank, launcher in [(2, 0, parent), (0, 1, parent), (0, 0, parent + 1)]:
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-        processes.forbid_restart(processes.Job(local_rank=local_rank, parent=launcher))
-    assert ended == []
-    processes.forbid_restart(processes.Job(parent=parent))
-    assert ended == [(parent, signal.SIGTERM)]
 
 
 @pytest.mark.slow
