@@ -199,7 +199,8 @@ def loads_of_blocks(run):
 def test_tp_ranks_choose_the_same_experts_although_their_routers_differ(pool, tmp_path):
     """Otherwise ranks would send other numbers of rows than their partners expect. The losses stay
     near those of equal routers."""
-    cfg, config = MODELS["qwen3-moe"], settings(tmp_path, steps=3)
+    cfg = MODELS["qwen3-moe"]
+    config = settings(tmp_path, steps=3)
     ranks = pool.run(4, run_steps, (2, 2, 1), replace(config, tp=2, ep=2), cfg, loads_of_blocks,
                      None, differ_on_tp_ranks)
     one = run_steps(0, 1, (1, 1, 1), config, cfg, prepare=without_saves)

@@ -206,7 +206,8 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(pool, tmp_p
     pool.run(world, train_until, config, cfg, None, 0, None)
     chain, file, step = [], None, 0
     while step < config.steps:
-        at, fate = step + rng.randint(1, 8), rng.choice(["signal", "kill", "damage"])
+        at = step + rng.randint(1, 8)
+        fate = rng.choice(["signal", "kill", "damage"])
         chain.append((config, at, fate))
         assert len(chain) < 60, chain
         ours = replace(config, out=str(chained), checkpoint_format=rng.choice(FORMS))

@@ -140,11 +140,10 @@ $ cp q/step_00000008.pt r
 = state("o/latest.pt")["step"] == 2 and "end" not in kinds(events("o"))
 1 TINY --out o --steps 3 --lr 1e10 --warmup-steps 1 --save-every 1 :: step 3: the val""",
     "an exact run keeps its microbatch": r"""
-0 TINY --out o --save-every 0 --exact --micro-batch 1 :: 18 times: here they have 1 \(--micro-batch
+0 TINY --out o --save-every 0 --exact --micro-batch 1 :: 4 microbatches x 1 sequences
 2 TINY --out o --steps 6 --exact --micro-batch 2 :: 1 sequences
 0 TINY --out o --steps 6 --exact :: 4 microbatches x 1 sequences
-0 TINY --out o --steps 8 --micro-batch 2 ::
-= "with --exact" not in text""",
+0 TINY --out o --steps 8 --micro-batch 2 :: 2 microbatches x 2 sequences""",
     "--plain goes on with its runs, and with another program's where it can": r"""
 0 TINY --out run ::
 0 TINY --out o --plain ::
@@ -154,7 +153,7 @@ $ cp q/step_00000008.pt r
 = two["monitor"]["losses"] == [] and two["monitor"]["checkpoints"] == []
 = kinds(events("o")) == ["start", "end"] and events("o")[0]["data"] == events("run")[0]["data"]
 = set().union(*[a.keys() - b.keys() for a, b in zip(rows("run"), rows("o"))]) == NOT_PLAIN
-0 TINY --out o --plain :: is step 4 of 4: raise --steps
+0 TINY --out o --plain :: is step 4 of 4: nothing left to do; raise --steps
 0 TINY --out o --plain --steps 6 --lr 0.001 :: steps 6 instead of 4, lr 0.001 instead of 0.004
 = events("o")[-2]["changed"] == dict(steps=[4, 6], lr=[0.004, 0.001])
 0 TINY --out o --steps 8 --keep 1 :: after step 6
