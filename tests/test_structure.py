@@ -120,6 +120,31 @@ def test_the_program_grows_by_decision_alone():
     assert sum(lines.values()) <= PROGRAM
 
 
+EXACT_FILES = list(ROOT.glob("parallelism/exact*.py"))
+EXACT = re.compile(r"(?i)exact(?!ly)")
+
+
+def places(node):
+    """How many statements mention --exact; an `if` of it counts with its body as one."""
+    if isinstance(node, ast.If) and EXACT.search(ast.unparse(node.test)):
+        return 1
+    inner = sum(places(child) for child in ast.iter_child_nodes(node)
+                if EXACT.search(ast.unparse(child)))
+    return inner or int(isinstance(node, ast.stmt))
+
+
+def test_exact_is_an_extra_that_can_be_deleted():
+    """With its four files and ten places in the programs. No comment names it but beside these."""
+    found = {}
+    for file in {file for file in FILES if "tools" not in file.parts} - set(EXACT_FILES):
+        text = file.read_text()
+        count = places(ast.parse(text)) + len(re.findall("(?i)# .*exact(?!ly)", text))
+        if count > 0:
+            found[name_of(file)] = count
+    assert len(EXACT_FILES) == 4 and sum(found.values()) <= 10, found
+    assert "train" in found and "base.options" in found     # which it finds
+
+
 FLAGS = """data out log model n_layer n_head n_embd seq_len activation n_kv_head head_dim hidden
     rope_theta n_expert n_active shared_hidden balance_loss z_loss balance_bias dropout batch_size
     batch_ramp steps epochs lr min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1
