@@ -193,6 +193,7 @@ def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
     assert (stop.value.status, end["event"], kinds(events).count("spike")) == (1, "stop", 5)
     assert "--max-rollbacks 4" in end["reason"]
     older = re.search(r"branch from an older checkpoint \(--resume (.*)\)", str(stop.value))[1]
+    runs[0].writer.close()                          # it may still be written
     assert checkpoint.load(Path(older))["step"] >= 28
     assert [(e["to"], e["lr_factor"]) for e in events if e["event"] == "rollback"] == [
         (32, 0.6), (32, pytest.approx(0.06)), (28, pytest.approx(0.003)),
