@@ -39,9 +39,9 @@ class Flip:
 
 def numbers_of(flat, flip, bucket):
     """The flat tensor of a bucket in which the bit is, and the parts of it that parameters have."""
-    if flip.moment == "backward" or (flip.tensor == "data" and flat.zero < 3):      # all the bucket
+    if flip.tensor == "data" and flat.zero < 3:                     # all the bucket
         offsets = [(spec, bucket.offsets[spec.name]) for spec in bucket.specs]
-        return (getattr(bucket, flip.tensor),
+        return (bucket.data,
                 [(spec, slice(first, first + spec.numel)) for spec, first in offsets])
     return (bucket.shard.get(flip.tensor),
             [(spec, part) for spec, part, _ in bucket.shard_ranges])
@@ -78,8 +78,7 @@ def inject(flip, again, run):
     bucket, _, i = number_at(flat, flip)
     method, step, before = {
         "update": ("adamw_step", flip.step, False), "forward": ("zero_grad", flip.step + 1, True),
-        "sum": ("finish_grad_sync", flip.step, False),
-        "backward": ("_start_grad_sync", flip.step, True)}[flip.moment]
+        "sum": ("finish_grad_sync", flip.step, False)}[flip.moment]
     original = getattr(flat, method)
 
     def turn_now():
@@ -89,8 +88,6 @@ def inject(flip, again, run):
 
     def changed(*args, **flags):
         due = run.step == step and (again or not run.turned)
-        if method == "_start_grad_sync":
-            due = due and args[0] is bucket
         if due and before:
             turn_now()
         original(*args, **flags)
