@@ -1,5 +1,6 @@
 """Conversations: what is learnt, how windows are packed, training on answers alone, and chatting.
 """
+import functools
 import io
 import math
 import random
@@ -27,8 +28,7 @@ from models.llama import LlamaConfig
 from runtime import run_log
 from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
 from tests.commands import TINY, expect_mistake, meta_of, run_main, write_lines
-from tests.harness import (BOUNDS, CFG, differences, relative, settings, trained, whole_gradient,
-                           without_saves)
+from tests.harness import BOUNDS, CFG, differences, relative, settings, trained
 
 WORDS = replace(CFG, n_layer=4, seq_len=32)     # windows for the conversations of `reversals`
 
@@ -103,13 +103,10 @@ def test_windows_hold_whole_conversations_with_positions_of_their_own(cut_at):
     made = conversation_windows([4, 9, 3, 14, 12], [1, 2, 1, 6, 1], 9, cut_at)
     assert (made.count, made.n_truncated, made.n_left_out) == (3, 1, 1)
     assert [made.count_targets(window) for window in range(3)] == [2, 2, 2]
-    rows = []
+    rows = {name: np.zeros((3, 10), int) for name in ("tokens", "positions", "has_loss")}
     for window in range(3):
-        row = dict(tokens=np.zeros(10, int), positions=np.zeros(10, int),
-                   has_loss=np.zeros(10, int))
-        made.fill(window, **row)
-        rows.append({name: x.tolist() for name, x in row.items()})
-    assert rows == [
+        made.fill(window, **{name: x[window] for name, x in rows.items()})
+    assert [{name: x[window].tolist() for name, x in rows.items()} for window in range(3)] == [
         dict(tokens=[17, 18, 19, 20, 21, 22, 23, 24, 25, 26],           # 27 to 30 are cut off
              positions=[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], has_loss=[0] * 8 + [1] * 2),
         dict(tokens=[5, 6, 7, 8, 9, 10, 11, 12, 13, 0],
@@ -267,16 +264,10 @@ def test_lost_or_damaged_flags_are_refused(make_data, run_train, harm, words):
 
 # ---- Training --------------------------------------------------------------------------------
 
-def chat_run(pool, layout, out, folder, **flags):
-    return trained(pool, layout, out, WORDS, whole_gradient, prepare=without_saves,
-                   **dict(data=str(folder), steps=3, micro_batch=1, batch_size=8) | flags)
-
-
-@pytest.fixture(scope="module")
-def one_process(pool, tmp_path_factory, reversals):
-    out = tmp_path_factory.mktemp("one")
-    return {dtype: chat_run(pool, (1, 1, 1), out, reversals, dtype=dtype)
-            for dtype in ("fp32", "fp64")}
+@pytest.fixture
+def train_on_answers(reference, reversals):
+    """train_on_answers(layout, **flags) -> the run, once."""
+    return functools.partial(reference, WORDS, data=str(reversals), steps=3, micro_batch=1)
 
 
 @pytest.mark.claim("Trained on answers alone, every layout has the loss of one process: the mean "
@@ -286,13 +277,12 @@ def one_process(pool, tmp_path_factory, reversals):
     ((1, 2, 2), dict(sequence_parallel=True, pp_schedule="1f1b"), "fp64"),
     ((2, 1, 1), dict(cp=2, zero=1), "fp64"),
     pytest.param((2, 2, 1), dict(zero=3, recompute=True), "fp64", marks=pytest.mark.slow)])
-def test_layouts_train_on_answers_as_one_process(pool, tmp_path, reversals, one_process, layout,
-                                                 flags, dtype):
-    ours = chat_run(pool, layout, tmp_path, reversals, dtype=dtype, **flags)
-    assert max(differences(ours, one_process[dtype])) < BOUNDS[dtype]
+def test_layouts_train_on_answers_as_one_process(train_on_answers, layout, flags, dtype):
+    ours, one = train_on_answers(layout, dtype=dtype, **flags), train_on_answers(dtype=dtype)
+    assert max(differences(ours, one)) < BOUNDS[dtype]
 
 
-def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_process):
+def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, train_on_answers):
     """Loss and gradient norm are those of a plain model that sums over the rows of the batch, one
     at a time. The mean of the rows' means is another number: they have unequal numbers of
     targets."""
@@ -307,7 +297,7 @@ def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_proce
         loss.backward()
         losses.append(loss.item())
     norm = math.hypot(*(parameter.grad.norm() for parameter in plain.parameters()))
-    row = one_process["fp64"].rows[0]
+    row = train_on_answers(dtype="fp64").rows[0]
     assert relative([row["loss"], row["grad_norm"]],
                     [sum(losses) / sum(counts), norm / sum(counts)]) < 1e-10
     assert relative(np.mean(np.divide(losses, counts)), row["loss"]) > 1e-5
