@@ -10,10 +10,6 @@ FAILING = '''\
 import pytest
 from tests.harness import assert_close, on_ranks, relative
 
-@pytest.fixture(scope="session")
-def leave_nothing_behind():
-    """The processes of the tests around these go on."""
-
 @pytest.mark.claim("Layers are alike.")
 @pytest.mark.parametrize("layout", [(1, 2, 1)])
 @on_ranks
@@ -35,6 +31,6 @@ def test_a_claim_that_fails_is_told_in_one_line(tmp_path, capsys):
                  str(tmp_path / "test_failing.py")])
     layers, runs = re.split("\n_{9,} test.*_{9,}\n", capsys.readouterr().out)[1:]
     assert layers == ("claim: Layers are alike. | layout (1, 2, 1) | rank 1 of 2, "
-                      "test_failing.py:13: dx differs by 0.5: 1.5 beside 1")
-    assert runs.startswith("claim: Runs are alike. | layout (2, 1, 1) | test_failing.py:18: "
+                      "test_failing.py:9: dx differs by 0.5: 1.5 beside 1")
+    assert runs.startswith("claim: Runs are alike. | layout (2, 1, 1) | test_failing.py:14: "
                     "assert 0.1 at ['step 3']['loss']: 5.5 beside 5 <= 1e-10\n")
