@@ -18,8 +18,7 @@ from tests.harness import (CFG, assert_close, gridded, on_ranks, random_tensor, 
 
 
 def test_the_scale_stays_at_its_floor_and_grows_from_there():
-    """min_scale, which GradScaler lacks: a halving that would pass it ends there, also after the
-    state has been stored and loaded."""
+    """min_scale, which GradScaler lacks: no halving passes it, also of a state that is loaded."""
     scaler = amp.LossScaler(scale=5.0, growth_interval=2, min_scale=2.0)
 
     def scales(*overflows):

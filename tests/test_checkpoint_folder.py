@@ -44,8 +44,7 @@ MIXTURE = MoEConfig(257, 16, 2, 4, 32, n_expert=4, n_active=2, shared_hidden=32)
     (LLAMA, Grid(2, 1, 4), 2), (LLAMA, Grid(3, 1, 2), 3), (MODELS["uneven"], Grid(1, 1, 3), 1),
     (MIXTURE, Grid(4, 1, 2, ep=2), 4), (MIXTURE, Grid(2, 2, 1, ep=2), 1)])
 def test_each_number_is_in_one_chunk_at_its_place(cfg, grid, num_shards):
-    """Cut by tensor and expert parallelism, with heads that ranks share, and anywhere by ZeRO. The
-    padding is in no chunk."""
+    """Cut by tensor and expert parallelism, with heads that ranks share, and by ZeRO."""
     full = {name: torch.arange(math.prod(shape)).view(shape)
             for name, shape in checkpoint.parameter_shapes(cfg).items()}
     counts = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
@@ -69,8 +68,7 @@ def test_each_number_is_in_one_chunk_at_its_place(cfg, grid, num_shards):
     ("gpt", 0), *(pytest.param(*row, marks=pytest.mark.slow) for row in [
         ("gpt", 1), ("palm", 2), ("qwen2", 3), ("shared, bias", 4), ("olmoe", 5)])])
 def test_a_layout_reads_the_folder_of_another_bit_for_bit(pool, tmp_path, name, seed):
-    """A folder holds the state that rank 0 gathers of the run that writes it. The run that reads it
-    has the same state before it trains. Both layouts are drawn."""
+    """It holds the state that rank 0 gathers, with which the next run begins. Layouts are drawn."""
     cfg = replace(MODELS[name], n_layer=5)
     (_, layout, flags), (_, other, theirs) = (drawn(seed + i, [name]) for i in (0, 0.5))
     whole = trained(pool, layout, tmp_path, cfg, steps=2, checkpoint_format="folder", **flags).state
@@ -177,8 +175,7 @@ def run_tool(capsys):
     return functools.partial(run_main, capsys, tool)
 
 
-def test_a_file_becomes_a_folder_and_a_file_again(run_train, run_sample, run_tool, shards,
-                                                  tmp_path):
+def test_a_file_becomes_a_folder_and_back(run_train, run_sample, run_tool, shards, tmp_path):
     """A run goes on from a folder or begins from its weights, and sample.py reads it."""
     out, folder = tmp_path / "o", tmp_path / "folder"
     flags = ["--data", shards, *TINY]
@@ -196,10 +193,9 @@ def test_a_file_becomes_a_folder_and_a_file_again(run_train, run_sample, run_too
         status, text, error = run_train(*flags, "--out", tmp_path / start[0], *start)
         assert (status, error) == (0, "") and str(folder) in text
     run_train(*flags, "--out", tmp_path / "p", "--checkpoint-format", "folder")
-    expect_mistake(run_sample("--ckpt", folder / "facts.pt"), 
-                   f"a part of the checkpoint {folder}: give the folder", program="sample.py")
-    expect_mistake(run_sample("--ckpt", tmp_path / "p" / "latest.pt"), "has step_00000004, ",
-                   program="sample.py")
+    for words, file in ((f"a part of the checkpoint {folder}: give", folder / "facts.pt"),
+                        ("has step_00000004, ", tmp_path / "p" / "latest.pt")):
+        expect_mistake(run_sample("--ckpt", file), words, program="sample.py")
     for words, *given in (("exists: give a new name", folder, out),
                           ("there is no checkpoint", tmp_path / "x", tmp_path / "y")):
         expect_mistake(run_tool(*given), words, program="tools.checkpoint")

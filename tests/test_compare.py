@@ -21,8 +21,7 @@ def write_lines(out, lines):
 
 
 def test_compare_tabulates_runs_without_their_void_rows(capsys, tmp_path, monkeypatch):
-    """A run that was rolled back and resumed, one without a validation loss, and a directory
-    without a step. Each line of the first has an hour and a step; its last is being written."""
+    """A run that was rolled back and resumed, and one without a validation loss."""
     monkeypatch.chdir(tmp_path)
     flags = dict(out="a", lr=4e-3, seed=1, skip_steps=None, plain=True)
     write_lines(Path("a"), [
@@ -97,8 +96,7 @@ APART = comparable_losses.APART
      ["what metrics.jsonl does not say (b); 128 windows", APART]),
     ([("a", 3.0, None), ("b", 2.0, None)], "b a", []),
     ([("b", 2.0, WEB), ("a", 1.0, WEB)], "a b", [])])
-def test_compare_orders_by_nats_only_what_is_the_same_test(tmp_path, monkeypatch, runs, order,
-                                                           words):
+def test_nats_order_only_what_is_the_same_test(tmp_path, monkeypatch, runs, order, words):
     """Of one text 3.4 nats a byte are worse than 6.4 a token of GPT-2's. Lines say what differs."""
     monkeypatch.chdir(tmp_path)
     for name, loss, data in runs:
@@ -127,10 +125,9 @@ def test_compare_reads_what_is_not_finite_or_not_a_step(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("before, words", [
     (dict(data=SHORT), f"read 8 {OF_D}: they are left out"), ({}, "metrics.jsonl does not say")])
-def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(tmp_path, monkeypatch, before,
-                                                                    words):
-    """A resume with other --eval-tokens: what was evaluated before does not count, and a line says
-    so; nor what was evaluated on data that is not known. The clock is set back by two hours."""
+def test_a_runs_best_is_of_one_test(tmp_path, monkeypatch, before, words):
+    """What was evaluated before a resume with other --eval-tokens, or on data that is not known,
+    does not count, and a line says so. Where the clock is set back, no time has passed."""
     monkeypatch.chdir(tmp_path)
     write_lines(Path("a"), [
         (5, 0, dict(event="start", config={}) | before), (6, 1, dict(loss=4, val_loss=1.0)),
@@ -142,8 +139,7 @@ def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(tmp_path, mo
     assert text.splitlines()[-1].split()[:7] == "2.2500 4 2.2500 4 5 500 1h30m".split()
 
 
-def test_a_picture_names_the_best_run_first_and_the_flags_that_differ(capsys, tmp_path,
-                                                                      monkeypatch):
+def test_a_picture_names_the_best_run_and_what_differs(capsys, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     outs = [f"<{i}>" for i in range(9)]

@@ -44,8 +44,7 @@ def messages(*pairs):
 @pytest.fixture(scope="module")
 def reversals(tmp_path_factory):
     """Shards of 400 conversations of one or two turns: each answer is the question backwards. The
-    lengths differ, so the windows, and the microbatches, have different numbers of targets. A
-    conversation may begin in one shard and end in the next."""
+    lengths, and so the numbers of targets, differ. Some end in another shard than they begin."""
     folder = tmp_path_factory.mktemp("reversals")
     draw = random.Random(0)
     records = []
@@ -68,8 +67,7 @@ def written(tokens):
 
 
 def test_plain_writes_a_conversation_and_marks_its_answers():
-    """By literals. What is learnt are the contents of the answers, and the token that ends each,
-    but of answers that are not to be learnt."""
+    """By literals. Learnt are the answers, each with the token that ends it, but for one."""
     turns = [("system", " be brief "), ("user", "2 + 2?"), ("assistant", "4"), ("user", "more"),
              ("assistant", ""), ("user", "a"), ("assistant", "b", False),
              ("user", "\n<|endoftext|>"), ("assistant", " 5\n")]
@@ -86,8 +84,7 @@ def test_plain_writes_a_conversation_and_marks_its_answers():
 # ---- Shards, flags and windows ---------------------------------------------------------------
 
 def conversation_windows(lengths, learnt, seq_len, cut_at=()):
-    """Of tokens 1, 2, 3, ...; the last `learnt` of each conversation are learnt; in shards that are
-    cut at these tokens."""
+    """Of tokens 1, 2, 3, ... in shards; the last `learnt` of each conversation are learnt."""
     tokens = np.arange(1, sum(lengths) + 1)
     flags = np.zeros(len(tokens), np.uint8)
     for end, length, count in zip(np.cumsum(lengths), lengths, learnt):
@@ -130,9 +127,8 @@ def test_packing_fills_windows_and_is_a_function_of_the_lengths(lengths, size):
 
 
 def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
-    """Of the windows of both splits together: each conversation once, as the shards have it; its
-    learnt targets are its answers and their ends; every count is known without reading;
-    NO_WINDOW has none."""
+    """Each conversation is in one window, as the shards have it; its learnt targets are its answers
+    and their ends; every count is known without reading; NO_WINDOW has none."""
     for split in ("train", "val"):
         made = data.TokenDataset(reversals, split, 96)
         ids = np.arange(made.n_windows)
@@ -155,8 +151,7 @@ def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
 
 
 def test_a_last_question_is_in_one_split_and_equal_conversations_count_once(make_data):
-    """Forty questions with four answers each, and all of it twice. The split is by the text before
-    the last answer."""
+    """Forty questions with four answers each, twice. What precedes the last answer decides."""
     opening = [("system", "x"), ("user", "hi"), ("assistant", "hello")]
     records = [messages(*opening, ("user", f"prompt {i}"), ("assistant", f"{j}"))
                for i in range(40) for j in range(4)]
@@ -213,8 +208,7 @@ def test_what_is_no_conversation_is_refused(record, words):
 
 
 def test_a_template_makes_the_same_conversations_of_every_kind_of_file(make_data):
-    """Also of records that have text too. An answer of the prompt is not learnt, the completion of
-    10 bytes is, and the token that ends it."""
+    """Also of records that have text too. The completion of 10 bytes and its end are learnt."""
     records = [pair([dict(role="user", content=f"{i}"), TURNS[1]], f"answer {i:3}")
                | dict(text="t") for i in range(30)]
     pyarrow = pytest.importorskip("pyarrow")
@@ -284,8 +278,7 @@ def test_layouts_train_on_answers_as_one_process(train_on_answers, layout, flags
 
 def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, train_on_answers):
     """Loss and gradient norm are those of a plain model that sums over the rows of the batch, one
-    at a time. The mean of the rows' means is another number: they have unequal numbers of
-    targets."""
+    at a time. The mean of the rows' means is another number."""
     dataset = data.TokenDataset(reversals, "train", WORDS.seq_len)
     seed = train.Config().seed
     ids = dataset.window_ids(seed, 0, 8)
@@ -375,8 +368,7 @@ def first_letters(pool, tmp_path_factory):
 
 
 def test_the_loss_of_answers_falls_to_nothing_where_that_of_all_tokens_cannot(first_letters):
-    """The prompts are noise of three bits a letter, the answers follow a rule. The run took no
-    surprise for a divergence."""
+    """The prompts are noise, the answers follow a rule. No surprise was a divergence."""
     file = first_letters / "out/latest.pt"
     assert checkpoint.load(file)["monitor"]["rollbacks"] == 0
     trained_model, _ = checkpoint.load_model(file)
@@ -420,9 +412,8 @@ def test_a_chat_answers_each_line_of_standard_input(first_letters, monkeypatch, 
 
 
 def test_a_chat_shows_the_model_the_conversation_so_far(first_letters, monkeypatch, capsys):
-    """Three turns: each prompt holds the questions and answers before, until they fill the window
-    and the oldest are forgotten; an empty line begins a new conversation. Line ends may be those of
-    Windows; a character stands for a byte that is not UTF-8."""
+    """Each prompt holds the turns before, until the oldest do not fit; an empty line begins a new
+    conversation. Line ends may be those of Windows; a character stands for a byte that is none."""
     shown = []
 
     def generate(model, tokens, max_tokens, ends, *choice):
@@ -439,14 +430,13 @@ def test_a_chat_shows_the_model_the_conversation_so_far(first_letters, monkeypat
                      "E" + one.format("d"), "E" + one.format("f")]
 
 
-def test_a_chat_needs_a_model_of_conversations_and_takes_no_prompt(things, first_letters,
-                                                                  monkeypatch, capsys):
+def test_mistakes_of_a_chat_end_in_one_line(things, first_letters, monkeypatch, capsys):
     tuned = first_letters / "out/latest.pt"
     for words, file, *flags in [("not trained on conversations", things / "whole.pt"),
                                 *(("--chat reads standard input", tuned, flag, 2)
                                   for flag in ("--prompt", "--stop", "--num-samples"))]:
-        expect_mistake(chat_with(monkeypatch, capsys, file, "a\n", *flags), words,
-                       program="sample.py")
+        ended = chat_with(monkeypatch, capsys, file, "a\n", *flags)
+        expect_mistake(ended, words, program="sample.py")
     monkeypatch.setattr("sys.stdin", None)
     expect_mistake(run_main(capsys, sample, "--ckpt", tuned, "--chat"),
                    "standard input, which is closed", program="sample.py")

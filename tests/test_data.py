@@ -40,10 +40,8 @@ from tests.harness import ROOT, names_in, no_file_above, nothing
 
 # ---- Corpora: where text comes from ----------------------------------------------------------
 
-def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path, monkeypatch,
-                                                                        run_data):
-    """`python data.py` reads the .py files of Python's library: equal files once, and no link that
-    leads nowhere."""
+def test_the_default_is_the_standard_library_without_its_tests(tmp_path, monkeypatch, run_data):
+    """`python data.py` reads the .py files of Python's library, equal ones once."""
     assert Path(json.__file__) in inputs.standard_library()
     for folder in ("tests", "test", "idle_test", "site-packages", "dist-packages", "a", "b"):
         (tmp_path / "lib" / folder).mkdir(parents=True)
@@ -105,8 +103,7 @@ NO_NAME.__context__ = OSError("no such name")
     (dict(side_effect=NO_NAME), "(no such name)"),
     (dict(return_value=SimpleNamespace(content=b"a login page", raise_for_status=int)),
      "Hash mismatch")])
-def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, run_data, answer,
-                                                        words):
+def test_without_gpt2s_vocabulary_bytes_are_offered(tmp_path, monkeypatch, run_data, answer, words):
     """Where it cannot be downloaded the exit status is 1, and bytes are offered instead."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(requests, "get", mock.Mock(**answer))
@@ -124,9 +121,8 @@ SIZE = len(BODY)
 
 @pytest.fixture
 def server(monkeypatch):
-    """A server on this machine. body: of each of its files; ranges: it knows Range; drop: so many
-    replies end half way; length: it says how long a reply is; asked: (file, first byte) of each
-    request."""
+    """A server whose files have this body. ranges: it knows Range; drop: so many replies end half
+    way; length: it says how long one is; asked: (file, first byte) of each request."""
     server = SimpleNamespace(body=BODY, ranges=True, drop=0, length=True, asked=[])
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -171,9 +167,8 @@ SHA256 = hashlib.sha256(BODY).hexdigest()
     ({}, b"", None, [0]), (dict(drop=99), b"", None, None),
     (dict(length=False, ranges=False), b"", None, None)])
 def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, part, sha256, starts):
-    """What the server does; what .part holds before; where the requests begin, of which four that
-    are wrong (None) are an error. A file is whole by its sha256, if it is known, or by the length
-    that the server says. A damaged one is replaced, and a whole one not asked for."""
+    """What the server does; what .part holds before; where the requests begin (None: four are an
+    error). Whole is a file by its sha256, or else by its length. A damaged one is replaced."""
     vars(server).update(served)
     if sha256 is not None:
         (tmp_path / "file").write_bytes(b"damaged")
@@ -208,10 +203,8 @@ def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, ru
     assert texts_of(tmp_path, *SPLITS) == ["Once\nupon", "The end <|endoftext|> not"]
 
 
-def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path, server,
-                                                                       monkeypatch, run_data):
-    """Two training shards and the validation shard: a download continues, a second run asks for
-    nothing, and a shard that is cut short is refused."""
+def test_finewebs_shards_are_fetched_once(tmp_path, server, monkeypatch, run_data):
+    """A download continues, a second run asks for nothing, a shard that is cut short is refused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     fetch = functools.partial(run_data, "--dataset", "fineweb", "--shards", 2)
@@ -263,8 +256,7 @@ def plain_documents(text):
 
 
 def test_lines_of_endoftext_cut_a_txt_wherever_blocks_end(tmp_path, monkeypatch):
-    """600 random texts of such lines, with white space, within a line, at both ends, in blocks of 1
-    to 40 characters, against the lines of the whole text."""
+    """600 random texts in blocks of 1 to 40 characters, against the lines of the whole text."""
     rng = random.Random(0)
     parts = [EOT, EOT, "\n", "\n", "\n", " ", "\r\n", "a", "<|endof", "word", "\t"]
     documents = 0
@@ -278,8 +270,8 @@ def test_lines_of_endoftext_cut_a_txt_wherever_blocks_end(tmp_path, monkeypatch)
     assert documents > 500
 
 
-DOCUMENTS = ["one text\n", "\u00e9t\u00e9 \u6f22\u5b57\r\n", "", "x" * 50_000, *(f"text {i} " * 20
-                                                                    for i in range(300))]
+DOCUMENTS = ["one text\n", "\u00e9t\u00e9 \u6f22\u5b57\r\n", "", "x" * 50_000]
+DOCUMENTS += [f"text {i} " * 20 for i in range(300)]
 
 
 def write_kind(file, texts, field="text"):
@@ -320,8 +312,7 @@ def test_every_kind_of_file_gives_the_same_shards(make_data, name):
 
 
 def test_a_folder_is_read_by_kinds_and_what_is_skipped_is_told(make_data, refuse_data):
-    """Without .txt, .jsonl and .parquet its files of text are read: .md, .py, README. What a killed
-    job has left is told, too."""
+    """Without .txt, .jsonl and .parquet other files of text are read. A killed job is told, too."""
     for name in ("in/a.txt", "in/sub/b.txt", "in/.hidden/c.txt", "in/d.md", "in/e.png", "in/g.csv",
                  "one/a.md", "one/README", "one/set.json", "one/t.csv", "two/sub/b.py"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -424,7 +415,6 @@ def test_a_file_that_is_cut_off_or_damaged_is_refused_never_read_in_part(tmp_pat
 
 # ---- Splits by the names of files
 
-
 @pytest.mark.claim("Files named train, validation and test train, validate and are left out.")
 def test_names_of_files_decide_the_split(tmp_path, monkeypatch, make_data, refuse_data):
     """Below a folder that is itself called test, too."""
@@ -476,7 +466,6 @@ def test_a_document_that_validates_by_its_file_does_not_train(make_data, near):
 
 # ---- Near-duplicates
 
-
 @pytest.mark.claim("Near-duplicates are found as often as the formula of MinHash says.")
 def test_documents_agree_in_a_key_as_often_as_the_formula_says():
     """1,200 pairs, of which one has up to 40 words of 300 replaced: how many agree, beside the sum
@@ -508,8 +497,7 @@ def random_words(rng, count):
 @pytest.mark.parametrize("first, last", [(0x4E00, 0x59B7), (0x3041, 0x3096), (0xE01, 0xE2E),
                                          (0x20000, 0x20500)])
 def test_near_duplicates_are_found_in_scripts_without_spaces(first, last):
-    """Chinese, Japanese, Thai, rare ideographs: 60 pairs of which 99% of the characters are equal,
-    also among words of English; and 60 unlike texts."""
+    """Chinese, Japanese, Thai, rare ideographs, also among English: 99% are equal."""
     rng = random.Random(0)
     min_hash = near_duplicates.MinHash()
     keys = []
@@ -600,17 +588,15 @@ def test_an_error_of_the_disk_has_its_path_and_what_to_do(tmp_path, server, run_
         with pytest.raises(OSError) as of_download:
             downloads.download(f"{server.url}/a", tmp_path / "file")
     assert (status, out, error.count("\n")) == (1, "", 1) and names_in(tmp_path / "d") == []
-    assert re.match(rf"data.py: {tmp_path}/d/.new-\w+/train_000000.bin: File too large: raise ",
-                    error)
+    assert re.match(rf"data.py: {tmp_path}/d/.new-\w+/train_000000.bin: File too large: ", error)
     assert errors.describe(of_download.value).startswith(f"{tmp_path}/file.part: File too large: ")
 
 
 # ---- Documents: their split and their pieces -------------------------------------------------
 
 def test_seed_and_text_alone_decide_the_split_of_a_document(monkeypatch, make_data):
-    """Each of 400 documents is in one split, in the order of the input, with its text unchanged,
-    <|endoftext|> within it too. Another order, or fewer documents, does not move one to the other
-    split; another seed does. Of 20 documents at least one validates and one trains."""
+    """Each of 400 documents is in one split, in the order of the input, with its text unchanged.
+    Another order, or fewer documents, does not move it; another seed does."""
     monkeypatch.setattr(encode.os, "cpu_count", lambda: 1)  # 4 jobs, 3 under way
     Path("in").mkdir()
     Path("in/empty.txt").touch()
@@ -713,8 +699,7 @@ def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch,
 
 
 def test_the_default_needs_no_optional_package(make_data, refuse_data, monkeypatch):
-    """Text, lines, .gz and conversations by `plain` are read; for what else is refused the line
-    names the package."""
+    """Text, lines, .gz and conversations by `plain` are read; else a line names the package."""
     for package in ("transformers", "tokenizers", "jinja2", "pyarrow", "backports", "datasets",
                     "fsspec", "torch", "safetensors", "huggingface_hub", file_formats.ZSTD):
         monkeypatch.setitem(sys.modules, package, None)
@@ -783,8 +768,7 @@ def test_input_that_changes_between_the_passes_ends_in_one_line(refuse_data):
 # ---- Tokenizers by their names ---------------------------------------------------------------
 
 def test_a_vocabulary_above_65536_has_tokens_of_32_bits(tmp_path, monkeypatch):
-    """As llm.c's for Llama 3: magic 20240801, version 7, uint32. The pairs that begin with "a" are
-    the last tokens."""
+    """As llm.c's for Llama 3: magic 20240801, version 7, uint32. Pairs with "a" come last."""
     tokens = [bytes([byte]) for byte in range(256)]
     tokens += [bytes([(first + 98) % 256, second]) for first in range(256) for second in range(256)]
     encoding = tiktoken.Encoding(

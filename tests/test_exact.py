@@ -32,8 +32,8 @@ def terms_of_many_sizes(count, seed=0):
 
 @pytest.mark.parametrize("unit", [2.0 ** -42, 2.0 ** -10])
 def test_an_exact_sum_is_the_same_in_every_order(unit):
-    """200 terms in 20 orders, added one by one, in parts or by rows, have the sum of whole numbers
-    that Python's integers have. Added as they are, in float64, they have several sums."""
+    """200 terms in 20 orders, one by one, in parts or by rows, have the sum of Python's integers.
+    Added as they are, in float64, they have several sums."""
     terms = terms_of_many_sizes(200)
     expected = plain_exact_sum([Fraction(term) for term in terms.tolist()], Fraction(unit))
     sums = ExactSums(1, 1, torch.device("cpu"))
@@ -55,16 +55,15 @@ def test_an_exact_sum_is_the_same_in_every_order(unit):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_term_above_its_share_of_the_sum_is_noticed(dtype):
-    """So many terms may reach 2^52 units together, half of the largest sum. A NaN and an infinity
-    are noticed, too."""
+    """So many terms may reach 2^52 units together, half of the largest sum."""
     for value, unit, terms, inside in [
             (2.0 ** 9, 2.0 ** -32, 2 ** 10, True), (2.0 ** 10, 2.0 ** -32, 2 ** 10, False),
             (-2.0 ** 10, 2.0 ** -32, 2 ** 10, False), (2.0 ** 10, 2.0 ** -31, 2 ** 10, True),
             (torch.nan, 1.0, 1, False), (torch.inf, 1.0, 1, False), (0.0, 1.0, 1, True)]:
         sums = ExactSums(1, 1, torch.device("cpu"))
-        sums.add(torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, value], dtype=dtype), unit,
-                 terms)
-        sums.add(torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=dtype), 1.0, 1)
+        total = torch.zeros(2, dtype=torch.float64)
+        sums.add(total, torch.tensor([1.0, value], dtype=dtype), unit, terms)
+        sums.add(total, torch.ones(2, dtype=dtype), 1.0, 1)
         assert sums.checked(torch.tensor(5.0)) == (5.0 if inside else torch.inf), (value, unit)
         sums.set_units(1.0, 1)
         assert sums.checked(torch.tensor(5.0)) == 5.0
@@ -156,8 +155,7 @@ def test_an_exact_run_goes_on_in_another_layout_bit_for_bit(pool, tmp_path):
 
 
 def test_a_term_out_of_range_skips_the_step_on_every_rank(pool, tmp_path):
-    """In step 2 replica 1 has a finite gradient that is too large to add exactly, or so large an
-    activation or norm."""
+    """In step 2 replica 1 has a gradient, activation or norm that is too large to add exactly."""
     runs = []
     for change in CHANGES:
         run = trained(pool, (2, 1, 1), tmp_path, replace(NARROW, n_layer=2), steps=3, exact=True,

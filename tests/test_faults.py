@@ -49,9 +49,8 @@ SMALL = replace(CFG, n_layer=1, n_embd=16, n_head=2)
 # ---- Saves: kills, memory, full disks
 
 def is_killed(save, call, most):
-    """Whether the kernel kills a fork of this process that calls save(): before the call with this
-    number (from 0; None: none) that opens, names or removes a file, and where a file would exceed
-    `most` bytes."""
+    """Whether the kernel kills a fork of this process that calls save(): before its `call`-th
+    operation on a file, from 0 (None: none), and where a file would exceed `most` bytes."""
     def die_at_the_call(event, _):
         if event.startswith(("open", "os.", "shutil.")) and next(calls) == call:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -98,9 +97,8 @@ def saver(out, **flags):
     runs = {}
     with gridded(0, 1, 1, 1) as grid:
         for form in ("folder", "file"):
-            config = settings(out, checkpoint_format=form, **flags)
-            runs[form] = train.Run(config, SMALL, grid, torch.device("cpu"), Memory(SMALL),
-                                   Memory(SMALL), None)
+            config, memory = settings(out, checkpoint_format=form, **flags), Memory(SMALL)
+            runs[form] = train.Run(config, SMALL, grid, torch.device("cpu"), memory, memory, None)
             runs[form].writer.thread = AtOnce()
 
         def save(step, form="folder"):
@@ -133,8 +131,7 @@ def step_of(path):
 @on_ranks
 def test_a_kill_at_any_moment_of_a_save_leaves_no_part_of_a_checkpoint(
         rank, world=1, *, tmp_path, before, form, more, first, every, links):
-    """The kernel kills processes that save: before each call that opens, names or removes a file,
-    and where a file would exceed a random size."""
+    """Before each call that opens, names or removes a file, and at random sizes."""
     rng = random.Random(first)
     with saver(tmp_path, keep=1) as save, nullcontext() if links else mock.patch.object(
             os, "link", side_effect=OSError):
@@ -172,12 +169,11 @@ def lose_the_file_of_step_2(run):
 
 def test_ranks_that_outlive_a_failed_save_write_the_next_one_whole(pool, tmp_path):
     """The state that rank 0 could not write is not mistaken for that of the next save."""
-    for prepare in (nothing, lose_the_file_of_step_2):
-        trained(pool, (2, 1, 1), tmp_path / prepare.__name__, prepare=prepare, zero=1, steps=4,
-                save_every=2)
-    lost = tmp_path / "lose_the_file_of_step_2"
-    assert names_in(lost) == ["latest.pt", "step_00000004.pt"]
-    assert_same_state(saved(lost, 4), saved(tmp_path / "nothing", 4))
+    flags = dict(zero=1, steps=4, save_every=2)
+    trained(pool, (2, 1, 1), tmp_path / "whole", **flags)
+    trained(pool, (2, 1, 1), tmp_path / "lost", prepare=lose_the_file_of_step_2, **flags)
+    assert names_in(tmp_path / "lost") == ["latest.pt", "step_00000004.pt"]
+    assert_same_state(saved(tmp_path / "lost", 4), saved(tmp_path / "whole", 4))
 
 
 @pytest.mark.fault("the disk is full at the last save", tried=1, survived=0,
@@ -338,9 +334,8 @@ def test_a_save_is_whole_though_old_files_cannot_be_removed(tmp_path, capsys):
 @pytest.mark.claim("A save adds a rank's own shards to its memory, and two tensors on rank 0.")
 @on_ranks
 def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4, *, tmp_path):
-    """Under a limit far below the state, each rank's memory grows by what it sends, within 10% and
-    10 MB (code, the threads' own), and rank 0's by its own part, the parts of the largest tensor
-    and their union."""
+    """Under a limit far below the state, to 10% and 10 MB (code, the threads' own): by what a rank
+    sends, and on rank 0 by its own part, the parts of the largest tensor and their union."""
     cfg = replace(CFG, n_layer=6, n_embd=384, vocab_size=8200)
     config = settings(tmp_path, pp=2, micro_batch=1, zero=1)
     with gridded(rank, world, 1, config.pp) as grid:
@@ -486,8 +481,7 @@ def failing(name, call, errors):
     ("folder", ".metadata", "open"), ("folder", "__0_0.distcp", "open")])
 def test_an_error_of_the_file_system_is_not_damage(run_train, run_sample, shards, tmp_path,
                                                    monkeypatch, form, name, call):
-    """Two errors are waited out. If they go on, or --out cannot be listed, the program ends with
-    exit status 1 and the path, and takes no older checkpoint."""
+    """Two errors are waited out. More end in exit status 1 and the path; no older file is taken."""
     monkeypatch.setattr(disk, "RETRY_SECONDS", (0, 0, 0, 0))
     out, new = tmp_path / "o", tmp_path / "new"
     flags = ["--data", shards, "--out", out, *TINY, "--checkpoint-format", form]

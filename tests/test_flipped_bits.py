@@ -48,8 +48,7 @@ def numbers_of(flat, flip, bucket):
 
 
 def number_at(flat, flip):
-    """(bucket, spec, the number's place in the flat tensor). Each parameter is as likely as another
-    one, though a LayerNorm has few numbers."""
+    """(bucket, spec, the number's place in the flat tensor): each parameter is as likely."""
     parts = [(bucket, *part) for bucket in flat.buckets
              for part in numbers_of(flat, flip, bucket)[1]]
     if isinstance(flip.place, str):
@@ -103,8 +102,7 @@ def events_of(run):
 def flipped(pool, out, layout, flip, again=False, **flags):
     """A run with a flip -> (its events, its final state)."""
     prepare = nothing if flip is None else functools.partial(inject, flip, again)
-    _, seen, state = trained(pool, layout, out, SMALL, events_of, prepare=prepare,
-                             **{**STEPS, **flags})
+    _, seen, state = trained(pool, layout, out, SMALL, events_of, prepare=prepare, **STEPS | flags)
     return seen[-1], state
 
 
@@ -128,10 +126,8 @@ def test_each_flipped_bit_changes_the_hash(dtype):
 
 @pytest.mark.parametrize("device, sequence_parallel, is_compared", [
     ("cpu", False, True), ("meta", False, False), ("meta", True, True)])
-def test_tp_copies_on_a_gpu_are_compared_where_their_gradients_are_summed(device, sequence_parallel,
-                                                                          is_compared):
-    """Elsewhere a GPU may compute them with other bits on each rank. (A device without numbers
-    stands for it.)"""
+def test_tp_copies_on_a_gpu_are_compared_where_summed(device, sequence_parallel, is_compared):
+    """Elsewhere a GPU, here a device without numbers, may compute them with other bits."""
     grid = Grid(1, 1, 2, 0, sequence_parallel=sequence_parallel)
     grid.groups["tp"] = "two ranks"
     specs = param_specs(build_stage(SMALL, grid), SMALL, grid)
@@ -147,8 +143,7 @@ def test_tp_copies_on_a_gpu_are_compared_where_their_gradients_are_summed(device
     pytest.param((2, 2, 1), dict(zero=3), Flip(1, 6, "update", "exp_avg", "blocks.0.norm1.weight",
                                                9), [0, 1], marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_found_named_and_undone(pool, tmp_path, layout, flags, flip, ranks):
-    """The run goes back to its last checkpoint and ends with the bits of a run without the flip, in
-    every file."""
+    """The run goes back to its last checkpoint, and ends and saves as a run without the flip."""
     _, healthy = flipped(pool, tmp_path / "healthy", layout, None, **flags)
     events, state = flipped(pool, tmp_path / "flipped", layout, flip, **flags)
     assert [event["event"] for event in events] == ["replicas", "rollback"], events

@@ -59,8 +59,7 @@ class ReadByTensorBoard:
 
 
 def log_words(out, words, number=0, names=("tensorboard", "wandb"), first_step=1):
-    """A run with --log that writes these lines. A word is a step, whose loss is the word's number,
-    or an event and its step."""
+    """A run with --log. A word is a step, whose loss is the word's number, or an event:step."""
     pytest.importorskip("tensorboard")
     log = directory.Metrics(out, 0)
     log.dashboards = {name: dashboards.KINDS[name]() for name in names}
@@ -118,8 +117,7 @@ def test_follow_sends_the_valid_rows_and_all_events_of_a_run_again(tmp_path, wan
     assert status == "tools.follow: wandb failed: lost"             # printed; 1
 
 
-def test_a_dashboard_that_raises_costs_one_warning_and_never_the_run(run_train, shards, tmp_path,
-                                                                     wandb, monkeypatch):
+def test_a_dashboard_that_raises_costs_a_warning(run_train, shards, tmp_path, wandb, monkeypatch):
     """The other one gets every row."""
     pytest.importorskip("tensorboard")
     command = ["--data", shards, *TINY, "--steps", 3, "--log", "wandb,tensorboard"]

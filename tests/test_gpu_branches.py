@@ -277,8 +277,7 @@ class Second(torch.Tensor):
 
 @functools.cache
 def second_device():
-    """(the device of Second tensors; what unregisters it when it goes). Autograd must not have run
-    in the process before."""
+    """(the device of Second tensors; what unregisters it when it goes), before autograd has run."""
     def event():
         SECOND_LOG.append(("event", 0))
         return True
@@ -305,8 +304,8 @@ def second_device():
 
 
 def on_second_device(rank, world, layout, config, cfg, wide):
-    """As run_steps -> (rows, what happens in a step, elements that this rank keeps, the validation
-    loss after what was trained has been thrown away and restored)."""
+    """As run_steps -> (rows, what happens in a step, elements that this rank keeps, validation loss
+    of what is restored)."""
     device, _ = second_device()
     SECOND_LACKS.update({torch.float64} - {wide})           # as MPS
     dp, tp, pp = layout
@@ -333,9 +332,8 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         full = agreement.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
-        row = evaluation.evaluate(run.model, run.val_data, run.loader, run.progress.batches,
-                                  run.stop)
-        restored = row["val_loss"]
+        restored = evaluation.evaluate(run.model, run.val_data, run.loader, run.progress.batches,
+                                       run.stop)["val_loss"]
     SECOND_LACKS.clear()
     numel = sum(bucket.shard["master"].numel() for bucket in run.flat.buckets)
     return rows.steps, SECOND_LOG[rows.seen[-3]:rows.seen[-2]], numel, restored
