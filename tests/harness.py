@@ -7,6 +7,7 @@ reads at its import. A test imports the functions it calls: `from tests.harness 
 A test on ranks is `on_ranks`, or takes `pool`; a run is trained(pool, layout, ...), or watched(...)
 in this process. Programs, and the data sets that they read, are in tests/commands.py.
 """
+import copy
 import functools
 import gc
 import inspect
@@ -746,7 +747,7 @@ def small_state(step):
     return dict(format=checkpoint.FORMAT, step=step, consumed_samples=1, tokens=1, config={},
                 optimizer_steps=1, model=asdict(cfg), tokenizer="bytes", scaler={},
                 data=[[0, {"d": 1}]], monitor={}, run=dict(id="x", origin=["seed", None, 0]),
-                **{key: tensors for key in checkpoint.STATE})
+                **{key: copy.deepcopy(tensors) for key in checkpoint.STATE})
 
 
 def weights_only(path, cfg, tokenizer="bytes"):

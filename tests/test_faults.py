@@ -6,7 +6,6 @@ which every rank writes a part, folders.
 """
 import ctypes
 import errno
-import functools
 import gc
 import io
 import itertools
@@ -257,71 +256,43 @@ def test_a_disk_that_the_ranks_do_not_share_is_told(rank, world=2, *, tmp_path):
         directory.latest_valid([path])
 
 
-def streamed(state):
-    """The state as a run saves it: each tensor exists while it is written."""
-    def stand_in(tensor):
-        return Streamed(tensor.shape, tensor.dtype, itertools.repeat(tensor))
-    return tree_map_only(torch.Tensor, stand_in, state)
-
-
 @pytest.mark.fault("the disk is full at some byte of a save", tried=52, survived=52,
                    note="earlier files are whole")
-def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, links):
-    """At the step's file or, without hard links, at latest.pt, which is then written too: the error
-    names the file, and the earlier ones are unchanged."""
-    checkpoint.save(streamed(small_state(1)), tmp_path, keep=2)
-    before = (tmp_path / "latest.pt").read_bytes()
-    torch.save(tree_map_only(torch.Tensor, torch.clone, small_state(1)), plain := io.BytesIO())
-    assert before == plain.getvalue()
-    size = len(before)
-    rng = random.Random(links)
-    full = "step_00000002.pt" if links else "latest.pt"
-    files = ["latest.pt", "step_00000001.pt"]
-    if not links:
-        files.append("step_00000002.pt")
-
-    def on_a_full_disk(write, *args):           # the last is the file
-        with no_file_above(place) if args[-1].name == full else nullcontext():
-            write(*args)
-    write_file = functools.partial(on_a_full_disk, checkpoint.write_file)
-    link_file = functools.partial(on_a_full_disk, checkpoint.link_file)
-    for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(15)),
-                  *(size - rng.randrange(20_000) for _ in range(8))]:      # the zip's directory
-        with mock.patch.multiple(checkpoint, write_file=write_file, link_file=link_file), \
-                pytest.raises(OSError, match=f"{full} could not be.*File too large"):
-            checkpoint.save(streamed(small_state(2)), tmp_path, keep=2)
-        assert names_in(tmp_path) == files, place
-        assert all((tmp_path / file).read_bytes() == before for file in files[:2]), place
-    checkpoint.save(streamed(small_state(2)), tmp_path, keep=2)
-    assert names_in(tmp_path) == ["latest.pt", "step_00000001.pt", "step_00000002.pt"]
-    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 2
-
-
 @pytest.mark.fault("the disk is full at some byte of a save of a folder", tried=36, survived=36,
                    note="earlier folders are whole, and space is given back")
-@pytest.mark.parametrize("writes, file", [
-    ("write_part", "__0_0.distcp"), ("write_table", ".metadata"), ("write_table", "facts.pt")])
-def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_folder(tmp_path, capsys, writes,
-                                                                      file):
-    """In a rank's part, in the table, or in the facts, before the last byte of `file`."""
-    rng = random.Random(file)
+@pytest.mark.parametrize("form, module, writes, file, drawn", [
+    ("file", checkpoint, "write_file", "step_00000001.pt", 23),
+    ("file", checkpoint, "link_file", "latest.pt", 23),
+    ("folder", folder_writer, "write_part", "step_00000001/__0_0.distcp", 9),
+    ("folder", folder_writer, "write_table", "step_00000001/.metadata", 9),
+    ("folder", folder_writer, "write_table", "step_00000001/facts.pt", 9)])
+def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, capsys, form, module,
+                                                                    writes, file, drawn):
+    """Before the last byte of such a file. Without hard links latest.pt is written, too. One line
+    names what could not be written, and the earlier files are unchanged."""
+    def contents():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
-    def write_on_a_full_disk(*args, write=getattr(folder_writer, writes)):
+    def write_on_a_full_disk(*args, write=getattr(module, writes)):
         with no_file_above(place):
             return write(*args)
-    with saver(tmp_path, keep=2) as save:
-        save(1)
-        folder = step_file(tmp_path, 1, "folder")
-        before = {path.name: path.read_bytes() for path in folder.iterdir()}
-        size = len(before[file])
-        for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(9))]:
-            with mock.patch.object(folder_writer, writes, write_on_a_full_disk):
-                reason = save(2)
-            assert f"{tmp_path}/step_00000002 could not be" in reason and "too large" in reason
+    no_links = writes == "link_file"
+    left = {tmp_path / "step_00000002.pt"} if no_links else set()
+    lost = tmp_path / ("latest.pt" if no_links else step_file(tmp_path, 2, form).name)
+    rng = random.Random(file)
+    with saver(tmp_path, keep=2) as save, mock.patch.object(
+            os, "link", side_effect=OSError) if no_links else nullcontext():
+        save(1, form)
+        before = contents()
+        size = len(before[tmp_path / file])
+        for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(drawn))]:
+            with mock.patch.object(module, writes, write_on_a_full_disk):
+                reason = save(2, form)
+            assert f"{lost} could not be" in reason and "too large" in reason
             assert capsys.readouterr().err.count("\n") == 1
-            assert names_in(tmp_path) == ["latest", "step_00000001"], place
-        assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
-        assert save(2) is None and step_of(tmp_path / "latest") == 2
+            found = contents()
+            assert found.keys() - before.keys() == left and found | before == found, place
+        assert save(2, form) is None and step_of(tmp_path / LATEST[form]) == 2
 
 
 def test_a_save_is_whole_though_old_files_cannot_be_removed(tmp_path, capsys):
@@ -367,6 +338,15 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4,
 
 
 # ---- Damage, and errors of the file system that are none
+
+def test_a_streamed_state_makes_the_file_of_its_tensors(tmp_path):
+    """A run saves a state of which each tensor exists only while it is written."""
+    def stand_in(tensor):
+        return Streamed(tensor.shape, tensor.dtype, itertools.repeat(tensor))
+    states = [small_state(1), tree_map_only(torch.Tensor, stand_in, small_state(1))]
+    files = [checkpoint.save(state, tmp_path / name, 2) for state, name in zip(states, "ab")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
 
 def damages(content, kind, count):
     """Yields `count` times the bytes of a file with one bit flipped "anywhere", or in a zip's
@@ -435,7 +415,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_or_nothing_has_changed(two_f
     """Of a checkpoint that is one file, or of one file of a folder. At least this share is
     recognised: some bytes of a zip mean nothing, such as padding and dates."""
     if file is None:
-        damaged = newest = checkpoint.save(streamed(small_state(2)), tmp_path, keep=2)
+        damaged = newest = checkpoint.save(small_state(2), tmp_path, keep=2)
     else:
         newest = shutil.copytree(two_folders[0], tmp_path / two_folders[0].name)
         damaged = newest / file
