@@ -381,20 +381,23 @@ def two_folders(pool, tmp_path_factory):
 
 
 @pytest.mark.fault("a file of the newest folder is missing, or is of another rank, step or layout",
-                   tried=6, survived=6, note="the one before is taken")
+                   tried=9, survived=9, note="the one before is taken")
 @pytest.mark.parametrize("file, source, said", [
     ("__1_0.distcp", None, "__1_0.distcp is missing"), (".metadata", None, ".metadata is missing"),
     ("__0_0.distcp", "run/step_00000004/__1_0.distcp", "the CRC of __0_0.distcp does not match"),
     ("__1_0.distcp", "run/step_00000002/__1_0.distcp", "the CRC of __1_0.distcp does not match"),
     ("facts.pt", "run/step_00000002/facts.pt", "the CRC of __0_0.distcp does not match"),
-    (".metadata", "other/step_00000004/.metadata", "the CRC of .metadata does not match")])
+    (".metadata", "other/step_00000004/.metadata", "the CRC of .metadata does not match"),
+    *((file, "a folder", "directory") for file in ("__0_0.distcp", ".metadata", "facts.pt"))])
 def test_a_folder_with_a_file_of_another_is_passed_over(two_folders, tmp_path, file, source, said):
     """Each of these files is whole by itself. The message names the folder and the file."""
     newest, before = (shutil.copytree(folder, tmp_path / folder.name) for folder in two_folders)
     path, *_, events = directory.latest_valid([newest, before])
     assert (path, events) == (newest, [])
     (newest / file).unlink()
-    if source is not None:
+    if source == "a folder":
+        (newest / file).mkdir()
+    elif source is not None:
         shutil.copy(two_folders[0].parents[1] / source, newest / file)
     path, *_, [event] = directory.latest_valid([newest, before])
     assert path == before and event["path"] == str(newest)
