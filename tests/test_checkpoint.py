@@ -22,10 +22,6 @@ from tests.harness import (CFG, after_backward, assert_same_state, names_in, sav
                            saved, saved_file, settings, small_state, tokens_of, watched)
 
 
-def steps_listed(out):
-    return [checkpoint.load(path)["step"] for path in checkpoint_files.list_checkpoints(out)]
-
-
 @pytest.mark.parametrize("latest", [True, False])
 def test_the_newest_file_is_that_of_the_last_step_whatever_the_times(tmp_path, latest):
     """A copy may change times, or lack latest.pt. The files of steps that a rollback has made void
@@ -36,10 +32,10 @@ def test_the_newest_file_is_that_of_the_last_step_whatever_the_times(tmp_path, l
         os.utime(checkpoint.save(state, tmp_path, 4, ["step_00000004.pt"]), (time_, time_))
     if not latest:
         (tmp_path / "latest.pt").unlink()
-    assert steps_listed(tmp_path) == [3, 2, 4]
+    files = [saved_file(tmp_path, step) for step in (3, 2, 4)]
+    assert checkpoint_files.list_checkpoints(tmp_path) == files
     os.truncate(saved_file(tmp_path, 3), 1000)      # its name tells
-    assert checkpoint_files.list_checkpoints(tmp_path) == [
-        saved_file(tmp_path, k) for k in (3, 2, 4)]
+    assert checkpoint_files.list_checkpoints(tmp_path) == files
     checkpoint.save(small_state(3) | dict(monitor=dict(rollbacks=1)), tmp_path, keep=1)
     assert names_in(tmp_path) == ["latest.pt", "step_00000003.pt"]
 
@@ -108,7 +104,7 @@ def test_plain_save_writes_whole_files_without_padding(tmp_path, safe):
                    for key in checkpoint.STATE for tensor in state[key].values())
         os.link(file, tmp_path / "latest.pt.tmp")
         (tmp_path / "step.pt.tmp").write_bytes(bytes(1_000_000))
-    assert steps_listed(tmp_path) == [2, 1]
+    assert checkpoint_files.list_checkpoints(tmp_path) == [saved_file(tmp_path, k) for k in (2, 1)]
 
 
 @pytest.mark.parametrize("full, whole", [(False, [2, 4, 6]), (True, [6])])

@@ -1,5 +1,4 @@
-"""tools/compare.py: the table and the picture of runs.
-"""
+"""tools/compare.py: the table and the picture of runs."""
 import json
 import math
 import re

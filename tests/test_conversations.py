@@ -1,5 +1,4 @@
-"""Conversations: what is learnt, how windows are packed, training on answers alone, and chatting.
-"""
+"""Conversations: what is learnt, how windows are packed, training on answers alone, chatting."""
 import functools
 import io
 import math

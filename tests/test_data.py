@@ -1,5 +1,4 @@
-"""Making a data set, and what is wrong with one: data.py and the files of corpus/.
-"""
+"""Making a data set, and what is wrong with one: data.py and the files of corpus/."""
 import functools
 import gzip
 import hashlib
@@ -57,10 +56,9 @@ def test_the_default_is_the_standard_library_without_its_tests(tmp_path, monkeyp
 @pytest.mark.parametrize("given, words", [
     ("empty.txt", "no text"), ("tiny.txt", "no text"), ("blank.jsonl", "no text"),
     ("no\nsuch.txt", r"there is no file or folder no\nsuch.txt"),
-    ("a.txt --shard_toks 9", "mean --shard-tokens?"), ("--nonsense", "--nonsense --help"),
     ("a.txt --seed -1", "--seed"), (f"a.txt --seed {2 ** 63}", f"below {2 ** 63}"),
     ("a.txt --shard-tokens 9", "1024"), (f"a.txt --shard-tokens {2 ** 31}", f"below {2 ** 31}"),
-    ("--dataset=shakespeare_char", "did you mean shakespeare?"), ("--dataset none", "none"),
+    ("a.txt --shard_toks 9", "--shard-tokens?"), ("--dataset=shakespeare_char", "shakespeare?"),
     ("--dataset fineweb --shards 104", "--shards below 104"),
     ("--dataset shakespeare --shards 2", "only fineweb"),
     ("--dataset fineweb --tokenizer bytes", "GPT-2's tokens"),
@@ -249,12 +247,6 @@ def test_a_byte_order_mark_and_empty_lines_of_json_are_no_text(tmp_path, monkeyp
     assert read_texts(tmp_path / "a.txt", tmp_path / "a.jsonl") == [text, text, "b"]
 
 
-def plain_documents(text):
-    """What lines of <|endoftext|> make of a .txt."""
-    first, *others = re.split(r"(?m)^\s*?<\|endoftext\|>\s*?$", text)
-    return [first.rstrip(), *(part.strip() for part in others)] if others else [text]
-
-
 def test_lines_of_endoftext_cut_a_txt_wherever_blocks_end(tmp_path, monkeypatch):
     """600 random texts in blocks of 1 to 40 characters, against the lines of the whole text."""
     rng = random.Random(0)
@@ -264,9 +256,11 @@ def test_lines_of_endoftext_cut_a_txt_wherever_blocks_end(tmp_path, monkeypatch)
         text = "".join(rng.choices(parts, k=rng.randrange(20)))
         set_block(monkeypatch, rng.randint(1, 40))
         (tmp_path / "a.txt").write_bytes(text.encode())
-        made = read_texts(tmp_path / "a.txt")
-        assert [text for text in made if text] == [t for t in plain_documents(text) if t], text
-        documents += len(made)
+        found = list(filter(None, read_texts(tmp_path / "a.txt")))
+        first, *others = re.split(r"(?m)^\s*?<\|endoftext\|>\s*?$", text)
+        expected = [first.rstrip(), *map(str.strip, others)] if others else [text]
+        assert found == list(filter(None, expected)), text
+        documents += len(found)
     assert documents > 500
 
 

@@ -8,6 +8,7 @@ import math
 import random
 import socket
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.harness import CFG, assert_same_state, names_in, nothing, saved, trai
 from tests.test_layouts import MODELS, drawn
 
 SMALL = replace(CFG, n_layer=2)
+EVENTS = attrgetter("events")
 STEPS = dict(steps=8, save_every=4, check_every=2, keep=9, lr=1e-2, warmup_steps=1)
 
 
@@ -95,14 +97,10 @@ def inject(flip, again, run):
     setattr(flat, method, changed)
 
 
-def events_of(run):
-    return run.events
-
-
 def flipped(pool, out, layout, flip, again=False, **flags):
     """A run with a flip -> (its events, its final state)."""
     prepare = nothing if flip is None else functools.partial(inject, flip, again)
-    _, seen, state = trained(pool, layout, out, SMALL, events_of, prepare=prepare, **STEPS | flags)
+    _, seen, state = trained(pool, layout, out, SMALL, EVENTS, prepare=prepare, **STEPS | flags)
     return seen[-1], state
 
 
@@ -222,6 +220,6 @@ def test_each_flip_in_a_value_that_another_rank_holds_is_found(pool, tmp_path, s
 def test_healthy_runs_are_left_alone(pool, tmp_path, seed):
     """Compared after each step, in drawn layouts."""
     name, layout, flags = drawn(seed)
-    _, seen, _ = trained(pool, layout, tmp_path, MODELS[name], events_of, steps=6, check_every=1,
+    _, seen, _ = trained(pool, layout, tmp_path, MODELS[name], EVENTS, steps=6, check_every=1,
                          lr=1e-2, warmup_steps=1, seed=seed, **flags)
     assert not {"replicas", "rollback"} & {*kinds(seen[-1])}
