@@ -34,7 +34,7 @@ from corpus.shards import SPLITS
 from corpus.tokenizers import TiktokenTokenizer, get_tokenizer
 from tests.commands import (NASTY, SHARED, Command, dataset, meta_of, set_block, shard,
                             texts_of, write_lines, write_texts)
-from tests.harness import ROOT, names_in, no_file_above, nothing
+from tests.harness import names_in, no_file_above, nothing
 
 
 # ---- Corpora: where text comes from ----------------------------------------------------------
@@ -339,9 +339,8 @@ def test_a_folder_is_read_by_kinds_and_what_is_skipped_is_told(make_data, refuse
     ("a.txt", "caf\xe9".encode("utf-16"), "a.txt UTF-16 iconv"),
     ("a.md", b"PK\3\4 x", "zip unpack"), ("a.txt", b"%PDF-1.4 \xff", "PDF pdftotext"),
     ("a.jsonl", "{}".encode("utf-16"), "a.jsonl UTF-16"), ("a.rtf", b"{\\rtf1 a}", "as text"),
-    ("a.txt", gzip.compress(b"text"), "gzip .gz"), ("a.jsonl", gzip.compress(b"{}"), "gzip .gz"),
     ("a.jsonl", b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "preferences completion"),
-    ("a.txt", b"caf\xe9 " * 9, "UTF-8"), ("a.py", "text".encode("utf-16-le"), "NUL"),
+    ("a.txt", gzip.compress(b"text"), "gzip .gz"), ("a.py", "text".encode("utf-16-le"), "NUL"),
     ("a.jsonl", b'{"text": "caf\xe9"}', "JSON 'utf-8'"), ("a.parquet", b"PAR1 and so on", "again"),
     ("a.arrow", b"and so on", "again")])
 def test_a_file_without_its_text_is_refused_in_a_line(refuse_data, name, text, words):
@@ -543,16 +542,6 @@ def test_a_book_that_is_drawn_for_validation_gives_its_end_alone(make_data):
     assert book.endswith(end) and book[:-len(end)] in of_train
 
 
-def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path):
-    """Here numpy takes nine seconds."""
-    (tmp_path / "numpy.py").write_text("import time; print('there', flush=True); time.sleep(9)")
-    job = subprocess.Popen([sys.executable, ROOT / "data.py"], text=True, stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE, env=os.environ | dict(PYTHONPATH=str(tmp_path)))
-    assert job.stdout.readline() == "there\n"
-    job.send_signal(signal.SIGINT)
-    assert (job.communicate(), job.returncode) == (("", ""), -signal.SIGINT)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_nothing(tmp_path, number):
     """Twice, as an impatient user sends it, while data.py tokenises."""
@@ -711,18 +700,16 @@ def test_the_default_needs_no_optional_package(make_data, refuse_data, monkeypat
 # ---- The files of a data set -----------------------------------------------------------------
 
 def test_a_data_set_stays_until_the_new_one_is_whole(tmp_path):
-    """Other text or flags for the same --out are refused before anything is made, because a run
-    may train on it. After a kill while the new files take their place the data set is refused as
-    damaged, not taken for one of GPT-2's tokens; the same text and flags mend it, to the bit."""
+    """Other text or flags for the same --out are refused: a run may train on it. After a kill while
+    files take their place the data set is damaged; the same text and flags mend it, to the bit."""
     text, out, letters = tmp_path / "a.txt", tmp_path / "new", "abcdefghij" * 500
     text.write_text(letters)
     make = functools.partial(prepare, [text], out, "bytes")
-    replace_file = os.replace
 
     def contents():
         return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
 
-    def killed(path, target):
+    def killed(path, target, replace_file=os.replace):
         if target.name == "meta.json":
             raise KeyboardInterrupt
         replace_file(path, target)
