@@ -1,40 +1,36 @@
 """tools/compare.py: the table and the picture of runs."""
-import json
 import math
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.commands import run_main
+from tests.commands import run_main, write_lines
 from tools import comparable_losses, compare, svg_picture
 
 
-def write_lines(out, lines):
+def write_run(out, *lines):
     """A metrics.jsonl of (hour, step, fields)."""
-    out.mkdir()
-    text = [json.dumps(dict(more, time=3600 * hour, step=step, tokens=100 * step,
-                            lr=0.1 - 0.01 * step, tokens_per_second=7e3)) + "\n"
-            for hour, step, more in lines]
-    (out / "metrics.jsonl").write_text("".join(text))
+    write_lines(f"{out}/metrics.jsonl", [
+        dict(more, time=3600 * hour, step=step, tokens=100 * step, lr=0.1 - 0.01 * step,
+             tokens_per_second=7e3) for hour, step, more in lines])
 
 
 def test_compare_tabulates_runs_without_their_void_rows(capsys, tmp_path, monkeypatch):
     """A run that was rolled back and resumed, and one without a validation loss."""
     monkeypatch.chdir(tmp_path)
     flags = dict(out="a", lr=4e-3, seed=1, skip_steps=None, plain=True)
-    write_lines(Path("a"), [
-        (0, 0, dict(event="start", config=flags)), (0.1, 1, dict(loss=8, val_loss=1)),
+    write_run(
+        "a", (0, 0, dict(event="start", config=flags)), (0.1, 1, dict(loss=8, val_loss=1)),
         (0.2, 2, dict(loss=1)), (0.3, 3, dict(loss=1e6)), (0.3, 3, dict(event="rollback", to=1)),
         (0.4, 2, dict(loss=4, val_loss=2.5)), (0.5, 3, dict(loss=2)), (0.5, 4, dict(loss=None)),
         (25, 2, dict(event="damaged")), (25, 2, dict(event="resume", config=flags)),
         (25.1, 3, dict(loss=2, val_loss=1.25)), (25.2, 4, dict(loss=1)), (25.2, 4, dict(
-            event="end"))])
-    write_lines(Path("b"), [
-        (0, 0, dict(event="start", config=dict(
-            flags, out="b", lr=1e-3, skip_steps="2:3", resume="never", plain=False))),
-        (1, 1, dict(loss=8)), (2, 2, dict(loss=80))])
-    write_lines(Path("none"), [])
+            event="end")))
+    write_run("b", (0, 0, dict(event="start", config=dict(
+        flags, out="b", lr=1e-3, skip_steps="2:3", resume="never", plain=False))),
+        (1, 1, dict(loss=8)), (2, 2, dict(loss=80)))
+    write_run("none")
     with open("a/metrics.jsonl", "a") as file:
         file.write('{"step": 9, "lo')
     status, text, error = run_main(capsys, compare, "b", "none", "a", "nowhere")
@@ -61,7 +57,7 @@ def described(tokenizer="bytes", vocab=257, size=1.0, seq_len=16, **sources):
                 sources=found)
 
 
-def write_run(name, loss, data):
+def write_step(name, loss, data):
     """A run on this data of a step with this validation loss."""
     start = dict(event="start", config=dict(out=name))
     row = dict(loss=5.0, val_loss=loss)
@@ -69,7 +65,7 @@ def write_run(name, loss, data):
         start["data"] = data
         if loss is not None and data["bytes_per_token"]:
             row["bits_per_byte"] = loss / math.log(2) / data["bytes_per_token"]
-    write_lines(Path(name), [(0, 0, start), (1, 1, row)])
+    write_run(name, (0, 0, start), (1, 1, row))
 
 
 BYTES = described(d=("text", 4001, 128))
@@ -99,7 +95,7 @@ def test_nats_order_only_what_is_the_same_test(tmp_path, monkeypatch, runs, orde
     """Of one text 3.4 nats a byte are worse than 6.4 a token of GPT-2's. Lines say what differs."""
     monkeypatch.chdir(tmp_path)
     for name, loss, data in runs:
-        write_run(name, loss, data)
+        write_step(name, loss, data)
     text = compare.compare(compare.read_runs([name for name, *_ in runs]))
     table = [line.split() for line in text.splitlines() if "h00m" in line]
     assert " ".join(line[-1] for line in table) == order
@@ -111,12 +107,12 @@ def test_compare_reads_what_is_not_finite_or_not_a_step(tmp_path, monkeypatch):
     """NaN as another program writes it, and rows without their fields: what is left is ordered."""
     monkeypatch.chdir(tmp_path)
     nan, inf = math.nan, math.inf
-    write_lines(Path("a"), [(0, 1, dict(loss=None, val_loss=inf)), (3, 4, dict(val_loss=2, loss=3)),
-                            (4, 5, dict(loss=inf, val_loss=nan, bits_per_byte=nan))])
+    write_run("a", (0, 1, dict(loss=None, val_loss=inf)), (3, 4, dict(val_loss=2, loss=3)),
+              (4, 5, dict(loss=inf, val_loss=nan, bits_per_byte=nan)))
     with open("a/metrics.jsonl", "a") as file:
         file.write('{"step": 6, "time": 14400}\n[]\nnull\n'
                    '{"step": "7", "time": 14400, "loss": 1, "tokens": 1, "lr": 1}\n')
-    write_lines(Path("b"), [(0, 1, dict(loss=nan)), (1, 2, dict(loss=9, val_loss=nan))])
+    write_run("b", (0, 1, dict(loss=nan)), (1, 2, dict(loss=9, val_loss=nan)))
     one, two = compare.compare(compare.read_runs(["b", "a"])).splitlines()[-2:]
     assert one.split()[:7] == "2.0000 4 2.0000 4 5 500 4h00m".split()
     assert two.split()[:4] == "- - - -".split()
@@ -128,11 +124,11 @@ def test_a_runs_best_is_of_one_test(tmp_path, monkeypatch, before, words):
     """What was evaluated before a resume with other --eval-tokens, or on data that is not known,
     does not count, and a line says so. Where the clock is set back, no time has passed."""
     monkeypatch.chdir(tmp_path)
-    write_lines(Path("a"), [
-        (5, 0, dict(event="start", config={}) | before), (6, 1, dict(loss=4, val_loss=1.0)),
+    write_run(
+        "a", (5, 0, dict(event="start", config={}) | before), (6, 1, dict(loss=4, val_loss=1.0)),
         (4, 2, dict(loss=3)), (4, 2, dict(event="resume", config={}, data=BYTES)),
         (4.5, 3, dict(loss=2, val_loss=2.5)), (4.5, 4, dict(loss=2, val_loss=2.25)),
-        (4.5, 5, dict(loss=2, val_loss=math.nan))])
+        (4.5, 5, dict(loss=2, val_loss=math.nan)))
     text = compare.compare(compare.read_runs(["a", "a/", "./a"]))
     assert "a: evaluations up to step 1 " in text and words in text and text.count("h30m") == 1
     assert text.splitlines()[-1].split()[:7] == "2.2500 4 2.2500 4 5 500 1h30m".split()
@@ -143,9 +139,8 @@ def test_a_picture_names_the_best_run_and_what_differs(capsys, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     outs = [f"<{i}>" for i in range(9)]
     for i, out in enumerate(outs):
-        write_lines(Path(out), [
-            (0, 0, dict(event="start", config=dict(out=out, lr=i / 8, seed=1))),
-            (1, 1, dict(loss=8, val_loss=50 - i)), (2, 2, dict(loss=5))])
+        write_run(out, (0, 0, dict(event="start", config=dict(out=out, lr=i / 8, seed=1))),
+                  (1, 1, dict(loss=8, val_loss=50 - i)), (2, 2, dict(loss=5)))
     status, text, error = run_main(capsys, compare, "--svg", "a.svg", *outs)
     assert (status, error) == (0, "") and text.endswith("\nwrote a.svg\n")
     svg = Path("a.svg").read_text()

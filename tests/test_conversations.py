@@ -363,22 +363,6 @@ def first_letters(pool, tmp_path_factory):
     return folder
 
 
-def test_the_loss_of_answers_falls_to_nothing_where_that_of_all_tokens_cannot(first_letters):
-    """The prompts are noise, the answers follow a rule. No surprise was a divergence."""
-    file = first_letters / "out/latest.pt"
-    assert checkpoint.load(file)["monitor"]["rollbacks"] == 0
-    trained_model, _ = checkpoint.load_model(file)
-    dataset = data.TokenDataset(first_letters / "data", "val", 64)
-    ids = np.arange(dataset.n_windows)
-    inputs, targets, positions = map(torch.from_numpy, dataset.rows(ids))
-    with torch.no_grad():
-        of_answers = trained_model(inputs, targets, positions=positions)
-        tokens = torch.from_numpy(dataset.read([0])[0])
-        of_all = trained_model(tokens[:, :-1], tokens[:, 1:])
-    assert of_answers / dataset.count_targets(ids) < 0.05
-    assert of_all / 64 > 4 * math.log(8) / 24 / 2
-
-
 @pytest.mark.parametrize("loss, least_deviation, diverges", [
     (0.06, ANSWERS_DEVIATION, False), (1.0, ANSWERS_DEVIATION, True), (0.06, 0.0, True)])
 def test_a_surprise_among_losses_near_0_is_no_divergence(loss, least_deviation, diverges):
@@ -402,9 +386,12 @@ def chat_with(monkeypatch, capsys, file, lines, *flags):
 
 @pytest.mark.claim("`sample.py --chat` keeps a conversation.")
 def test_a_chat_answers_each_line_of_standard_input(first_letters, monkeypatch, capsys):
-    """The model answers with the first letter; only answers go to standard output."""
-    result = chat_with(monkeypatch, capsys, first_letters / "out/latest.pt", "gabc\n\nbbac\n\nhabc")
+    """The model answers with the first letter, and only answers go to standard output. While it
+    learnt them, of prompts that are noise, no surprise was taken for a divergence."""
+    file = first_letters / "out/latest.pt"
+    result = chat_with(monkeypatch, capsys, file, "gabc\n\nbbac\n\nhabc")
     assert result == (0, "g\nb\nh\n", "")
+    assert checkpoint.load(file)["monitor"]["rollbacks"] == 0
 
 
 def test_a_chat_shows_the_model_the_conversation_so_far(first_letters, monkeypatch, capsys):

@@ -448,7 +448,6 @@ def test_a_document_that_validates_by_its_file_does_not_train(make_data, near):
     """Equal ones, and with "drop" those with most words in common; counted."""
     words = random_words(random.Random(0), 240)
     texts = [" ".join(words[i:i + 60]) for i in range(0, 240, 60)]
-    Path("in").mkdir()
     write_texts("in/train.jsonl", [*texts, texts[0], texts[1] + " end", "another"])
     write_texts("in/val.jsonl", [texts[0], texts[1], texts[1]])
     out, _ = make_data("in", "--near-duplicates", near)
@@ -581,13 +580,12 @@ def test_seed_and_text_alone_decide_the_split_of_a_document(monkeypatch, make_da
     """Each of 400 documents is in one split, in the order of the input, with its text unchanged.
     Another order, or fewer documents, does not move it; another seed does."""
     monkeypatch.setattr(encode.os, "cpu_count", lambda: 1)  # 4 jobs, 3 under way
-    Path("in").mkdir()
-    Path("in/empty.txt").touch()
     texts = [f"{i} " + "".join(random.Random(i).sample(NASTY, 9)) for i in range(400)]
 
     def split(texts, seed=0):
         shutil.rmtree("my data", ignore_errors=True)
         write_texts("in/a.jsonl", texts)
+        Path("in/empty.txt").touch()
         told, _ = make_data("in", "--out", "my data", "--seed", seed)
         assert "python train.py --data 'my data' --out 'out/my data'" in told
         assert "tokens validate beside" not in told
