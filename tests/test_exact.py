@@ -64,6 +64,14 @@ def test_a_term_above_its_share_of_the_sum_is_noticed(dtype):
         assert sums.checked(torch.tensor(5.0)) == 5.0
 
 
+def test_units_follow_the_loss_scale_and_the_number_of_targets():
+    """As the table in exact_sums.py says: 64 tokens of which 24 are learnt, and a scale of 2^10."""
+    sums = ExactSums(1, 1, torch.device("cpu"))
+    sums.set_units(2.0 ** 10, 64, 24)
+    assert sums.activation_gradient == 2.0 ** (-36 + 5)         # 2^10 / 24 is between 2^5 and 2^6
+    assert (sums.gradient, sums.embedding_gradient) == (2.0 ** -30, 2.0 ** -26)
+
+
 def look_up(sums, share):
     """The first row, for one of 64 tokens that may all be the same one."""
     weight = nn.Parameter(torch.zeros(3, 1))
@@ -155,14 +163,11 @@ def test_a_term_out_of_range_skips_the_step_on_every_rank(pool, tmp_path):
 def test_a_norm_out_of_range_is_reported_and_leaves_the_loss_scale(tmp_path):
     """It is no overflow: a smaller scale would not help."""
     def enlarge(run):
-        sum_statistics = run.sum_statistics
-
-        def enlarged(*args):
-            if run.step == 2:
+        def spoil(step):
+            if step == 2:
                 for bucket in run.flat.buckets:
                     bucket.shard["grad"][:] = 100 * run.progress.scaler.scale    # each is in range
-            return sum_statistics(*args)
-        run.sum_statistics = enlarged
+        after_backward(run, spoil)
     config = settings(tmp_path, steps=4, exact=True, dtype="fp16", log_every=1)
     seen = watched(config, enlarge, cfg=NARROW)
     assert column(seen.rows, "skipped") == [0, 1, 0, 0]
