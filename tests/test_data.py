@@ -632,12 +632,8 @@ def test_the_pieces_of_a_text_encode_to_the_tokens_of_the_whole(monkeypatch, nam
     tokenizer's own pattern, and BPE merges nothing across words."""
     import regex
     from tiktoken_ext import openai_public
-    if name == "r50k_base":
-        pattern = openai_public.r50k_pat_str
-    else:
-        with mock.patch.object(openai_public, "load_tiktoken_bpe", return_value={}):
-            pattern = getattr(openai_public, name)()["pat_str"]
-    pattern = regex.compile(pattern)
+    with mock.patch.object(openai_public, "load_tiktoken_bpe", return_value={}):
+        pattern = regex.compile(getattr(openai_public, name)()["pat_str"])
 
     def words(parts):
         return [word for part in parts for word in pattern.findall(part)]

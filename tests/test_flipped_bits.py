@@ -39,36 +39,21 @@ class Flip:
     bit: int
 
 
-def numbers_of(flat, flip, bucket):
-    """The flat tensor of a bucket in which the bit is, and the parts of it that parameters have."""
-    if flip.tensor == "data" and flat.zero < 3:                     # all the bucket
-        offsets = [(spec, bucket.offsets[spec.name]) for spec in bucket.specs]
-        return (bucket.data,
-                [(spec, slice(first, first + spec.numel)) for spec, first in offsets])
-    return (bucket.shard.get(flip.tensor),
-            [(spec, part) for spec, part, _ in bucket.shard_ranges])
+def flip_bit(words, i, bit):
+    """In the number with this place in a tensor of integers."""
+    words[i:i + 1].view(torch.uint8)[bit // 8] ^= 1 << bit % 8
 
 
-def number_at(flat, flip):
-    """(bucket, spec, the number's place in the flat tensor): each parameter is as likely."""
-    parts = [(bucket, *part) for bucket in flat.buckets
-             for part in numbers_of(flat, flip, bucket)[1]]
+def find_number(flat, flip):
+    """(flat tensor, place) of a number of the parameter. Each parameter is as likely."""
+    parts = [(bucket.shard[flip.tensor], spec.name, part) for bucket in flat.buckets
+             for spec, part, _ in bucket.shard_ranges]
     if isinstance(flip.place, str):
-        [found] = [part for part in parts if part[1].name == flip.place]
+        [found] = [part for part in parts if part[1] == flip.place]
     else:
         found = parts[int(flip.place * len(parts))]
-    bucket, spec, part = found
-    return bucket, spec, (part.start + part.stop) // 2
-
-
-def turn(flat, flip, bucket, i):
-    x, _ = numbers_of(flat, flip, bucket)
-    bits = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
-    width = 8 * x.itemsize
-    mask = 1 << flip.bit % width
-    if mask == 1 << width - 1:              # the sign
-        mask -= 1 << width
-    bits[i] ^= mask
+    x, _, part = found
+    return x, (part.start + part.stop) // 2
 
 
 def inject(flip, again, run):
@@ -76,7 +61,6 @@ def inject(flip, again, run):
     flat, run.turned = run.flat, False
     if run.grid.rank != flip.rank:
         return
-    bucket, _, i = number_at(flat, flip)
     method, step, before = {
         "update": ("adamw_step", flip.step, False), "forward": ("zero_grad", flip.step + 1, True),
         "sum": ("finish_grad_sync", flip.step, False)}[flip.moment]
@@ -85,7 +69,9 @@ def inject(flip, again, run):
     def turn_now():
         run.turned = True
         flat.wait_params()
-        turn(flat, flip, bucket, i)
+        x, i = find_number(flat, flip)
+        bits = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+        flip_bit(bits, i, flip.bit % (8 * x.itemsize))
 
     def changed(*args, **flags):
         due = run.step == step and (again or not run.turned)
@@ -118,7 +104,7 @@ def test_each_flipped_bit_changes_the_hash(dtype):
         picks = {(rng.randrange(len(words)), rng.randrange(64)) for _ in range(count)}
         for is_changed in (True, False):            # there and back
             for i, bit in picks:
-                words[i] ^= (1 << bit) - (1 << 64 if bit == 63 else 0)
+                flip_bit(words, i, bit)
             assert (flipped_bits.hash_bits(x) != before) == is_changed, picks
 
 
