@@ -71,7 +71,8 @@ def write_step(name, loss, data):
 BYTES = described(d=("text", 4001, 128))
 GPT2 = described("gpt2", 50257, 4.0, d=("text", 1000.25, 62))
 SHORT = described(d=("text", 4001, 8))
-OTHER = described(d=("text", 4001, 128), e=("novel", 7001, 128))
+OTHER = described(d=("novel", 7001, 128))
+MIXED = described(d=("text", 4001, 128), e=("novel", 7001, 128))
 WEB = described("gpt2", 50257, None, web=("web", 900, 20))
 CHAT = described("bytes", 257, None, d=("chat", 332, 24))
 OF_D = "windows of 16 tokens of 100% d by bytes with 257 tokens"
@@ -83,8 +84,8 @@ APART = comparable_losses.APART
     ([("a", 3.4, BYTES), ("b", 6.4, GPT2)], "b a",
      [f"128 {OF_D} (a); 62 windows of 16 tokens of 100% d by gpt2 with 50,257 tokens (b)",
       "so the order is by bits a byte, not by nats a token"]),
-    ([("a", 3.0, BYTES), ("b", 2.0, OTHER), ("c", 1.0, OTHER)], "c b a",
-     [f"256 {OF_D.replace('100% d', '50% d + 50% e')} (c, b); 128 {OF_D} (a)", "so the order"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, OTHER), ("c", 1.0, MIXED)], "c b a",
+     ["50% d + 50% e by bytes", f" (c); 128 {OF_D} (b); 128 {OF_D} (a)", "so the order"]),
     ([("a", 3.0, BYTES), ("b", 2.0, CHAT)], "a b", [f"24 {OF_D} (b); 128 {OF_D} (a)\n", APART]),
     ([("a", 3.0, BYTES), ("b", 2.0, WEB), ("c", 1.0, WEB)], "a c b", [APART]),
     ([("a", 3.0, BYTES), ("b", 2.0, None), ("c", None, BYTES)], "a b c",
