@@ -175,9 +175,8 @@ SYSTEM = dict(role="system", content="s")
     (dict(messages=[dict(role="developer", content="s"), *TURNS]), [SYSTEM, *TURNS]),
     (dict(messages=[dict(role="user", content=[dict(type="text", text="a"), dict(
         type="text", text=" b")]), TURNS[1]]), TURNS),
-    (dict(instruction="a", input="b", output="c"),
-     [dict(role="user", content="a\n\nb"), TURNS[1]]),
-    (dict(prompt=TURNS, completion="d"),
+    (dict(instruction="a", input="b", output="c"), [TURNS[0] | dict(content="a\n\nb"), TURNS[1]]),
+    (pair(TURNS, "d"),
      [TURNS[0], TURNS[1] | dict(is_learnt=False), dict(role="assistant", content="d")]),
     (dict(messages=[TURNS[0], TURNS[1] | dict(weight=1, thinking="t")]),
      [TURNS[0], TURNS[1] | dict(reasoning="t")]),
@@ -311,8 +310,12 @@ def test_the_loss_of_a_conversation_does_not_depend_on_its_neighbors(reversals, 
 
 
 def test_a_run_tells_what_it_cuts(tmp_path, reversals, run_train):
-    """Conversations longer than a window lose their end; the checkpoint says the template."""
-    status, out, _ = run_train("--data", reversals, *TINY, "--seq-len", 32, "--out", tmp_path / "a")
+    """Conversations longer than a window lose their end, and not all; no --plain. The checkpoint
+    says the template."""
+    flags = ["--data", reversals, "--out", tmp_path / "a", *TINY, "--seq-len"]
+    expect_mistake(run_train(*flags, 16), "no conversation has an answer in its first 16 + 1")
+    expect_mistake(run_train(*flags, 32, "--plain"), "--plain reads text")
+    status, out, _ = run_train(*flags, 32)
     source, = data.TokenDataset(reversals, "train", 32).mixture.sources.values()
     assert status == 0 and "tokens are learnt" in out and source.windows.n_truncated > 0
     assert (f"{source.windows.n_truncated:,} conversations lose their end, "
@@ -337,12 +340,6 @@ def test_a_mixture_of_text_and_conversations(reversals, shards):
     assert len(text) == 4 and (targets[text] >= 0).all()
     assert (positions[text] == np.arange(32)).all()
     assert 4 * 32 < dataset.count_targets(ids) == (targets >= 0).sum() < 8 * 32
-
-
-def test_windows_without_answers_and_the_plain_program_are_refused(tmp_path, run_train, reversals):
-    flags = ["--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len"]
-    expect_mistake(run_train(*flags, 16), "no conversation has an answer in its first 16 + 1")
-    expect_mistake(run_train(*flags, 32, "--plain"), "--plain reads text")
 
 
 # ---- What is learnt --------------------------------------------------------------------------
