@@ -100,14 +100,6 @@ def test_pytorch_alone_opens_a_folder(pool, tmp_path):
     assert all(full.equal(theirs[name]) and full.equal(whole[name]) for name, full in names.items())
 
 
-def write_folders(tmp_path, steps):
-    """The folders of a run in one process, newest first."""
-    watched(settings(tmp_path, steps=steps, save_every=1, keep=9, checkpoint_format="folder"))
-    found = checkpoint_files.list_checkpoints(tmp_path)
-    assert found == [step_file(tmp_path, step, "folder") for step in range(steps, 0, -1)]
-    return found
-
-
 class Runs:
     """A pickle of it runs code."""
 
@@ -118,7 +110,8 @@ class Runs:
 def test_a_table_runs_no_code(tmp_path, monkeypatch):
     """DCP itself would run it."""
     monkeypatch.chdir(tmp_path)
-    (folder,) = write_folders(tmp_path, 1)
+    watched(settings(tmp_path, steps=1, checkpoint_format="folder"))
+    folder = step_file(tmp_path, 1, "folder")
     table = pickle.dumps(Runs())
     (folder / ".metadata").write_bytes(table)
     facts = torch.load(folder / "facts.pt")
@@ -142,10 +135,11 @@ def test_a_link_to_a_missing_folder_is_passed_over(tmp_path, run_train, shards):
 
 def test_a_folder_of_the_same_step_is_replaced_and_old_ones_are_removed(tmp_path):
     """Also what killed saves have left, and a link of the other format."""
-    newest, _, first = write_folders(tmp_path, 3)
+    config = settings(tmp_path, steps=3, save_every=1, keep=2, checkpoint_format="folder")
+    watched(replace(config, keep=9))
+    newest, _, first = checkpoint_files.list_checkpoints(tmp_path)
     for left in ("step.tmp", "removed.tmp", "step_00000003.old"):
         shutil.copytree(newest, tmp_path / left)
-    config = settings(tmp_path, steps=3, save_every=1, keep=2, checkpoint_format="folder")
     with open(newest / "facts.pt") as before:       # open, so that no new file gets its number
         watched(config, state=first)
         assert (newest / "facts.pt").stat().st_ino != os.fstat(before.fileno()).st_ino
