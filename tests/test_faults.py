@@ -364,7 +364,8 @@ def damages(content, kind, count):
         i, j = sorted(rng.sample(range(first, last), 2))
         bit = 1 << rng.randrange(8)
         if kind == "directory" and number == 0:
-            i, bit = content.index(b"archive/data/0", first) - 8, 0x10
+            i = content.index(b"archive/data/0", first) - 8         # the name is at 46, this at 38
+            bit = 0x10
         if kind == "end":
             yield content[:i]
         elif kind == "block":
