@@ -21,7 +21,7 @@ import resource
 import sys
 import tempfile
 import traceback
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from fractions import Fraction
@@ -772,11 +772,3 @@ def no_file_above(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.fixture(params=["hard links", "no hard links"])
-def links(request):
-    """Whether the file system has hard links: once with, once without."""
-    there = request.param == "hard links"
-    with nullcontext() if there else mock.patch.object(os, "link", side_effect=OSError):
-        yield there
