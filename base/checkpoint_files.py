@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from base.disk import first_cause, remove, retry_transient
-from base.errors import first_line, warn
+from base.disk import remove, retry_transient
+from base.errors import first_cause, first_line, warn
 from model import OF_VOCABULARY, GPTConfig
 from models import make_config
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from base.errors import DiskFailed, is_failure, out_of_memory, warn
+from base.errors import DiskFailed, first_cause, is_failure, out_of_memory, warn
 
 RETRY_SECONDS = (0, 0.2, 1, 3)      # waits before each attempt to read
 
@@ -39,14 +39,6 @@ def retry_transient(read):
         raise DiskFailed(f"{path} could not be read ({reason}): start again when the file system "
                          f"works")
     return read_with_retries
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The system's error, or that of a lost peer, which zipfile and torch's zip writer hide behind
-    their own."""
-    while error.__context__ is not None and not isinstance(error, dist.DistError):
-        error = error.__context__
-    return error
 
 
 def write_file(state: dict, aside: Path, path: Path) -> None:
@@ -79,7 +71,7 @@ def writing(aside: Path, path: Path):
             shutil.rmtree(aside, ignore_errors=True)
         else:
             aside.unlink(missing_ok=True)
-        cause = first_cause(error)
+        cause = first_cause(error, dist.DistError)       # of a lost peer
         if isinstance(cause, dist.DistError) or out_of_memory(cause):
             raise cause
         status = 1 if is_failure(cause) else 2

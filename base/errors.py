@@ -92,6 +92,14 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0]
 
 
+def first_cause(error: BaseException, until: tuple = ()) -> BaseException:
+    """The error that led to this one, or the first on the way of a type in `until`: packages such
+    as zipfile, requests and torch's zip writer hide the system's error behind their own."""
+    while error.__context__ is not None and not isinstance(error, until):
+        error = error.__context__
+    return error
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether a CPU or a GPU has too little memory. In an error of NCCL it may be the memory of a
     switch, and NCCL says what to do."""

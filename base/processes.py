@@ -7,7 +7,6 @@ after a signal exits with 0 under torchrun, and by that signal without.
 import json
 import os
 import re
-import signal
 import socket
 import sys
 import time
@@ -82,7 +81,6 @@ class Job:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
-    parent: int = 0             # the launcher's number, if there is one
 
     @classmethod
     def from_environment(cls) -> "Job":
@@ -105,16 +103,7 @@ class Job:
                               f"which sets them all, and unset WORLD_SIZE to start one")])
             read("MASTER_PORT", "", low=1, below=2 ** 16)
         return cls(read("RANK", 0, below=world), world, read("LOCAL_RANK", 0, below=world),
-                   read("LOCAL_WORLD_SIZE", 1, low=1), os.getppid())
-
-
-def forbid_restart(job: Job) -> None:
-    """End torchrun, this process's parent, if it would restart the group: a user's mistake would be
-    repeated."""
-    allowed = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    done = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if job.local_rank == 0 and done < allowed and os.getppid() == job.parent:
-        os.kill(job.parent, signal.SIGTERM)
+                   read("LOCAL_WORLD_SIZE", 1, low=1))
 
 
 def refuse_tasks_without_ranks() -> None:
@@ -150,8 +139,6 @@ def running(job: Job, device: torch.device, timeout: timedelta):
             if job.rank == 0:
                 print_error(error)
             all_gather_object(None)             # wait until rank 0 has printed
-            if status == 2:
-                forbid_restart(job)
         if job.world > 1:
             dist.destroy_process_group()
     except Exception as error:
@@ -173,5 +160,4 @@ def exit_for_mistake(error: ValueError, job: Job) -> None:
         time.sleep(5)               # torchrun ends all ranks when one exits: rank 0 prints first
     if job.local_rank == 0:
         print_error(error)
-    forbid_restart(job)
     sys.exit(2)

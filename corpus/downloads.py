@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from base.errors import errors_with_path
+from base.errors import errors_with_path, first_cause
 from corpus import progress
 
 HUB = "https://huggingface.co"
@@ -45,13 +45,6 @@ def download_fineweb(out: Path, count: int) -> None:
         download(f"{address_of('fineweb')}fineweb_{name}.bin", out / f"fineweb_{name}.bin")
 
 
-def last_cause(error: BaseException) -> BaseException:
-    """The first of the errors that led to this one: requests' own message lists five classes."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return error
-
-
 def read_url(url: str) -> bytes:
     """The bytes at this address. Raises a RequestException, which is an OSError."""
     import requests
@@ -86,7 +79,7 @@ def download(url: str, path: Path, sha256: str | None = None) -> None:
                     size += file.write(block)
                     count_bytes(len(block))
         except requests.RequestException as problem:
-            error = last_cause(problem)
+            error = first_cause(problem)
             continue
         if (size == total > 0) if sha256 is None else (sha256_of(part) == sha256):
             os.replace(part, path)

@@ -38,9 +38,9 @@ def import_transformers():
     try:
         import transformers
     except ImportError:
-        raise ValueError("a tokenizer of Hugging Face needs the package transformers: pip install "
-                         "transformers") from None
+        raise ValueError("this needs the package transformers: pip install transformers") from None
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     return transformers
 
 

@@ -105,10 +105,6 @@ class Mixture:
             phases = [phase for phase in phases if phase[0] < consumed] + [[consumed, weights]]
         self.phases = phases
 
-    def phase_begins(self, first: int, end: int) -> bool:
-        """Whether a phase after the first begins at one of the sequences first ... end - 1."""
-        return any(first <= begin < end for begin, _ in self.phases[1:])
-
     # ---- Windows and tokens ------------------------------------------------------------------
 
     def find(self, window_ids) -> Iterator[tuple]:

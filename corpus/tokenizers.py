@@ -25,8 +25,9 @@ from functools import partial
 
 import numpy as np
 
+from base.errors import first_cause
 from corpus import EOT
-from corpus.downloads import last_cause, read_url
+from corpus.downloads import read_url
 from corpus.huggingface_tokenizers import AT_SPACE, open_file
 from corpus.shards import refuse_old
 
@@ -110,7 +111,7 @@ def get_tokenizer(name: str, file: str | None = None):
         return TiktokenTokenizer(tiktoken.get_encoding(name))
     except (OSError, ValueError) as error:      # ValueError: the file has the wrong hash
         raise ConnectionError(f"{DOWNLOADED[name]} vocabulary could not be loaded "
-                              f"({last_cause(error)}): add --tokenizer bytes to data.py's flags, "
+                              f"({first_cause(error)}): add --tokenizer bytes to data.py's flags, "
                               f"which needs none, or run it again later, or set "
                               f"TIKTOKEN_CACHE_DIR to a folder that has it") from None
 

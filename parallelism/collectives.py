@@ -36,15 +36,6 @@ def name_of(op: tuple) -> str:
     return f"{dict(F='forward', B='backward')[kind]} of microbatch {microbatch}"
 
 
-@contextmanager
-def errors_during(op: tuple):
-    """A DistError says in which op of a pipeline's schedule."""
-    try:
-        yield
-    except dist.DistError as error:
-        raise dist.DistError(f"{name_of(op)}: {error}") from error
-
-
 def on_hosts(ranks: list[int], hosts: list[str]) -> str:
     """" on node1, node2", the machines of these ranks; "" if the whole job is on one machine."""
     if len(set(hosts)) == 1:

@@ -15,8 +15,7 @@ import torch
 import torch.nn as nn
 
 from model import GPT
-from parallel import (Message, Pipeline, Work, chunk_layers, gpipe, in_turn, one_f_one_b,
-                      start_messages)
+from parallel import Pipeline, chunk_layers, gpipe, in_turn, one_f_one_b
 
 
 def interleaved(stage: int, stages: int, num_microbatches: int, chunks: int) -> list[tuple]:
@@ -48,23 +47,19 @@ class Interleaved(Pipeline):
         super().__init__(model, grid, *args)
         self.chunks = model_chunks(model, grid)
 
-    def run(self, schedule):
-        self.last_backward = {chunk: i for kind, i, chunk in schedule if kind == "B"}
-        turns = split_in_turns(schedule)
-        leaving = {"F": Work(None), "B": Work(None)}        # the last result of each kind
-        arriving = start_messages(self.grid, [self.input_of(op) for op in turns[0]])
-        for turn, next_turn in zip(turns, [*turns[1:], []]):
-            results = []
-            for op, x in zip(turn, arriving):
-                results.append(Message(True, op, self.run_op(op, x)))
-                leaving[op[0]].wait()
-            inputs = [self.input_of(op) for op in next_turn]
-            started = start_messages(self.grid, results + inputs)
-            arriving = started[len(turn):]
-            for op, work in zip(turn, started):
-                leaving[op[0]] = work
-        for work in leaving.values():
-            work.wait()
+    def split_in_turns(self, schedule):
+        pairs = [(first[0], second[0]) for first, second in pairwise(schedule)]
+        alternates = ("B", "F") in pairs
+        turns = [schedule[:1]]
+        for op, pair in zip(schedule[1:], pairs):
+            if alternates and pair == ("F", "B"):
+                turns[-1].append(op)
+            else:
+                turns.append([op])
+        return turns
+
+    def may_receive_early(self, turn, next_turn):
+        return False                # the two neighbors may be the same stage
 
 
 def model_chunks(model: GPT, grid) -> list[GPT]:
@@ -78,18 +73,6 @@ def model_chunks(model: GPT, grid) -> list[GPT]:
             head=model.head if number == grid.chunks - 1 else None)
         chunks.append(chunk)
     return chunks
-
-
-def split_in_turns(schedule: list[tuple]) -> list[list[tuple]]:
-    pairs = [(first[0], second[0]) for first, second in pairwise(schedule)]
-    alternates = ("B", "F") in pairs
-    turns = [schedule[:1]]
-    for op, pair in zip(schedule[1:], pairs):
-        if alternates and pair == ("F", "B"):
-            turns[-1].append(op)
-        else:
-            turns.append([op])
-    return turns
 
 
 def run_pipeline(name: str, model: GPT, grid, batch: list, loss_factor: float = 1.0,

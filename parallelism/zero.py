@@ -5,13 +5,13 @@
       gradients to main_grad themselves      between (loss.py)                  main_grad
     --offload: masters and moments are in    6 of 18 bytes per parameter stay   update_offloaded
       host memory, and AdamW runs there
-    what is read too early or too late is                                       main_grad,
-      refused                                                                   before_state_dict
+    a state_dict() that is not the model's                                      before_state_dict
+      is refused
 """
 import torch
 
 from amp import adamw_update
-from parallel import Bucket, DataParallel
+from parallel import DataParallel
 from parallelism.collectives import copy_to_host_async
 from parallelism.parameters import ParamSpec
 
@@ -62,11 +62,6 @@ class FlatParameters(DataParallel):
     def main_grad(self, parameter):
         bucket = parameter.bucket
         grows_in_forward = bucket.name in ("tied", "head")
-        is_awaited = bucket.pending_grads > 0 or grows_in_forward
-        if self.grads_are_summed or (bucket.grad is None and not is_awaited):
-            raise RuntimeError(f"main_grad of {parameter.spec.name} is this rank's part of a sum, "
-                               f"while backward runs: call full_tensors.full_gradients(flat) after "
-                               f"finish_grad_sync, on every rank")
         if bucket.grad is None and grows_in_forward:    # what the last backward has sent of it is
             self.wait_grad_sync()                       # as large
         return super().main_grad(parameter)
@@ -106,29 +101,3 @@ class FlatParameters(DataParallel):
                 self.start_gather(bucket)
             if i + 2 < len(grads):
                 copies.append(copy_to_host_async(grads[i + 2], rows[i + 2]))
-
-
-def state_bytes(buckets: list[tuple[Bucket, int]], dtypes: tuple, zero: int, offload: bool,
-                grad_dtype: torch.dtype | None = None) -> tuple[dict, dict]:
-    """Bytes of one rank's state, as the table in parallel.py says: {kind: bytes} on its device and,
-    if `offload` keeps a part there, on the host. `buckets` are this rank's, as [(bucket, how many
-    like it)]. `dtypes`: of parameters and masters; `grad_dtype` (None: as the masters)."""
-    dtype, master_dtype = dtypes
-    grad_dtype = grad_dtype or master_dtype
-    sizes = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
-    longest = 0
-    for bucket, count in buckets:
-        numel, shard = count * bucket.numel, count * bucket.numel // bucket.num_ranks
-        data_dtype = master_dtype if bucket.is_wide else dtype
-        master = master_dtype.itemsize * (shard if zero >= 1 else numel)
-        sizes["parameters"] += data_dtype.itemsize * (shard if zero >= 3 else numel)
-        sizes["gradients"] += grad_dtype.itemsize * (shard if zero >= 2 else numel)
-        sizes["moments"] += 2 * master
-        if offload or data_dtype != master_dtype:        # else a parameter is its own master
-            sizes["masters"] += master
-        longest = max(longest, bucket.numel // bucket.num_ranks if zero >= 1 else bucket.numel)
-    if not offload:
-        return sizes, {}
-    on_host = dict(masters=sizes.pop("masters"), moments=sizes.pop("moments"),
-                   staging=2 * master_dtype.itemsize * longest)
-    return sizes, on_host

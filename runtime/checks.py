@@ -173,8 +173,7 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     if chunks > 1:
         multiple *= pp
         interleaved = f" x pp {pp} (interleaved)"
-    ramp = getattr(config, "batch_ramp", None)          # tools.schedule has none
-    ramp = f"--batch-ramp {ramp}: " if ramp is not None else ""
+    ramp = f"--batch-ramp {config.batch_ramp}: " if config.batch_ramp is not None else ""
     of_tp = [               # what it cannot cut: the first problem alone is told
         (cfg.n_head % tp, f"n_head {cfg.n_head} is not divisible by tp {tp}: change one"),
         (not can_cut_heads(cfg, tp),

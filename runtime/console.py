@@ -5,6 +5,7 @@ import dataclasses
 import platform
 import shlex
 import subprocess
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Callable
@@ -24,7 +25,7 @@ from model import GPTConfig
 from parallel import Grid
 from parallelism.collectives import on_hosts
 from parallelism.kernels import multiplies_in_fp32
-from parallelism.zero import FlatParameters, state_bytes
+from parallelism.zero import FlatParameters
 from runtime.directory import Start
 from runtime.evaluation import describe_data
 from runtime.run_log import RunLog, format_eval
@@ -48,14 +49,10 @@ def print_summary(config: Config, model_config: GPTConfig, flat: FlatParameters,
         f"positions, vocabulary {model_config.vocab_size}; "
         f"{flops_per_token(model_config):.3g} FLOPs a token\n"
         f"layout   {layout_in_words(config, grid, device)}\n"
-        f"memory   {memory_in_words(config, flat, device)} (rank {grid.rank})\n"
+        f"memory   {memory_in_words(flat)} (rank {grid.rank})\n"
         f"batch    {batch}; {config.batch_size * model_config.seq_len:,} tokens a step\n"
         f"data     {tokens_in_words(data)} ({data.meta['tokenizer']}) in {config.data}; "
         f"{config.steps} steps read {', '.join(epochs)}")
-    if config.exact:
-        print_rank0(f"note     with --exact a step takes 1.3 to 2.5 times as long, with "
-                    f"microbatches of 1 sequence up to 18 times: here they have "
-                    f"{config.micro_batch} (--micro-batch)")
     for source in data.mixture.sources.values():
         if source.meta["template"] is not None:
             print_rank0(source.windows.describe())
@@ -88,12 +85,19 @@ def layout_in_words(config: Config, grid: Grid, device: torch.device) -> str:
     return ", ".join(words) + on_hosts(range(grid.world), grid.hosts)
 
 
-def memory_in_words(config: Config, flat: FlatParameters, device: torch.device) -> str:
-    """What a rank's state takes on its device and on the host."""
-    on_device, on_host = state_bytes(
-        [(bucket, 1) for bucket in flat.buckets], PRECISIONS[config.dtype], config.zero,
-        config.offload and device.type != "cpu", flat.grad_dtype)
-    sizes = on_device | {f"host {kind}": size for kind, size in on_host.items()}
+def memory_in_words(flat: FlatParameters) -> str:
+    """What this rank's state takes on its device and, with --offload, on the host."""
+    host = "" if flat.staging is None else "host "
+    sizes = Counter()
+    for bucket in flat.buckets:
+        own = bucket.shard
+        sizes["parameters"] += (own["data"] if flat.zero == 3 else bucket.data).nbytes
+        sizes["gradients"] += (own["grad"] if flat.zero >= 2 else bucket.grad).nbytes
+        if own["master"] is not own["data"]:
+            sizes[f"{host}masters"] += own["master"].nbytes
+        sizes[f"{host}moments"] += own["exp_avg"].nbytes + own["exp_avg_sq"].nbytes
+    if flat.staging is not None:
+        sizes["host staging"] = flat.staging.nbytes
     return ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in sizes.items())
 
 
@@ -106,17 +110,13 @@ def print_evaluation(row: dict, begin: Start, config: Config, model_config: GPTC
     print_rank0(f"{begin.path}, step {step}, on {config.data}:{sep}{text}")
 
 
-def print_finished(begin: Start, config: Config, phases: list) -> None:
-    """Also which of the given settings are not used."""
+def print_finished(begin: Start, config: Config) -> None:
+    """That the run has made all its steps, so that other flags change nothing."""
     advice = "raise --steps or --epochs"
     if begin.kind == "continue":
         advice += " to continue, or begin a new run in another --out"
-    changed = {name: values for name, values in changed_settings(config, phases,
-                                                                 begin.state).items()
-               if name in begin.given and name != "steps"}
-    unused = f" ({'; '.join(describe(changed))}: not used)" if changed else ""
-    print_rank0(f"{begin.path} is step {begin.step} of {config.steps}: nothing left to do"
-                f"{unused}; {advice}")
+    print_rank0(f"{begin.path} is step {begin.step} of {config.steps}: nothing left to do; "
+                f"{advice}")
 
 
 def report_begin(log: RunLog, begin: Start, data: TokenDataset, hosts: list[str],
@@ -142,9 +142,8 @@ def report_begin(log: RunLog, begin: Start, data: TokenDataset, hosts: list[str]
         print_rank0(f"note     --warmup-steps {config.warmup_steps} is more than the run's "
                     f"{config.steps} steps: the learning rate reaches "
                     f"{config.lr * config.steps / config.warmup_steps:.2e}, not {config.lr:.2e}")
-    for pair in zip(*(split.mixture.sources.values() for split in (data, log.val_data))):
-        for few in tiny_validation(*(sum(map(len, one.windows.shards)) for one in pair)):
-            print_rank0(f"note     {pair[0].name}: {few}")
+    for few in tiny_validation(data.n_tokens, log.val_data.n_tokens):
+        print_rank0(f"note     {few}")
 
 
 def note_of_rate(begin: Start, config: Config, factor: float, learning_rate: Callable) -> str:

@@ -17,7 +17,7 @@ from base.options import Config
 from base.processes import Job
 from model import GPTConfig
 from runtime import run_state, startup
-from runtime.console import report_begin, report_end, tokens_in_words
+from runtime.console import print_finished, report_begin, report_end, tokens_in_words
 from runtime.directory import Metrics
 from runtime.divergence import DivergenceMonitor
 from runtime.run_log import RunLog
@@ -60,7 +60,9 @@ def begin(given: dict, job: Job, device: torch.device,
     facts = run_state.make_facts(config, model_config, train_data, start.run,
                                  make_scaler(config.dtype), DivergenceMonitor())    # a new one
     out = OutputFolder(config, model_config.seq_len, start.path, facts, start.step)
-    if start.step < config.steps:
+    if start.step >= config.steps:
+        print_finished(start, config)
+    else:
         metrics = all_ranks(lambda: Metrics(Path(config.out)))
         out.run_log = RunLog(metrics, config, val_data, model_config, torch.device("cpu"), world=1)
         print_rank0(f"model    {parameter_count(model_config):,} parameters, {config.dtype}; "
@@ -99,9 +101,7 @@ class OutputFolder:
         tokens = config.batch_size * self.seq_len
         row = dict(step=step, tokens=step * tokens, loss=loss, grad_norm=norm, lr=lr,
                    loss_scale=1.0, tokens_per_second=tokens / seconds)
-        if step == 1 or config.is_nth_or_last(step, config.log_every or 10):
-            print_rank0(f"step {step}/{config.steps}  loss {loss:.4f}  lr {lr:.2e}  "
-                        f"norm {norm:.3f}  {tokens / seconds:,.0f} tok/s")
+        self.run_log.print_step(row | dict(skipped=0), seconds / config.batch_size)
         if val_loss is not None:
             row["val_loss"] = val_loss
         self.run_log.write_row(row)
@@ -113,10 +113,8 @@ class OutputFolder:
                                   consumed_samples=consumed)
 
     def report_end(self) -> None:
-        """Tell how the run has ended: before it began, by a signal, or after its last step."""
-        config, step = self.config, self.finished_step
-        if self.run_log is None:
-            print_rank0(f"{self.checkpoint} is step {step} of {config.steps}: raise --steps")
-        else:       # its checkpoints are files, also where the run that it continues had folders
-            report_end(self.run_log, step,
-                       dataclasses.replace(config, checkpoint_format="file"), self.of_all)
+        """Tell how a run with steps has ended: by a signal, or after its last step."""
+        if self.run_log is not None:
+            # Its checkpoints are files, also where the run that it continues had folders.
+            config = dataclasses.replace(self.config, checkpoint_format="file")
+            report_end(self.run_log, self.finished_step, config, self.of_all)

@@ -8,7 +8,7 @@ from base.agreement import all_ranks
 from base.batch_ramp import sequences_after
 from base.errors import RunError
 from base.options import Config, step_range
-from data import Batch, Batches
+from data import Batch
 from runtime import flipped_bits, run_state
 from runtime.divergence import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor,
                                 scale_may_help)
@@ -23,7 +23,6 @@ def find_divergence(batch: Batch, stats: StepStats, progress: Progress,
     windows TokenDataset.read rebuilds the batch, or the last batches. Returns a divergence on
     which the run has to act."""
     batches, monitor = progress.batches, progress.monitor
-    forget_other_mixture(monitor, batches, batch.start)
     divergence = monitor.observe(batch.start, stats)
     seen = dict(step=batch.step, loss=stats.loss, grad_norm=stats.grad_norm,
                 loss_scale=stats.loss_scale)
@@ -43,13 +42,6 @@ def find_divergence(batch: Batch, stats: StepStats, progress: Progress,
     if monitor.skipped >= MAX_SKIPPED and not scale_may_help(stats):
         return Divergence(f"{MAX_SKIPPED} steps in a row were not finite", MAX_SKIPPED)
     return None
-
-
-def forget_other_mixture(monitor: DivergenceMonitor, batches: Batches, first: int) -> None:
-    """Forget the losses if the weights of a mixture change at one of the sequences from `first` to
-    where the run is in its data."""
-    if not monitor.rate_is_suspect and batches.data.mixture.phase_begins(first, batches.consumed):
-        monitor.forget_losses()
 
 
 def save_or_go_back(run, row: dict, divergence: Divergence | None) -> None:
@@ -125,7 +117,6 @@ def leave_out_batches(step: int, progress: Progress, log: RunLog) -> None:
         log.event("skip", f"skip     sequences {consumed:,} to {start - 1:,} are left out",
                   step=step, reason="left out", sequences=[consumed, start])
         batches.consumed = start
-        forget_other_mixture(monitor, batches, consumed)
 
 
 def fail(step: int, reason: str, monitor: DivergenceMonitor, config: Config, log: RunLog) -> None:

@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import zip_longest
 
 import torch
 
@@ -22,7 +21,7 @@ from model import GPTConfig, ceil_div
 from runtime.directory import Metrics
 from runtime.evaluation import eval_sequences, perplexity
 from runtime.run_state import Progress
-from runtime.step_stats import StepStats, experts_in_words
+from runtime.step_stats import StepStats
 
 LINES = 50                      # of steps on the console in a run, about
 
@@ -55,8 +54,6 @@ class RunLog:
                     progress: Progress) -> dict:
         """Print a step that took `seconds`, and return its row of metrics.jsonl. In it `skipped`
         says how many steps up to this one have had no update."""
-        self.recent_seconds.append(seconds / batch.size)
-        self.step_ended_at = time.monotonic()
         row = dict(
             step=batch.step, loss=stats.loss, lr=lr,
             tokens=progress.batches.sequences_trained * self.model_config.seq_len,
@@ -64,15 +61,16 @@ class RunLog:
             activation_norm=stats.activation_norm,
             tokens_per_second=round(batch.num_tokens / seconds, 1), **stats.expert_loads,
             skipped=progress.monitor.skipped)
-        self.print_step(row)
+        self.print_step(row, seconds / batch.size)
         return row
 
-    def print_step(self, row: dict) -> None:
-        """Print a step's line: with --log-every N each N-th, otherwise about LINES in the run and
+    def print_step(self, row: dict, seconds: float) -> None:
+        """Print the line of a step, which took so many seconds for each sequence: with --log-every N each N-th, otherwise about LINES in the run and
         at most one a second; always the first, the last and those of evaluations. A terminal shows
         beside these how far the run has come, in a line that the next one replaces."""
         config, step = self.config, row["step"]
-        now = time.monotonic()
+        self.recent_seconds.append(seconds)
+        self.step_ended_at = now = time.monotonic()
         if config.log_every is not None:
             is_due = step % config.log_every == 0
         else:
@@ -111,8 +109,6 @@ class RunLog:
             self.evaluation_seconds = time.monotonic() - self.step_ended_at
             self.beats_a_uniform_guess = row["val_loss"] <= math.log(self.model_config.vocab_size)
             print_rank0(format_eval(row, self.config, self.model_config, self.val_data))
-            if "dead_experts" in row:
-                print_rank0(experts_in_words(row, self.model_config))
 
     def format_step(self, row: dict, left: timedelta) -> str:
         """The console's line of a step."""
@@ -148,7 +144,7 @@ def evaluated_sequences(config: Config, data: TokenDataset) -> int:
 
 
 def format_eval(row: dict, config: Config, model_config: GPTConfig, data: TokenDataset) -> str:
-    """The validation loss in three units; of several sources a table, a line for each."""
+    """The validation loss in three units; of several sources also a line for each."""
     count = evaluated_sequences(config, data)
     read = f"{count * data.seq_len:,} of {data.n_tokens:,} tokens"
     if data.has_conversations:
@@ -157,27 +153,19 @@ def format_eval(row: dict, config: Config, model_config: GPTConfig, data: TokenD
     if len(data.mixture.sources) > 1:
         names |= {f"/{source.name}": f"  {source.name}:"
                   for source in data.mixture.sources.values()}
-    lines = align([[name, *in_units(row["val_loss" + key], row.get("bits_per_byte" + key))]
-                   for key, name in names.items()])
     uniform = math.log(model_config.vocab_size)
-    for i, key in enumerate(names):
-        if row["val_loss" + key] > uniform:
-            lines[i] += f" (worse than a uniform guess: {uniform:.4f} nats)"
+    lines = []
+    for key, name in names.items():
+        loss = row["val_loss" + key]
+        lines.append(f"{name} {in_units(loss, row.get('bits_per_byte' + key))}")
+        if loss > uniform:
+            lines[-1] += f" (worse than a uniform guess: {uniform:.4f} nats)"
     lines[0] += f" (on {read})"
-    return "\n".join(map(str.rstrip, lines))
+    return "\n".join(lines)
 
 
-def in_units(loss: float, bits: float | None) -> list[str]:
+def in_units(loss: float, bits: float | None) -> str:
     """A loss in nats a token, as perplexity and, if it is known, in `bits` a byte."""
     value = perplexity(loss)
-    units = [f"{loss:.4f} nats a token", f"perplexity {value:{'.2f' if value < 1e4 else '.3g'}}"]
-    if bits is not None:
-        units.append(f"{bits:.4f} bits a byte")
-    return [unit + "," for unit in units[:-1]] + units[-1:]
-
-
-def align(lines: list[list[str]]) -> list[str]:
-    """The cells of each line, side by side in columns."""
-    columns = zip_longest(*lines, fillvalue="")
-    padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
-    return [" ".join(line) for line in zip(*padded)]
+    text = f"{loss:.4f} nats a token, perplexity {value:{'.2f' if value < 1e4 else '.3g'}}"
+    return text if bits is None else f"{text}, {bits:.4f} bits a byte"

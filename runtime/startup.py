@@ -62,7 +62,7 @@ def report_only(run, begin: Start) -> None:
         row = evaluation.evaluate(run.model, val_data, run.loader, run.progress.batches, run.stop)
         console.print_evaluation(row, begin, config, run.model_config, val_data)
     else:
-        console.print_finished(begin, config, run.train_data.mixture.phases)
+        console.print_finished(begin, config)
 
 
 def prepare(given: dict, job: Job, device: torch.device,

@@ -129,12 +129,3 @@ def expert_fields(total: dict, tokens: int) -> dict:
     row = {f"load/{layer}": load for layer, load in enumerate(relative.tolist())}
     return row | dict(dead_experts=int((loads == 0).sum()),
                       router_loss=sums[:, -1].sum().item() / tokens)
-
-
-def experts_in_words(row: dict, cfg) -> str:
-    """The line of the console beside an evaluation."""
-    loads = [row[f"load/{layer}"] for layer in range(cfg.n_layer)]
-    largest = max(loads)
-    return (f"experts: the largest load is {largest:.2f} of the mean, in block "
-            f"{loads.index(largest)}; {row['dead_experts']} of {cfg.n_layer * cfg.n_expert} had no "
-            f"token in this step")

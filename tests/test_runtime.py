@@ -160,11 +160,10 @@ def test_a_long_run_prints_fifty_lines_and_at_most_one_a_second(monkeypatch, cap
     config = Config(**dict(steps=1000, eval_every=0) | flags)
     log = log_without_run(config)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
-    log.recent_seconds.append(seconds)
     row = dict(tokens=0, loss=1.0, lr=1.0, grad_norm=1.0, tokens_per_second=1.0, skipped=0)
     for step in range(1, config.steps + 1):
         monkeypatch.setattr(run_log.time, "monotonic", lambda: step * seconds)
-        log.print_step(row | dict(step=step))
+        log.print_step(row | dict(step=step), seconds)
     text = capsys.readouterr().out
     replaced = re.findall(r"step \d+/\d+  loss 1.0000  left [\d:]+\x1b\[K\r", text)
     printed = re.sub(r"step \d+/\d+  loss 1.0000  left [\d:]+\x1b\[K\r", "", text).splitlines()
@@ -335,7 +334,7 @@ def test_shards_that_are_not_read_and_a_tiny_validation_are_told(run_train, tmp_
         _, told, _ = run_train("--data", tmp_path / f"{val}", *TINY, *program, "--steps", 1,
                                "--out", tmp_path / f"o{val}")
         assert "6,000 of 6,009 tokens, as shards shorter than a window of 16 + 1 are not" in told
-        assert ("note     20: 20 tokens validate beside 6,009" in told) == few
+        assert ("note     20 tokens validate beside 6,009" in told) == few
 
 
 def test_the_activation_norm_is_that_of_the_plain_model(tmp_path):

@@ -1,14 +1,9 @@
 """tools/scaling_law.py: known laws are recovered, published ones too, and predicted from.
 """
-import json
-
 import numpy as np
 import pytest
 
-from base.flops import parameter_count
-from model import GPTConfig
-from tools.plan.__main__ import answer
-from tools.scaling_law import HOFFMANN, Law, Points, back_test, fit, on_law, predict, read_law
+from tools.scaling_law import HOFFMANN, Law, Points, back_test, fit, on_law, predict
 
 # A published law beside HOFFMANN, and below the sizes and tokens on which they were fitted, about.
 BESIROGLU = Law(1.817, 482.0, 2085.0, 0.348, 0.366)             # 2024, of Chinchilla's figure 4
@@ -94,26 +89,3 @@ def test_intervals_hold_the_true_loss():
         found = predict(grid(sizes, tokens, law, noise), 460e3, 6.4e6)
         held += found.low <= law(460e3, 6.4e6) <= found.high
     assert 24 <= held < 40
-
-
-def test_a_plan_takes_a_law_of_ones_own(tmp_path):
-    """In place of Hoffmann et al.'s: the loss it predicts, and the model its compute would be best
-    spent on. N is then what multiplies. A file without a law is refused."""
-    file = tmp_path / "ladder.json"
-    law = Law(1.0, 200.0, 500.0, 0.3, 0.25)
-    file.write_text(json.dumps(dict(law=vars(law), measured=None)))
-    assert read_law(str(file)) == law
-    flags = "--world 1 --gpu h100 --model gpt2 --dtype bf16 --batch-size 512 --steps 100".split()
-    published, own = (json.loads(answer([*flags, "--json", *more]))
-                      for more in ([], ["--law", str(file)]))
-    cfg = GPTConfig(50257, seq_len=1024, n_layer=12, n_head=12, n_embd=768)
-    N, D = parameter_count(cfg) - 1024 * 768, 100 * 512 * 1024      # positions are looked up
-    assert own["predicted_loss"] == pytest.approx(law(N, D))
-    assert own["compute_optimal_parameters"] == pytest.approx(law.optimal(6 * N * D)[0])
-    assert {name for name in published if published[name] != own.get(name)} == {
-        "predicted_loss", "compute_optimal_parameters"}
-    assert f"predicted loss {law(N, D):.2f}" in answer([*flags, "--law", str(file)])
-    for content in ("", "[]", '{"law": {"E": 1}}', json.dumps(dict(law=vars(law) | dict(E=-1)))):
-        file.write_text(content)
-        with pytest.raises(ValueError, match="ladder.json"):
-            answer([*flags, "--law", str(file)])

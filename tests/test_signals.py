@@ -246,20 +246,6 @@ checkpoint.save = slow_save
     assert "stopped and saved after step " in ends[0][1]
 
 
-def test_only_a_launcher_with_restarts_left_is_ended(monkeypatch):
-    """Of a group only local rank 0 ends it, and only while the launcher is still its parent."""
-    ended = []
-    monkeypatch.setattr(os, "kill", lambda *what: ended.append(what))
-    parent = os.getppid()
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
-    for restarts, local_rank, launcher in [(2, 0, parent), (0, 1, parent), (0, 0, parent + 1)]:
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-        processes.forbid_restart(processes.Job(local_rank=local_rank, parent=launcher))
-    assert ended == []
-    processes.forbid_restart(processes.Job(parent=parent))
-    assert ended == [(parent, signal.SIGTERM)]
-
-
 @pytest.mark.slow
 def test_a_closed_input_or_output_ends_quietly(shards, things, tmp_path):
     """`sample.py --prompt -` without standard input ends in one line and status 2, `| head` in no

@@ -65,7 +65,7 @@ A 0 TINY --out new --init-from old/step_00000004.pt --seq-len 8 --steps 6 :: aft
     "the command line, then the checkpoint, then the default": r"""
 0 TINY --out o --lr 0.01 --lr-schedule linear --beta2 0.9 :: step
 0 --out o :: nothing left to do; raise
-0 --out o --seed 5 --beta2 0.8 :: beta2 0.8 instead of 0.9; seed 5 instead of 1337: not used
+0 --out o --seed 5 --beta2 0.8 :: nothing left to do
 = losses("o") == 4
 2 --out o --steps 8 --seed 5 :: in the order of seed 1337; in that of --seed 5
 0 --out o --steps 8 :: steps 8 instead of 4; so the next step's learning rate is 5.50e-03
@@ -147,7 +147,7 @@ $ cp q/step_00000008.pt r
 = state("o/latest.pt")["step"] == 2 and "end" not in kinds(events("o"))
 1 TINY --out o --steps 3 --lr 1e10 --warmup-steps 1 --save-every 1 :: step 3: the val""",
     "an exact run keeps its microbatch": r"""
-0 TINY --out o --save-every 0 --exact --micro-batch 1 :: 18 times: here they have 1 \(--micro-batch
+0 TINY --out o --save-every 0 --exact --micro-batch 1
 2 TINY --out o --steps 6 --exact --micro-batch 2 :: 1 sequences
 0 TINY --out o --steps 6 --exact :: 4 microbatches x 1 sequences
 0 TINY --out o --steps 8 --micro-batch 2 ::
@@ -161,7 +161,7 @@ $ cp q/step_00000008.pt r
 = two["monitor"]["losses"] == [] and two["monitor"]["checkpoints"] == []
 = kinds(events("o")) == ["start", "end"] and events("o")[0]["data"] == events("run")[0]["data"]
 = set().union(*[a.keys() - b.keys() for a, b in zip(rows("run"), rows("o"))]) == NOT_PLAIN
-0 TINY --out o --plain :: is step 4 of 4: raise --steps
+0 TINY --out o --plain :: is step 4 of 4: nothing left
 0 TINY --out o --plain --steps 6 --lr 0.001 :: steps 6 instead of 4, lr 0.001 instead of 0.004
 = events("o")[-2]["changed"] == dict(steps=[4, 6], lr=[0.004, 0.001])
 0 TINY --out o --steps 8 --keep 1 :: after step 6

@@ -15,13 +15,14 @@ from parallel import Grid
 from parallelism.build import build_stage
 from parallelism.parameters import param_specs
 from parallelism.pipeline import SCHEDULES, run_schedule
-from parallelism.zero import FlatParameters, state_bytes
+from parallelism.zero import FlatParameters
+from runtime.console import memory_in_words
 from runtime.full_tensors import full_gradients, full_tensors
 from tests.harness import (CFG, FORMULA, assert_close, gridded, in_turn, plain_gradient,
                            run_steps, settings, staged, tokens_of, traffic)
 from tests.test_layouts import MODELS
 from tools.plan.flags import PlanConfig
-from tools.plan.memory import Stage
+from tools.plan.memory import Stage, state_bytes
 
 
 def held_by(flat):
@@ -60,23 +61,21 @@ def test_state_bytes_are_what_flat_parameters_allocate(model, place, device, dty
         grid = Grid(**place, rank=rank)
         specs = param_specs(build_stage(cfg, grid), cfg, grid)
         flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu")
-        on_device, on_host = state_bytes([(bucket, 1) for bucket in flat.buckets], dtypes, zero,
-                                         offload)
-        expected = {(device, kind): size for kind, size in on_device.items() if size > 0}
-        expected |= {("cpu", kind): size for kind, size in on_host.items()}
-        assert held_by(flat) == expected
-        if not offload:
-            planned = state_bytes(Stage(cfg, PlanConfig(zero=zero), grid).buckets, dtypes, zero,
-                                  False)
-            assert planned == (on_device, on_host)
+        planned = state_bytes(Stage(cfg, PlanConfig(zero=zero, dtype=dtype, offload=offload), grid))
+        assert held_by(flat) == {("cpu" if kind.startswith("host_") else device,
+                                  kind.removeprefix("host_")): size
+                                 for kind, size in planned.items() if size > 0}
+        told = memory_in_words(flat)
+        assert told == ", ".join(f"{kind.replace('_', ' ')} {size / 1e6:,.1f} MB"
+                                 for kind, size in planned.items() if size > 0)
         if not offload and model == "gpt":
             numel = sum(bucket.numel for bucket in flat.buckets)
             formula = FORMULA["bf16" if dtype == "bf16" else "fp32"](place["dp"])[zero]
             size = formula * numel * dtypes[1].itemsize / 4
-            assert sum(on_device.values()) == pytest.approx(size, rel=1e-12)
+            assert sum(planned.values()) == pytest.approx(size, rel=1e-12)
         # An evaluation keeps the parameters alone.
         flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu", training=False)
-        assert held_by(flat) == {(device, "parameters"): on_device["parameters"]}
+        assert held_by(flat) == {(device, "parameters"): planned["parameters"]}
 
 
 def events_of_a_step(rank, world, zero):
@@ -113,8 +112,6 @@ def events_of_a_step(rank, world, zero):
             flat.zero_grad()
             run_schedule(SCHEDULES["1f1b"](0, 1, 2), local, grid, batch, flat=flat)
             flat.finish_grad_sync()
-            with pytest.raises(RuntimeError, match="full_gradients"):
-                parameter.main_grad()
             events.append(("update", ""))
             flat.adamw_step(1.0, 1, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
             for name, first in parts.items():

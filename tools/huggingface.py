@@ -31,7 +31,7 @@ from base.flops import parameter_count
 from checkpoint import load, parameter_shapes
 from corpus import EOT
 from corpus.huggingface_tokenizers import (HuggingFaceTokenizer, byte_level_tokenizer,
-                                           load as load_tokenizer)
+                                           import_transformers, load as load_tokenizer)
 from corpus.templates import get_template, hash_of, plain_program, program_of
 from corpus.tokenizers import get_tokenizer, is_named
 from models import make_config
@@ -79,17 +79,9 @@ def download(name: str, patterns: list[str]) -> Path:
                               f"({first_line(error)})") from error
 
 
-def quiet_transformers():
-    """The package, without its progress bars and warnings."""
-    import transformers
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
-
-
 def read_config(folder: Path):
     """transformers' config, and ours."""
-    transformers = quiet_transformers()
+    transformers = import_transformers()
     with refusing(folder):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         return config, our_config(config)
@@ -99,7 +91,7 @@ def read_model(folder: Path):
     """transformers' model, in fp32. Raises ValueError if the files lack some of it or hold more."""
     refuse_integers(folder)
     with refusing(folder):
-        model, loading = quiet_transformers().AutoModelForCausalLM.from_pretrained(
+        model, loading = import_transformers().AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True, local_files_only=True,
             attn_implementation="eager", key_mapping=WRAPPERS, ignore_mismatched_sizes=True)
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -213,7 +205,7 @@ def add_ends(state: dict, folder: Path, config) -> None:
     """The tokens that end a generation. Tells how it is drawn, if the model says so."""
     ends = getattr(config, "eos_token_id", None)
     if (folder / "generation_config.json").exists():
-        generation = quiet_transformers().GenerationConfig.from_pretrained(
+        generation = import_transformers().GenerationConfig.from_pretrained(
             folder, local_files_only=True)
         ends = ends if generation.eos_token_id is None else generation.eos_token_id
         values = {name: getattr(generation, name) for name in ("temperature", "top_k", "top_p")}
@@ -283,7 +275,7 @@ def write_tokenizer(encoding, cfg, folder: Path, template) -> None:
     tokenizer.chat_template = None if template is None else (
         template.program or plain_program(encoding))
     tokenizer.save_pretrained(folder)
-    opened = quiet_transformers().AutoTokenizer.from_pretrained(folder)
+    opened = import_transformers().AutoTokenizer.from_pretrained(folder)
     if HuggingFaceTokenizer(opened).name != converted.name:
         note("AutoTokenizer encodes for this architecture with a pattern of words of its own: open "
              "the tokenizer by PreTrainedTokenizerFast")
@@ -339,7 +331,7 @@ def write_model(parameters, config, cfg, ends: set[int], folder: Path) -> str:
     from safetensors import SafetensorError
     family = family_of(config)
     with torch.device("meta"):
-        model = quiet_transformers().AutoModelForCausalLM.from_config(config)
+        model = import_transformers().AutoModelForCausalLM.from_config(config)
     if len(ends) > 1:       # config.json has the end of an answer alone
         model.generation_config.eos_token_id = sorted(ends)
     tensors = {}

@@ -14,17 +14,13 @@ predicted at least as well with a = b, at sizes 3.4 to 5.4 times the largest one
 
 A law of few sizes does not know E. Never read it as the entropy of the text.
 """
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-
-from base.errors import errors_with_path
 
 DELTA = 1e-3            # Huber's loss is quadratic below this relative error
 EXPONENTS = 0.01, 2.0   # a and b lie between these
@@ -169,19 +165,3 @@ def back_test(points: Points) -> BackTest:
     D, measured = float(held_out.D[last]), float(held_out.loss[last])
     return BackTest(float(largest), D, measured, float(law(largest, D)),
                     float(largest / next_size))
-
-
-# ---- A file ------------------------------------------------------------------------------------
-
-def read_law(file: str) -> Law:
-    """The law in a ladder.json. Raises ValueError, OSError."""
-    with errors_with_path(file):
-        text = Path(file).read_text()
-    try:
-        fields = json.loads(text)["law"]
-        law = Law(**{name: float(fields[name]) for name in "EABab"})
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(f"{file} holds no law: give the ladder.json of tools.ladder") from None
-    if not all(math.isfinite(x) and x >= 0 for x in asdict(law).values()):
-        raise ValueError(f"{file}: the numbers of its law must be finite and not negative")
-    return law

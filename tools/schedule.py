@@ -5,13 +5,16 @@
 
 `clock` simulates the lists of ops that parallelism/pipeline.py makes, without processes.
 """
+import sys
+from dataclasses import dataclass
 from itertools import accumulate
 
-from base.commandline import Parser
+from base.commandline import Parser, add_flags, flag
 from base.errors import errors_in_one_line
+from base.options import Config
 from model import GPTConfig
 from parallel import Grid
-from parallelism.pipeline import SCHEDULES, make_schedule
+from parallelism.pipeline import make_schedule
 from runtime.checks import check_layout
 
 
@@ -91,28 +94,23 @@ def describe(name: str, p: int, m: int, v: int) -> str:
         f"live activations, in microbatches: {', '.join(counts)}"])
 
 
+@dataclass(frozen=True)
+class ScheduleFlags(Config):
+    pp: int = flag(4, "stages", low=1, group="schedule")
+    microbatches: int = flag(8, "microbatches of a step", low=1, group="schedule")
+
+
 @errors_in_one_line("tools.schedule")
 def main() -> None:
     parser = Parser("tools.schedule", "python -m tools.schedule [FLAG ...]",
                     "Draw a pipeline schedule; count its bubble and activations.")
-    add = parser.add_argument_group("schedule").add_argument
-    add("--pp", type=int, default=4, metavar="N", help="stages (default %(default)s)")
-    add("--microbatches", type=int, default=8, metavar="N",
-        help="microbatches of a step (default %(default)s)")
-    add("--pp-schedule", choices=list(SCHEDULES), default="gpipe",
-        help="order of the microbatches (default gpipe)")
-    add("--pp-chunks", type=int, default=1, metavar="N",
-        help="interleaved: parts of the model on each stage (default %(default)s)")
-    parser.set_defaults(tp=1, cp=1, ep=1, zero=0, micro_batch=1, sequence_parallel=False,
-                        recompute=False, compile=False)
-    args = parser.parse_args()
-    p, m, v = args.pp, args.microbatches, args.pp_chunks
-    if min(p, m, v) < 1:
-        raise ValueError("--pp, --microbatches and --pp-chunks must be at least 1")
+    add_flags(parser, ScheduleFlags, ("pp", "microbatches", "pp_schedule", "pp_chunks"))
+    flags = ScheduleFlags(micro_batch=1, **parser.parse(sys.argv[1:]))
+    p, m, v = flags.pp, flags.microbatches, flags.pp_chunks
     if v > 1 and m % p:
         raise ValueError(f"interleaved requires --microbatches in multiples of --pp {p}")
-    check_layout(GPTConfig(n_layer=p * v), p, m, args)
-    print(describe(args.pp_schedule, p, m, v))
+    check_layout(GPTConfig(n_layer=p * v), p, m, flags)
+    print(describe(flags.pp_schedule, p, m, v))
 
 
 if __name__ == "__main__":

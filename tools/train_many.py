@@ -3,8 +3,8 @@
 A run that has ended is not repeated, one that was killed is resumed, and one that fails or diverges
 does not end the others. Each run's console goes to console.txt in its --out.
 
-A process holds the file launcher.lock there, which the program that started it shares. So if that
-program is killed alone, its runs go on, and the same command given again waits for them.
+If the program that started them is killed alone, its runs go on. The same command reports them as
+failed while they write to their folders, and continues when they have ended.
 """
 import os
 import re
@@ -13,9 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,41 +119,30 @@ class Trainer:
 
     def train_chain(self, chain: list[Job]) -> str | None:
         for job in chain:
-            with self.lock(job.out) as descriptor:
-                run = read_metrics(job.out)
-                if self.stopping.is_set():
-                    return None
-                if has_ended(run, job.flags):
-                    continue
-                reason = None
-                if run.events and run.events[-1]["event"] == "stop":
-                    reason = run.events[-1].get("reason")       # it would diverge again
-                if reason is None:
-                    print(f"train    {job.out}\n", end="", flush=True)      # in one write
-                    reason = self.train(job, descriptor)
+            run = read_metrics(job.out)
+            if self.stopping.is_set():
+                return None
+            if has_ended(run, job.flags):
+                continue
+            reason = None
+            if run.events and run.events[-1]["event"] == "stop":
+                reason = run.events[-1].get("reason")       # it would diverge again
+            if reason is None:
+                print(f"train    {job.out}\n", end="", flush=True)      # in one write
+                reason = self.train(job)
             if reason is not None:
                 print(f"failed   {job.out}: {reason}\n", end="", flush=True)
                 return f"{job.out}: {reason}"
         return None
 
-    @contextmanager
-    def lock(self, out: Path):
-        """Hold OUT/launcher.lock, as soon as nobody else does; gives the descriptor of the file,
-        which a child must inherit."""
-        out.mkdir(parents=True, exist_ok=True)
-        with open(out / "launcher.lock", "a") as file:
-            while not self.stopping.is_set() and not has_lock(file):
-                time.sleep(0.2)
-            yield file.fileno()
-
-    def train(self, job: Job, descriptor: int) -> str | None:
+    def train(self, job: Job) -> str | None:
         """One run of train.py -> why it failed, or None."""
+        job.out.mkdir(parents=True, exist_ok=True)
         with open(job.out / "console.txt", "a+b") as console:
             begin = console.seek(0, os.SEEK_END)
             process = subprocess.Popen(
                 [*self.launch, TRAIN, *job.words()], env=self.environment,
-                stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT,
-                pass_fds=[descriptor])
+                stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT)
             self.processes.add(process)
             status = process.wait()
             self.processes.discard(process)
@@ -165,17 +152,6 @@ class Trainer:
                 return None
             console.seek(begin)
             return why_it_ended(console.read().decode(errors="replace"), status)
-
-
-def has_lock(file) -> bool:
-    """Lock the file, unless another process has."""
-    with suppress(ImportError):             # Windows has no flock
-        import fcntl
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
 
 
 def why_it_ended(text: str, status: int) -> str:

@@ -24,7 +24,6 @@ from tools.plan.memory import Stage, gpu_bytes, memory_bytes
 SMALL = dict(n_layer=6, n_head=6, n_embd=384, seq_len=256)
 GPU = Work("cuda", 50257, SIZES["gpt2"], "bf16", 64, (16, 64), steps=30, warmup=10, turns=2)
 CPU = Work("cpu", 257, SMALL, "fp32", 16, (2,), steps=5, warmup=2, turns=5)
-NANO = Work("cpu", 257, SIZES["nano"], "fp32", 8, (2,), steps=5, warmup=2)  # eight's, on CPUs
 WORKS = dict(gpu=GPU, cpu=CPU, eight=replace(GPU, turns=1))
 ALONE = (("", "single"), ("--compile", "single"))   # flags of train.py; mode of PyTorch's stack
 SEVERAL = (("--compile", "ddp"), ("--compile --zero 1", "fsdp"), ("--compile --zero 3", "fsdp"))
@@ -107,33 +106,31 @@ def profile(work: Work, folder: Path) -> Iterator[tuple]:
         yield flags, partial(measure, flags)
 
 
-PARTS = dict(gpu=(race, memory, profile, eight.layouts), cpu=(race, replicas),
-             eight=(eight.layouts, eight.bits, eight.resume, replicas))
+OF_RANKS = (eight.layouts, eight.bits, eight.resume, replicas)
+PARTS = dict(gpu=(race, memory, profile, eight.layouts), eight=OF_RANKS, cpu=(race, *OF_RANKS))
 
 
 def read_arguments() -> tuple[Work, Path, list]:
     """What is measured, the folder for the table, and the parts."""
-    parser = Parser("tools.bench", "python -m tools.bench gpu|cpu|eight [PART ...]",
+    parser = Parser("tools.bench", "python -m tools.bench gpu|eight|cpu [PART ...]",
                     tools.bench.__doc__)
     parser.add_argument("kind", choices=list(PARTS), help="what is measured")
     parser.add_argument("parts", nargs="*", metavar="PART", help="some parts (default: all)")
     parser.add_argument("--out", default="out/bench", metavar="DIR",
                         help="for bench.txt, log.txt and the runs (default %(default)s)")
     parser.add_argument("--ranks", type=int, choices=[1, 2, 4, 8],
-                        help="of eight (default: all GPUs; 2 on CPUs)")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="of eight (default cuda)")
+                        help="of eight and cpu (default: all GPUs; 2 on CPUs)")
     args = parser.parse_args()
     parts = {part.__name__: part for part in PARTS[args.kind]}
     wanted = args.parts or list(parts)
     for name in wanted:
         if name not in parts:
             parser.error(f"{args.kind} has no part {name!r}: it has {', '.join(parts)}")
-    if args.kind != "eight" and (args.ranks or args.device):
-        parser.error("--ranks and --device are flags of eight")
-    work = NANO if args.device == "cpu" else WORKS[args.kind]
+    if args.kind == "gpu" and args.ranks:
+        parser.error("gpu measures one process: --ranks is a flag of eight and cpu")
+    work = WORKS[args.kind]
     if work.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device here: cpu measures two CPU cores, eight --device "
-                     "cpu tries ranks on them")
+        parser.error("torch finds no CUDA device here: cpu measures two CPU cores")
     count = 2 if work.device == "cpu" else torch.cuda.device_count()
     ranks = args.ranks or max(ranks for ranks in (1, 2, 4, 8) if ranks <= count)
     return replace(work, ranks=ranks), Path(args.out).resolve(), [parts[name] for name in wanted]

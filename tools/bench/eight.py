@@ -59,9 +59,9 @@ def beside_cpu(folder: Path, flags: str, run: Run, note: str = "") -> list[Row]:
 # docstrings are printed where a row fails.
 
 def layouts(work: Work, folder: Path) -> Iterator[tuple]:
-    """The losses are beside those of one process on the CPU. If one is off, try `--device cpu`
-    with as many ranks. If that is ok, only GPUs are wrong: leave out --compile, then halve the
-    layout. For errors of NCCL and hangs see docs/troubleshooting.md."""
+    """The losses are beside those of one process on the CPU. If one is off, try `tools.bench cpu
+    layouts` with as many --ranks. If that is ok, only GPUs are wrong: leave out --compile, then
+    halve the layout. For errors of NCCL and hangs see docs/troubleshooting.md."""
     def measure(flags):
         return beside_cpu(folder, flags, train_tiny(work.device, folder, work.ranks, flags))
     for fewest, group in LAYOUTS.items():

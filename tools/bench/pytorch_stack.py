@@ -1,4 +1,4 @@
-"""Train the same model with PyTorch's own parallel stack: the other side of the races.
+"""Train model.GPT with PyTorch's own parallel stack: the other side of the races.
 
     torchrun --nproc_per_node=2 -m tools.bench.pytorch_stack '{"mode": "ddp", "work": ...}'
 
@@ -16,57 +16,14 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-
-class PlainBlock(nn.Module):
-    """A block as others write it, q, k and v apart."""
-
-    def __init__(self, C, D):
-        super().__init__()
-        self.head_dim = D
-        self.norm1, self.norm2 = nn.LayerNorm(C), nn.LayerNorm(C)
-        self.q, self.k, self.v, self.proj = (nn.Linear(C, C) for _ in range(4))
-        self.up, self.down = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
-
-    def forward(self, x):
-        h = self.norm1(x)
-        q, k, v = (part(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-                   for part in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class PlainGPT(nn.Module):
-    def __init__(self, vocab, shape):
-        super().__init__()
-        C = shape["n_embd"]
-        self.token = nn.Embedding(vocab, C)
-        self.position = nn.Embedding(shape["seq_len"], C)
-        self.blocks = nn.Sequential(*(PlainBlock(C, C // shape["n_head"])
-                                      for _ in range(shape["n_layer"])))
-        self.norm = nn.LayerNorm(C)
-        self.head = nn.Linear(C, vocab, bias=False)
-        for module in self.modules():               # of N(0, 1) many numbers become denormal
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
-        self.head.weight = self.token.weight
-
-    def forward(self, x, y):
-        """The loss of sequences x with targets y, both (B, T)."""
-        x = self.blocks(self.token(x) + self.position.weight)
-        return self.loss(self.head(self.norm(x)), y)
-
-    def loss(self, logits, y):
-        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+from model import GPT, GPTConfig
 
 
 def parallel(mode, compiled, plain, dtype):
     """The model as a user trains it. Alone and by DDP it is compiled as a whole; by FSDP2, as in
-    torchtitan, each block and the loss, and FSDP2 itself casts to 16 bits."""
+    torchtitan, each block and the head, and FSDP2 itself casts to 16 bits."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     if compiled and mode != "fsdp":
         plain.compile()
@@ -77,10 +34,10 @@ def parallel(mode, compiled, plain, dtype):
         if dtype == "bf16":
             policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         if compiled:
-            plain.loss = torch.compile(plain.loss)
-            for block in plain.blocks:
+            plain.head.compile()
+            for block in plain.blocks.values():
                 block.compile()
-        for module in [*plain.blocks, plain]:
+        for module in [*plain.blocks.values(), plain]:
             fully_shard(module, mp_policy=policy)
     return plain
 
@@ -93,22 +50,21 @@ def compute_gradients(net, cast, x, y, micro_batch):
         waits = isinstance(net, DistributedDataParallel) and not last
         with net.no_sync() if waits else nullcontext():
             with cast():
-                loss = net(tokens, targets) / len(microbatches)
+                loss = net(tokens, targets) / y.numel()
             loss.backward()
 
 
 def train_plain(mode, compiled, work):
-    """Train a PlainGPT on random tokens by PyTorch's stack -> tokens per second of the whole job,
+    """Train a GPT on random tokens by PyTorch's stack -> tokens per second of the whole job,
     the median over the steps after the warm-up, and the peak of rank 0's memory on a GPU in GB.
     `work`: the fields of a launch.Work."""
     warnings.simplefilter("ignore")
     work = SimpleNamespace(**work)
     world = int(os.environ.get("WORLD_SIZE", 1))
     torch.set_num_threads(os.cpu_count() if world == 1 else 1)
-    torch.manual_seed(0)
     if work.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    plain = PlainGPT(work.vocab, work.shape).to(work.device)
+    plain = GPT(GPTConfig(work.vocab, **work.shape)).initialize(seed=0).to(work.device)
     if world > 1:
         dist.init_process_group("nccl" if work.device == "cuda" else "gloo")
     net = parallel(mode, compiled, plain, work.dtype)

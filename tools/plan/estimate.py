@@ -2,14 +2,14 @@
 cost, and what scaling laws say."""
 import math
 
-from base.flops import active_parameters, flops_per_token, looked_up, parameter_count
+from base.flops import active_parameters, flops_per_token, parameter_count
 from model import GPTConfig
 from tools.plan.flags import LAYOUT, PlanConfig
 from tools.plan.gpus import GPUSpec
 from tools.plan.memory import gpu_bytes, kinds_of_stages, memory_bytes
 from tools.plan.time import step_seconds
 from tools.plan.traffic import traffic_bytes
-from tools.scaling_law import HOFFMANN, read_law
+from tools.scaling_law import HOFFMANN
 
 HEADROOM = 0.06         # fraction of memory for temporaries, NCCL and fragmentation
 DISK = 2e9              # bytes per second of one writer, or of a machine's ranks together
@@ -109,17 +109,13 @@ def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
     tokens = config.steps * tokens_per_step
     flops = flops_per_token(cfg)
     active = active_parameters(cfg)             # what laws for dense models are asked about
-    law, of_law = HOFFMANN, active
-    if config.law is not None:
-        law = read_law(config.law)
-        of_law = active - looked_up(cfg)        # a ladder's N
-    best, _ = law.optimal(6 * of_law * tokens)
+    best, _ = HOFFMANN.optimal(6 * active * tokens)
     return dict(
         parameters=N, active_parameters=active, tokens_per_step=tokens_per_step, tokens=tokens,
         flops_per_token=flops, flops_6nd=6 * active * tokens, flops_with_attention=flops * tokens,
         flops_with_recomputation=hardware_flops_per_token(cfg, config) * tokens,
         pf_days=flops * tokens / (1e15 * DAY), compute_optimal_tokens=20 * active,
-        compute_optimal_parameters=float(best), predicted_loss=float(law(of_law, tokens)))
+        compute_optimal_parameters=float(best), predicted_loss=float(HOFFMANN(active, tokens)))
 
 
 def goodput(pause: float, write: float, read: float, nodes: float, mtbf_hours: float) -> dict:

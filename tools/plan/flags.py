@@ -34,8 +34,6 @@ class PlanConfig(options.Config):
                              "restarts in two months on 124 machines", low=1)
     file_system: float = flag(100.0, "GB per second at which all machines together write and read "
                               "a checkpoint that is a folder; a machine at most 2", low=1e-3)
-    law: str = flag(None, "ladder.json of tools.ladder: its law in place of Hoffmann et al.'s",
-                    form="FILE")
     search: bool = flag(False, "the ten fastest layouts that fit; layout flags that are given are "
                         "constraints")
     json: bool = flag(False, "print one object, or with --search a list")

@@ -6,14 +6,12 @@ logits and activations are estimates, but not what ZeRO's formula counts (parall
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from amp import PRECISIONS
 from base.flops import mlp_channels
 from model import GPTConfig
 from parallel import Bucket, Grid, chunk_layers, make_buckets
 from parallelism.build import build_stage
 from parallelism.loss import tile_size
 from parallelism.parameters import ParamSpec, param_specs
-from parallelism.zero import state_bytes
 from tools.plan.flags import PlanConfig
 
 
@@ -103,17 +101,37 @@ def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Stage], li
 def memory_bytes(stage: Stage, on_gpu: bool = True) -> dict:
     """Peak memory of this rank in bytes, by kind; what --offload keeps on the host has the prefix
     host_."""
-    config = stage.config
-    sizes, on_host = state_bytes(stage.buckets, PRECISIONS[config.dtype], config.zero,
-                                 config.offload and on_gpu)
-    sizes |= {f"host_{kind}": size for kind, size in on_host.items()}
-    return sizes | dict(buffers=buffer_bytes(stage, on_gpu), logits=logits_bytes(stage, on_gpu),
-                        activations=activation_bytes(stage))
+    return state_bytes(stage, on_gpu) | dict(
+        buffers=buffer_bytes(stage, on_gpu), logits=logits_bytes(stage, on_gpu),
+        activations=activation_bytes(stage))
 
 
 def gpu_bytes(sizes: dict) -> int:
     """The part of `memory_bytes` that is not on the host."""
     return sum(size for kind, size in sizes.items() if not kind.startswith("host_"))
+
+
+def state_bytes(stage: Stage, on_gpu: bool = True) -> dict:
+    """Bytes of this rank's parameters and optimizer state, as the table in parallel.py says."""
+    config = stage.config
+    offload = config.offload and on_gpu
+    place = "host_" if offload else ""
+    sizes = dict.fromkeys(("parameters", "gradients", f"{place}masters", f"{place}moments"), 0)
+    longest = 0
+    for bucket, count in stage.buckets:
+        shard = bucket.numel // bucket.num_ranks
+        size = config.master_size if bucket.is_wide else config.size
+        updated = shard if config.zero >= 1 else bucket.numel
+        sizes["parameters"] += count * size * (shard if config.zero >= 3 else bucket.numel)
+        sizes["gradients"] += count * config.master_size * (
+            shard if config.zero >= 2 else bucket.numel)
+        sizes[f"{place}moments"] += 2 * count * config.master_size * updated
+        if offload or size != config.master_size:       # else a parameter is its own master
+            sizes[f"{place}masters"] += count * config.master_size * updated
+        longest = max(longest, updated)
+    if offload:
+        sizes["host_staging"] = 2 * config.master_size * longest
+    return sizes
 
 
 def buffer_bytes(stage: Stage, on_gpu: bool) -> int:

@@ -95,7 +95,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, given: dict, plan: dict) -> 
         f"compute-optimal, 20 for each parameter (Hoffmann et al. 2022); predicted loss "
         f"{plan['predicted_loss']:.2f}",
         f"         as much compute is best spent on {plan['compute_optimal_parameters']:.4g} "
-        f"parameters by {config.law or 'the law that they fitted'}",
+        f"parameters by the law that they fitted",
         f"sends    per step: {parts(plan, 'bytes_', format_bytes) or 'nothing'}; over "
         f"{gpu.link / 1e9:g} GB/s to a GPU of the same machine, {gpu.network / 1e9:g} to another's",
         f"step     {plan['step_seconds']:.4g} s: {parts(plan, 'seconds_', '{:,.4g} s'.format)}; "
