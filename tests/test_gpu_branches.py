@@ -251,9 +251,6 @@ class Second(torch.Tensor):
     def untyped_storage(self):              # ZeRO 3 frees it and takes it again
         return self.held.untyped_storage()
 
-    def tolist(self):
-        return self.cpu().tolist()
-
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
         name, kwargs = operation.name(), dict(kwargs or {})
