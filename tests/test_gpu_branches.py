@@ -263,8 +263,7 @@ class Second(torch.Tensor):
             log_copy(args[0], torch.device("cpu"), args[0].element_size())
         else:
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            assert name == "aten::_foreach_copy_" or all(
-                isinstance(x, Second) or x.dim() == 0 for x in tensors), name
+            assert all(isinstance(x, Second) or x.dim() == 0 for x in tensors), name
         out = operation(*inside(args), **inside(kwargs))
         for x, argument in zip(args, operation._schema.arguments):
             if isinstance(out, torch.Tensor) and argument.is_write:
@@ -288,14 +287,11 @@ def second_device():
         return target
     setup_privateuseone_for_python_backend("second", SimpleNamespace(       # torch.second
         Event=lambda: SimpleNamespace(record=event, query=event, synchronize=event),
-        default_generators=[torch.default_generator], is_available=lambda: True,
-        is_initialized=lambda: True, current_device=lambda: 0, _is_in_bad_fork=lambda: False,
         get_amp_supported_dtype=lambda: [torch.float32]))
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in [("empty.memory_format", on_cpu(torch.empty)),
                          ("empty_strided", on_cpu(torch.empty_strided)),
-                         ("arange", on_cpu(torch.arange)), ("arange.start", on_cpu(torch.arange)),
-                         ("_copy_from", copy_from)]:
+                         ("arange", on_cpu(torch.arange)), ("_copy_from", copy_from)]:
         library.impl(name, kernel, "PrivateUse1")
     return torch.device("second", 0), library
 
