@@ -1,5 +1,4 @@
-"""tools/huggingface.py: models and tokenizers to transformers and back.
-"""
+"""tools/huggingface.py: models and tokenizers to transformers and back."""
 import json
 import os
 import shutil

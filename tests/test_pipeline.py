@@ -12,7 +12,7 @@ import pytest
 
 from parallel import Grid, Pipeline, stage_layers
 from parallelism.pipeline import SCHEDULES, make_schedule, run_schedule
-from tests.harness import CFG, after_backward, run_steps, settings, staged, tokens_of, without_saves
+from tests.harness import CFG, run_steps, settings, staged, tokens_of, without_saves
 from tools.schedule import bubble, clock, live_activations
 
 
@@ -48,43 +48,28 @@ def test_schedules_have_the_papers_bubble_and_live_microbatches(name):
             assert sorted(schedule) == sorted(itertools.product("FB", range(m), range(v)))
 
 
-def ops_of_a_step(rank, world, config, cfg):
-    """What the first step of a run carries out on this stage, in order: the kinds "F" and "B" by
-    what its layers do, as one text, and the ops (kind, microbatch, chunk)."""
-    kinds_of_ops, ops, seen = [], [], []
-
-    def run_op(own, op, x):
-        ops.append(op)
-        return pipeline_run_op(own, op, x)
-
-    def prepare(run):
-        def prepare_grad_sync(*args):
-            kinds_of_ops.append("B")
-            return flat_prepare_grad_sync(*args)
-        for block in run.model.blocks.values():
-            block.mlp.register_forward_pre_hook(lambda *_: kinds_of_ops.append("F"))
-        flat_prepare_grad_sync = run.flat.prepare_grad_sync
-        run.flat.prepare_grad_sync = prepare_grad_sync
-        after_backward(run, lambda step: seen.append(("".join(kinds_of_ops), list(ops))))
-        without_saves(run)
-    pipeline_run_op = Pipeline.run_op
-    with mock.patch.object(Pipeline, "run_op", run_op):
-        run_steps(rank, world, (1, 1, world), config, cfg, prepare=prepare)
-    return seen[0]
+def test_the_clock_finds_a_deadlock():
+    with pytest.raises(ValueError, match="deadlock"):
+        clock([[("F", 0, 0), ("F", 1, 0)], [("F", 1, 0), ("B", 1, 0), ("F", 2, 0)]])
 
 
-@pytest.mark.parametrize("schedule, chunks, recompute", [
-    ("gpipe", 1, False), ("1f1b", 1, False), ("interleaved", 2, False), ("gpipe", 1, True)])
-def test_a_run_executes_the_schedule_of_its_flags(pool, tmp_path, schedule, chunks, recompute):
-    """On two stages, with four microbatches and chunks of one block. With --recompute each backward
-    begins by running its block's forward again."""
-    config = settings(tmp_path, steps=1, pp=2, pp_schedule=schedule, pp_chunks=chunks,
-                      recompute=recompute)
-    found = pool.run(2, ops_of_a_step, config, replace(CFG, n_layer=2 * chunks))
-    for stage, (kinds_of_blocks, ops) in enumerate(found):
-        assert ops == SCHEDULES[schedule](stage, 2, 4, chunks)
-        kinds = "".join(kind for kind, *_ in ops)
-        assert kinds_of_blocks == (kinds.replace("B", "BF") if recompute else kinds)
+def ops_of_a_run(rank, world, config, cfg):
+    """(kind, microbatch, chunk) of each op that this stage carries out, in order."""
+    with mock.patch.object(Pipeline, "run_op", autospec=True,
+                           side_effect=Pipeline.run_op) as run_op:
+        run_steps(rank, world, (1, 1, world), config, cfg, prepare=without_saves)
+    return [call.args[1] for call in run_op.call_args_list]
+
+
+@pytest.mark.parametrize("schedule, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_a_run_executes_the_schedule_of_its_flags(pool, tmp_path, schedule, chunks):
+    """On two stages, with four microbatches and chunks of one block; then an evaluation."""
+    config = settings(tmp_path, steps=1, pp=2, pp_schedule=schedule, pp_chunks=chunks)
+    found = pool.run(2, ops_of_a_run, config, replace(CFG, n_layer=2 * chunks))
+    for stage, ops in enumerate(found):
+        expected = SCHEDULES[schedule](stage, 2, 4, chunks)
+        assert ops[:len(expected)] == expected
+        assert {kind for kind, *_ in ops[len(expected):]} == {"F"}
 
 
 @pytest.mark.parametrize("schedule, expected", [

@@ -1,12 +1,8 @@
-"""tools/plan: what a plan says, beside runs of train.py, published runs and the papers.
-"""
+"""tools/plan: what a plan says, beside runs of train.py, published runs and the papers."""
 import json
 import math
 import random
 import re
-import subprocess
-import sys
-import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 from unittest import mock
@@ -102,7 +98,7 @@ def a_step_of_a_run(rank, world, config, cfg):
     return numel, held, sent, flops.get_total_flops()
 
 
-def largest_buffers(rank, world, config, cfg):
+def largest_buffers(rank, world, layout, config, cfg):
     """The most bytes of whole gradients (ZeRO 2 and 3) and gathered parameters (ZeRO 3) that the
     buckets of this rank hold at a time in a run, also those of gradients on their way."""
     largest = 0
@@ -122,8 +118,7 @@ def largest_buffers(rank, world, config, cfg):
             return result
         return mock.patch.object(FlatParameters, name, noted)
     with noting("unshard"), noting("main_grad"):
-        run_steps(rank, world, (config.world // (config.tp * config.pp * config.cp), config.tp,
-                                config.pp), config, cfg, prepare=without_saves)
+        run_steps(rank, world, layout, config, cfg, prepare=without_saves)
     return largest
 
 
@@ -146,7 +141,7 @@ def cover(number, model, **changes):
 @pytest.mark.parametrize("world, cfg, flags", [
     # Each ZeRO stage and schedule on four ranks, tp beside pp and dp beside cp on eight.
     (4, *cover(13, ONE_KEY)), (4, *cover(17, WIDE)), (4, *cover(18, WIDE)),
-    (4, *cover(1, LLAMA, cp=1, recompute=False)),
+    (4, *cover(1, LLAMA, cp=1)),
     (2, EXPERTS, dict(ep=2, dtype="bf16", zero=1)), (4, EXPERTS, dict(ep=2, tp=2, recompute=True)),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
         (8, *cover(3, WIDE)), (8, *cover(6, LLAMA)), (8, *cover(10, WIDE)), (8, *cover(20, LLAMA)),
@@ -198,7 +193,8 @@ def test_the_estimate_of_buffers_is_what_the_buckets_hold(pool, tmp_path, cfg, l
     dp, tp, pp = layout
     config = plan_config(out=str(tmp_path), steps=2, world=math.prod(layout), gpu="h100", tp=tp,
                          pp=pp, **flags)
-    for rank, held in enumerate(pool.run(config.world, largest_buffers, config, cfg)):
+    for rank, held in enumerate(pool.run(math.prod(layout), largest_buffers, layout,
+                                          config, cfg)):
         assert held <= bucket_bytes(Stage(cfg, config, Grid(dp, pp, tp, rank))) <= 1.01 * held
 
 
@@ -269,25 +265,24 @@ def test_scaling_laws_and_flops_are_the_papers():
     assert plan["compute_optimal_tokens"] == 20 * parameter_count(cfg)
 
 
-def simulated(plan, gaps):
-    """The fraction of the time that makes progress, with so many seconds between failures."""
-    interval, pause, write, read = (plan[f"{x}_seconds"]
-                                    for x in ("interval", "pause", "write", "read"))
-    training = gaps - RESTART - read               # after a checkpoint has been read
-    return interval * np.maximum(0, (training - write) // (interval + pause)).sum() / gaps.sum()
-
-
 @pytest.mark.parametrize("size, mtbf_hours", [("gpt3-175b", 20000), ("gpt3-13b", 1000)])
 def test_goodput_is_that_of_a_simulation_with_random_failures(size, mtbf_hours):
     """Of 10,000 GPUs; and no interval is much better than the one that is told."""
+    def simulated(plan):
+        """The fraction of the time that makes progress, with `gaps` seconds between failures."""
+        interval, pause, write, read = (plan[f"{x}_seconds"]
+                                        for x in ("interval", "pause", "write", "read"))
+        training = gaps - RESTART - read            # after a checkpoint has been read
+        steps = interval * np.maximum(0, (training - write) // (interval + pause))
+        return steps.sum() / gaps.sum()
     N = parameter_count(GPTConfig(50257, **SIZES[size]))
     told = goodput(12 * N / 18e9, 12 * N / 2e9, 24 * N / 2e9, 1250, mtbf_hours)
     gaps = np.random.default_rng(0).exponential(told["failure_hours"] * 3600, 1_000_000)
-    assert told["goodput"] == pytest.approx(simulated(told, gaps), rel=0.05)
+    assert told["goodput"] == pytest.approx(simulated(told), rel=0.05)
     for factor in (0.5, 2):
         other = dict(told, interval_seconds=factor * told["interval_seconds"])
         assert other["interval_seconds"] < told["write_seconds"] or (
-            simulated(other, gaps) < 1.01 * simulated(told, gaps))
+            simulated(other) < 1.01 * simulated(told))
     assert goodput(1e4, 5e3, 1e4, 1e6, 1)["goodput"] == 0
 
 
@@ -379,32 +374,16 @@ def test_the_planning_page_has_the_errors_as_printed():
 
 @pytest.mark.parametrize("flags", ["", "--batch-size 64"])
 def test_the_batch_is_the_same_with_a_search_and_says_whose_choice_it_is(flags):
+    """A search also prints GPU hours, of which a price makes the cost of the run."""
     base = f"--world 8 --gpu h100 --model gpt2 --dtype bf16 {flags}".split()
     one, all_layouts = answer(base), answer([*base, "--search"])
     line = re.search("(?m)^batch .*$", one)[0]
     size = 64 if flags else Config.batch_size
     assert line in all_layouts and f"{size} sequences" in line
     assert f"{size * 1024:,} tokens per step" in line and ("default" in line) == (not flags)
-
-
-@pytest.mark.slow
-def test_a_search_of_70b_on_512_gpus_takes_twenty_cpu_seconds():
-    """And prints GPU hours, of which a price makes the cost of the run."""
-    start = time.process_time()
-    text = answer("--world 512 --gpu h100 --dtype bf16 --model llama3-70b --batch-size 2048 "
-                  "--search --tokens 1e12".split())
-    assert time.process_time() - start < 20
-    head, best = text.splitlines()[1:3]
+    head, best = all_layouts.splitlines()[1:3]
     days, hours = (float(cell.replace(",", "")) for cell in best.split()[-2:])
-    assert head.endswith("days  GPU hours") and hours == pytest.approx(512 * 24 * days, rel=0.01)
-
-
-def test_a_mistake_in_the_flags_is_found_before_what_trains_is_imported():
-    code = ("import sys; import tools.plan.__main__ as plan\n"
-            "try: plan.read_flags(['--world', '8', '--gpu', 'h300'])\n"
-            "except ValueError: print(sorted({'parallel', 'runtime.checks'} & set(sys.modules)))")
-    assert subprocess.run([sys.executable, "-c", code], text=True, capture_output=True,
-                          check=True).stdout == "[]\n"
+    assert head.endswith("days  GPU hours") and hours == pytest.approx(8 * 24 * days, rel=0.01)
 
 
 def test_the_search_finds_the_fastest_layouts_that_fit():
@@ -491,7 +470,7 @@ def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
 
 def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
     """Those of an A100, on one GPU, give an A100's plan. A fourth one is NVLink's."""
-    assert [gpu_name(name) for name in ("NVIDIA GeForce RTX 4090", "H100")] == ["4090", "h100"]
+    assert gpu_name("H100") == "h100"
     flags = "--world 1 --json --dtype bf16 --gpu".split()
     known, own = (json.loads(answer([*flags, gpu])) for gpu in ("a100-80g", "312:80:2039"))
     assert known == own | dict(gpu="a100-80g")

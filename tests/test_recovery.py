@@ -11,8 +11,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -31,9 +29,9 @@ from base.checkpoint_files import LATEST, list_checkpoints, step_file
 from base.options import Config
 from runtime import directory
 from tests.commands import (README, TINY, Command, expect_mistake, kinds, launch, read_metrics,
-                            wait_for, wait_for_step)
-from tests.harness import (CFG, ROOT, Memory, after_backward, assert_same_state, column, gridded,
-                           log_of, poison, saved, saved_file, settings)
+                            torchrun, wait_for, wait_for_step)
+from tests.harness import (CFG, ROOT, Memory, after_backward, assert_same_state, column,
+                           different_rows, gridded, log_of, saved, saved_file, settings)
 from tests.test_layouts import drawn
 
 FORMS = ["file", "folder"]
@@ -92,16 +90,13 @@ def test_a_rank_lost_during_a_save_costs_at_most_that_save(shards, tmp_path, fat
         assert checkpoint.load(out / LATEST[form])["step"] == 6
 
 
-def test_an_error_of_one_rank_is_raised_while_others_still_act():
+def test_an_error_of_one_rank_is_raised_while_others_act_and_names_rank_and_machine():
     """For example too little memory: the others wait for it."""
     def fail():
         raise MemoryError("too little")
     with mock.patch.object(agreement, "all_gather_object", side_effect=3 * [[None]]), \
             pytest.raises(MemoryError, match="too little"):
         agreement.all_ranks(fail)
-
-
-def test_an_error_that_all_ranks_raise_names_rank_and_machine():
     ended = [("node0", None), ("node1", ("too little", 2))]
     with mock.patch.object(agreement, "all_gather_object", return_value=ended), \
             pytest.raises(agreement.RunError, match="^rank 1 on node1: too little$"):
@@ -175,7 +170,7 @@ train.main()
 
 # ---- Chains of stops, layouts and faults, drawn at random
 
-def train_until(rank, world, config, cfg, file, diverges, at, fate):
+def train_until(rank, world, config, cfg, file, at, fate):
     """Train on from a file, or from the seed. After step `at` a signal saves and ends the run, or
     in it all ranks are killed. In steps 3 and 9 a rank finds infinite gradients."""
     def hurt(step):
@@ -190,8 +185,6 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
                  config.pp_chunks) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
                         Memory(cfg, 13, seed=1), None if file is None else checkpoint.load(file))
-        if diverges:
-            poison(run, at=28)
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
             run.log = log_of(run, directory.Metrics(Path(config.out), rank))
@@ -200,33 +193,25 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
         run.writer.wait()
 
 
-@pytest.mark.parametrize("seed, dtype, diverges, steps, dropout, bound", [
-    (0, "fp16", False, 8, 0.1, 0),
-    pytest.param(7, "fp64", True, 33, 0.0, 1e-10, marks=pytest.mark.slow)])
-def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
-        pool, tmp_path, seed, dtype, diverges, steps, dropout, bound):
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(pool, tmp_path, seed):
     """A run that is stopped, killed or damaged at random steps, and saves in either format, ends as
-    one without: bit for bit in one layout, to `bound` if each part draws its own, and diverges."""
+    one without, bit for bit."""
     rng = random.Random(seed)
-    fates = ["signal", "kill", "damage"][:2 if diverges else 3]
-    cfg = replace(CFG, n_layer=4, dropout=dropout)
+    cfg = replace(CFG, n_layer=4, dropout=0.1)
     straight, chained = tmp_path / "straight", tmp_path / "chained"
-
-    def layout(out):
-        _, (dp, tp, pp), flags = drawn(rng.random(), ["gpt"], 2, cp=1, ep=1)
-        return dp * tp * pp, settings(out, steps=steps, save_every=1, keep=99, dtype=dtype, tp=tp,
-                                      pp=pp, **flags)
-    world, config = layout(straight)
-    pool.run(world, train_until, config, cfg, None, diverges, 0, None)
+    _, (dp, tp, pp), flags = drawn(rng.random(), ["gpt"], 2, cp=1, ep=1)
+    world = dp * tp * pp
+    config = settings(straight, steps=8, save_every=1, keep=99, dtype="fp16", tp=tp, pp=pp, **flags)
+    pool.run(world, train_until, config, cfg, None, 0, None)
     chain, file, step = [], None, 0
-    while step < steps:
-        if diverges:
-            world, config = layout(straight)
-        at, fate = step + rng.randint(1, max(8, steps // 2)), rng.choice(fates)
-        chain.append((world, config, at, fate))
+    while step < config.steps:
+        at = step + rng.randint(1, 8)
+        fate = rng.choice(["signal", "kill", "damage"])
+        chain.append((config, at, fate))
         assert len(chain) < 60, chain
         ours = replace(config, out=str(chained), checkpoint_format=rng.choice(FORMS))
-        pool.run(world, train_until, ours, cfg, file, diverges, at, fate)
+        pool.run(world, train_until, ours, cfg, file, at, fate)
         found = list_checkpoints(chained)
         if fate == "damage" and len(found) > 3:
             for path in found[:rng.randint(1, 3)]:
@@ -235,17 +220,12 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
         file = directory.find_start(dict(out=str(chained))).path
         if file is not None:
             step = checkpoint.load(file)["step"]
-    one, two = ({row["step"]: row for row in read_metrics(folder)[0]}         # the last row counts
-                for folder in (straight, chained))
-    for step, row in one.items():
-        assert row["skipped"] == two[step]["skipped"], (step, chain)
-        if not row["skipped"]:
-            for name in ("loss", "grad_norm", "lr"):
-                assert abs(row[name] - two[step][name]) <= bound * row[name], (step, name, chain)
-    states = [saved(straight, steps), checkpoint.load(list_checkpoints(chained)[0])]
-    assert [state["monitor"]["rollbacks"] for state in states] == [diverges, diverges]
-    if not diverges:
-        assert_same_state(*states, but=("config", "run", "monitor"))
+    rows = [{row["step"]: row for row in read_metrics(folder)[0]}       # the last row counts
+            for folder in (straight, chained)]
+    rows = [list(of.values()) for of in rows]
+    assert different_rows(*rows, but=("tokens_per_second", "time")) == "", chain
+    assert_same_state(saved(straight, config.steps), checkpoint.load(list_checkpoints(chained)[0]),
+                      but=("config", "run", "monitor"))
 
 
 # ---- Whole runs that are made to fail (slow): the table of docs/faults.md
@@ -354,17 +334,12 @@ def machines(out, *flags):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         host = free.getsockname()
-    options = options.replace("HOST:29500", f"localhost:{host[1]}")
-    options = options.replace("--nproc_per_node=8", "--nproc_per_node=1")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
-    environment.update(re.findall(r"(TORCH_\w+)=(\S+)", line))
+    options = options.replace("HOST:29500", f"localhost:{host[1]}").replace("node=8", "node=1")
     running = []
 
     def start():
-        running.append(subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *options.split(), ROOT / "train.py",
-             *map(str, flags), "--out", out], env=environment, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, start_new_session=True))
+        with mock.patch.dict(os.environ, re.findall(r"(TORCH_\w+)=(\S+)", line)):
+            running.append(torchrun(1, *options.split(), ROOT / "train.py", *flags, "--out", out))
         while running[-1].poll() is None:       # the first one, HOST, listens before others start
             with suppress(ConnectionRefusedError), socket.create_connection(host):
                 return running[-1]
@@ -402,7 +377,7 @@ def test_a_run_goes_on_with_the_machines_that_are_left_and_has_the_same_bits(sha
         assert resumed["environment"]["hosts"] == [socket.gethostname()]
         wait_for_step(out, resumed["step"] + 5, first)
         third = start()
-        texts = [machine.communicate(timeout=300)[0] for machine in (first, third)]
+        texts = [machine.communicate(timeout=300) for machine in (first, third)]
         assert first.returncode == 0 and third.returncode == 0, texts
     worlds = [len(event["environment"]["hosts"]) for event in read_metrics(out)[1]
               if event["event"] in ("start", "resume")]

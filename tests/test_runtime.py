@@ -5,7 +5,6 @@ test_faults.py.
 """
 import errno
 import fcntl
-import json
 import math
 import re
 import shutil
@@ -16,7 +15,6 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -33,11 +31,10 @@ from base.options import Config
 from base.processes import Job, RunError
 from model import GPT
 from runtime import directory, evaluation, run_log, startup
-from tests.commands import (README, TINY, Command, dataset, expect_mistake, launch, read_metrics,
-                            wait_for_step)
+from tests.commands import (README, TINY, Command, dataset, expect_mistake, launch, meta_of,
+                            read_metrics, wait_for_step)
 from tests.harness import CFG, ROOT, Memory, column, no_file_above, nothing, settings, watched
 
-# ---- Too little memory
 
 def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, tmp_path):
     """Exit status 1: training with an exabyte of activations, sampling with one of positions."""
@@ -127,19 +124,19 @@ def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys
 
 @pytest.mark.parametrize("number, told", [(errno.ENOSYS, True), (errno.EIO, False)])
 def test_a_file_system_without_locks_is_told_and_used(tmp_path, capsys, number, told):
-    """As Lustre without the option flock, or some of NFS. Another error is none of that."""
+    """As Lustre without the option flock, or some of NFS. Another error is none of that. With locks
+    or without, checkpoints that came since the start are refused."""
+    def lock():
+        with directory.lock_output_dir(tmp_path, []):
+            pass
     with mock.patch.object(fcntl, "flock", side_effect=OSError(number, "the reason")):
         with nullcontext() if told else pytest.raises(RunError, match="written and locked"):
-            with directory.lock_output_dir(tmp_path, []):
-                pass
+            lock()
+    (tmp_path / "step_00000001.pt").touch()
+    with pytest.raises(RunError, match="has just written"):
+        lock()
     error = f"train.py: warning: the file system of {tmp_path} has no locks (the reason): see that"
     assert capsys.readouterr().err.startswith(error) == told
-
-
-def test_a_lock_refuses_checkpoints_that_came_since_the_start(tmp_path):
-    (tmp_path / "step_00000001.pt").touch()
-    with pytest.raises(RunError, match="has just written"), directory.lock_output_dir(tmp_path, []):
-        pass
 
 
 def log_without_run(config, world=1):
@@ -183,7 +180,7 @@ def test_bits_per_byte_are_in_the_row_of_an_evaluation_as_on_the_console(run_tra
     flags = ["--out", tmp_path, *TINY, "--eval-every", 4]
     text = run_train("--data", "a=3,b=1", *flags)[1]
     _, row = read_metrics(tmp_path)[0][2:]
-    metas = [json.loads(Path(name, "meta.json").read_text()) for name in "ab"]
+    metas = [meta_of(name) for name in "ab"]
     a, b = (meta["bytes_per_token"] for meta in metas)
     assert a != b
     for key, size in [("", (3 * a + b) / 4), ("/a", a), ("/b", b)]:

@@ -1,5 +1,4 @@
-"""tools/scaling_law.py: known laws are recovered, published ones too, and predicted from.
-"""
+"""tools/scaling_law.py: known laws are recovered, published ones too, and predicted from."""
 import numpy as np
 import pytest
 

@@ -3,7 +3,6 @@
 A stopped and resumed run is compared with one that no signal stopped.
 """
 import io
-import os
 import re
 import shlex
 import signal

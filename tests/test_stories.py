@@ -21,7 +21,7 @@ import train
 from base.options import Config
 from runtime import evaluation
 from tests.commands import TINY, kinds, read_metrics
-from tests.harness import assert_same_state, column, different_rows
+from tests.harness import assert_same_state, column
 
 RUN_8 = "TINY --batch-size 8 --steps 10 --save-every 4"
 STORIES = {
@@ -65,7 +65,7 @@ A 0 TINY --out new --init-from old/step_00000004.pt --seq-len 8 --steps 6 :: aft
     "the command line, then the checkpoint, then the default": r"""
 0 TINY --out o --lr 0.01 --lr-schedule linear --beta2 0.9 :: step
 0 --out o :: nothing left to do; raise
-0 --out o --seed 5 --beta2 0.8 :: nothing left to do
+0 --out o --seed 5 --beta2 0.8 :: beta2 0.8 instead of 0.9; seed 5 instead of 1337: not used
 = losses("o") == 4
 2 --out o --steps 8 --seed 5 :: in the order of seed 1337; in that of --seed 5
 0 --out o --steps 8 :: steps 8 instead of 4; so the next step's learning rate is 5.50e-03
@@ -135,23 +135,15 @@ $ cp q/step_00000008.pt r
 2 RUN_8 --data a --out q :: the text that a=1,b=1 had, not on that of a
 0 RUN_8 --data a=1,b=0 --out q --steps 11 ::
 = state("q/latest.pt")["data"][-1][0] == 80""",
-    "a branch of a run with a schedule that has left": r"""
-0 TINY --out o ::
-! old = state("o/step_00000002.pt")
-! old["config"].update(pp=2, pp_schedule="zb-h1")
-! torch.save(old, "old.pt")
-0 --out p --resume old.pt ::
-= [different_rows(rows("p"), rows("o")[2:], ("tokens_per_second", "time"))] == [""]""",
     "a run that ends diverged fails before its last save, each time": r"""
 1 TINY --out o --steps 3 --lr 1e10 --warmup-steps 1 --save-every 1 :: step 3: the validation l
 = state("o/latest.pt")["step"] == 2 and "end" not in kinds(events("o"))
 1 TINY --out o --steps 3 --lr 1e10 --warmup-steps 1 --save-every 1 :: step 3: the val""",
     "an exact run keeps its microbatch": r"""
-0 TINY --out o --save-every 0 --exact --micro-batch 1
+0 TINY --out o --save-every 0 --exact --micro-batch 1 :: 4 microbatches x 1 sequences
 2 TINY --out o --steps 6 --exact --micro-batch 2 :: 1 sequences
 0 TINY --out o --steps 6 --exact :: 4 microbatches x 1 sequences
-0 TINY --out o --steps 8 --micro-batch 2 ::
-= "with --exact" not in text""",
+0 TINY --out o --steps 8 --micro-batch 2 :: 2 microbatches x 2 sequences""",
     "--plain goes on with its runs, and with another program's where it can": r"""
 0 TINY --out run ::
 0 TINY --out o --plain ::
@@ -161,7 +153,7 @@ $ cp q/step_00000008.pt r
 = two["monitor"]["losses"] == [] and two["monitor"]["checkpoints"] == []
 = kinds(events("o")) == ["start", "end"] and events("o")[0]["data"] == events("run")[0]["data"]
 = set().union(*[a.keys() - b.keys() for a, b in zip(rows("run"), rows("o"))]) == NOT_PLAIN
-0 TINY --out o --plain :: is step 4 of 4: nothing left
+0 TINY --out o --plain :: is step 4 of 4: nothing left to do; raise --steps
 0 TINY --out o --plain --steps 6 --lr 0.001 :: steps 6 instead of 4, lr 0.001 instead of 0.004
 = events("o")[-2]["changed"] == dict(steps=[4, 6], lr=[0.004, 0.001])
 0 TINY --out o --steps 8 --keep 1 :: after step 6
@@ -215,8 +207,7 @@ def test_story(run_train, shards, two_sources, tmp_path, monkeypatch, story):
         (tmp_path / name).symlink_to(two_sources / name)
     stores, jobs = zip(*(start_torchrun() for _ in "AB"))
     known = dict(
-        assert_same_state=assert_same_state, column=column, Config=Config,
-        different_rows=different_rows, kinds=kinds,
+        assert_same_state=assert_same_state, column=column, Config=Config, kinds=kinds,
         pytest=pytest, re=re, torch=torch, train=train,
         data=str(shards), state=lambda path: checkpoint.load(Path(path)),
         rows=lambda out: read_metrics(Path(out))[0], events=lambda out: read_metrics(Path(out))[1],

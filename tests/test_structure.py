@@ -1,13 +1,5 @@
 """The rules of the house: who may import whom, the list of flags, and a book that needs no tools.
 
-    the book        model.py, data.py, amp.py, parallel.py, checkpoint.py, train.py, sample.py
-    models/         decoders since GPT-3
-    corpus/         from the files that people have to shards of tokens
-    parallelism/    what is rarer or faster than in parallel.py
-    base/           what every program needs first: flags, processes, devices, files of checkpoints
-    runtime/        what a run on real machines needs beside the training
-    tools/          programs that only use the rest
-
 MAY_IMPORT is the table of the imports, LINES that of the sizes.
 """
 import ast
@@ -20,14 +12,9 @@ from dataclasses import fields
 
 import pytest
 
-import checkpoint
-import data
 import model
 from base.options import Config
-from corpus import shards
-from corpus.program import DataFlags
 from model import GPTConfig
-from parallelism.pipeline import SCHEDULES
 from tests.harness import ROOT, tokens_of
 
 OURS = ("amp", "checkpoint", "data", "model", "parallel", "sample", "train", "test_all",
@@ -133,31 +120,6 @@ def test_the_program_grows_by_decision_alone():
     assert sum(lines.values()) <= PROGRAM
 
 
-EXACT_FILES = list(ROOT.glob("parallelism/exact*.py"))
-EXACT = re.compile(r"(?i)exact(?!ly)")
-
-
-def places(node):
-    """How many statements mention --exact; an `if` of it counts with its body as one."""
-    if isinstance(node, ast.If) and EXACT.search(ast.unparse(node.test)):
-        return 1
-    inner = sum(places(child) for child in ast.iter_child_nodes(node)
-                if EXACT.search(ast.unparse(child)))
-    return inner or int(isinstance(node, ast.stmt))
-
-
-def test_exact_is_an_extra_that_can_be_deleted():
-    """With its four files and ten places in the programs. No comment names it but beside these."""
-    found = {}
-    for file in {file for file in FILES if "tools" not in file.parts} - set(EXACT_FILES):
-        text = file.read_text()
-        count = places(ast.parse(text)) + len(re.findall("(?i)# .*exact(?!ly)", text))
-        if count > 0:
-            found[name_of(file)] = count
-    assert len(EXACT_FILES) == 4 and sum(found.values()) <= 10, found
-    assert "train" in found and "base.options" in found     # which it finds
-
-
 FLAGS = """data out log model n_layer n_head n_embd seq_len activation n_kv_head head_dim hidden
     rope_theta n_expert n_active shared_hidden balance_loss z_loss balance_bias dropout batch_size
     batch_ramp steps epochs lr min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1
@@ -172,25 +134,8 @@ def test_train_py_has_these_flags_and_no_others():
     assert {field.name for field in fields(Config)} == set(FLAGS.split())
 
 
-DATA_FLAGS = """dataset input text_field split_names template near_duplicates tokenizer
-    train_tokenizer out seed shard_tokens shards"""
-
-
-def test_data_py_has_these_flags_and_no_others():
-    assert {field.name for field in fields(DataFlags)} == set(DATA_FLAGS.split())
-
-
 def test_the_example_in_model_py_runs():
     """The lines of its docstring, as they stand there."""
     names = vars(model) | dict(tokens=tokens_of(GPTConfig(), 2), targets=tokens_of(GPTConfig(), 2))
     exec("\n".join(re.findall("^    ((?:model|loss) = .*)", model.__doc__, re.M)), names)
     assert names["loss"].dim() == 0 and type(names["model"]) is model.GPT
-
-
-def test_constants_that_stand_in_two_files_are_equal():
-    """data.py must not import torch, checkpoint.py nothing of corpus/, base/ nothing of
-    parallelism/."""
-    assert data.IGNORE_INDEX == model.IGNORE_INDEX
-    assert checkpoint.OPTIONAL == shards.OPTIONAL
-    [pp_schedule] = [field for field in fields(Config) if field.name == "pp_schedule"]
-    assert pp_schedule.metadata["choices"] == list(SCHEDULES)

@@ -1,8 +1,6 @@
-"""What the programs have in common: their help, and one line for a mistake.
-"""
+"""What the programs have in common: their help, and one line for a mistake."""
 import importlib
 import re
-import sys
 
 import pytest
 
@@ -10,38 +8,29 @@ from tests.commands import expect_mistake, run_main
 from tests.harness import names_in
 
 
-@pytest.mark.parametrize("program", ["corpus.program", "train", "sample", "tools.schedule",
-                                     "tools.plan.__main__", "tools.ladder",
-                                     "tools.sweep"])
-def test_help_is_in_groups_and_says_the_form_of_each_value(monkeypatch, capsys, program):
+@pytest.mark.parametrize("program", [
+    "corpus.program", "train", "sample", "tools.schedule", "tools.plan.__main__", "tools.ladder",
+    "tools.sweep"])
+def test_help_is_in_groups_and_says_the_form_of_each_value(capsys, program):
     """Each flag but --help has a heading of its own subject, and N, X, {a,b} ... for a value, not
-    its own name. Each program takes underscores for dashes and suggests a similar flag."""
-    def output(*flags):
-        monkeypatch.setattr(sys, "argv", [program, *flags])
-        with pytest.raises(SystemExit):
-            importlib.import_module(program).main()
-        return capsys.readouterr()
-    text = output("--help").out
+    its own name."""
+    _, text, _ = run_main(capsys, importlib.import_module(program), "--help")
     _, general, *groups = re.split(r"(?m)^\w.*:$", text)
     assert re.findall("--[a-z-]+", general) == ["--help"] and groups
     forms = dict(re.findall(r"(?m)^  (--[a-z0-9-]+) ([^ \n]+)", text))
     assert len(forms) >= 4
     for flag, form in forms.items():
         assert form != flag.strip("-").replace("-", "_").upper(), flag
-    flag = max(forms, key=len)
-    error = output(flag[:-1].replace("-", "_").replace("__", "--", 1)).err
-    assert f": did you mean {flag}? (" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("program, flags, words", [
     ("bench.__main__", "gpu", "no CUDA device here: cpu"), ("bench.__main__", "", "kind"),
     ("bench.__main__", "cpu memory", "no part 'memory': it has race"),
-    ("bench.__main__", "cpu --ranks 4", "flags of eight"),
+    ("bench.__main__", "gpu --ranks 4", "flag of eight and cpu"),
     ("follow", "o --to wandb", "o has no metrics.jsonl"),
     ("follow", "damaged --to wandb", "damaged has no metrics.jsonl with a whole"),
-    ("follow", "o --to comet", "--to: invalid choice: 'comet'"), ("follow", "o", "--to"),
-    ("follow", "o --to tensorboard,wandb", "'tensorboard,wandb'"), ("follow", "--to wandb", "OUT"),
-    ("compare", "", "OUT"), ("compare", "o --svg a.png", "ends in .svg"),
+    ("follow", "o --to tensorboard,wandb", "--to: invalid choice: 'tensorboard,wandb'"),
+    ("follow", "--to wandb", "OUT"), ("compare", "o --svg a.png", "ends in .svg"),
     ("sweep", "--lr 1e-3", "nothing to sweep"), ("sweep", "--beta2 0.9,2", "--beta2: 2.0 must"),
     ("sweep", "--lr 1e-3,x", "--lr: invalid float value: 'x'"),
     ("sweep", "--zero 0,1,9", "--zero: invalid choice: 9"),
@@ -50,16 +39,13 @@ def test_help_is_in_groups_and_says_the_form_of_each_value(monkeypatch, capsys, 
     ("sweep", "--lr 1,2 --data nowhere", "nowhere"),
     *(("schedule", *row) for row in [
         ("--pp 0", "--pp"), ("--microbatches 0", "--microbatches"),
-        ("--pp-chunks 0", "--pp-chunks"),
-        ("--schedule 1f1b", "--pp-schedule?"), ("--pp-schedule zb-h1", "'1f1b', 'interleaved'"),
+        ("--schedule 1f1b", "--pp-schedule?"),
         ("--pp 2 --pp-schedule interleaved --pp-chunks 2 --microbatches 3", "multiples --pp 2")]),
     *(("plan.__main__", *row) for row in [
         ("", "--world --gpu v100-16g"), ("--world 8 --gpu h100 --tokens nan", "--tokens: nan 1"),
         ("--world 8 --gpu h100 --tokens 1e9 --steps 5", "--steps --tokens"),
         ("--world 8 --zero 9 --gpu h100", "9 0, 1, 2, 3"),
         ("--world 8 --gpu h300", "--gpu: h300 v100-16g"),
-        ("--world 8 --gpu h100 --pp 2 --pp-schedule zb-h1", "zb-h1 '1f1b', 'interleaved'"),
-        ("--world 8 --gpu h100 --lr 1e-3", "--lr: --help"),
         ("--world 8 --gpu a100", "a100-40g a100-80g"),
         ("--world 3 --tp 2 --gpu h100", "--world 3 tp 2 x pp 1"),
         ("--world 7 --gpu h100 --search", "batch size 16 7 x h100 --batch-size --world"),

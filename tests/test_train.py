@@ -4,7 +4,7 @@ That layouts and resumed runs are alike: test_all.py.
 """
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from unittest import mock
 
 import numpy as np
@@ -51,28 +51,21 @@ def test_a_plain_step_whose_norm_is_not_finite_ends_the_run(norm):
         train.plain_step(config, model, train.plain_adamw(config, model), shards, 1)
 
 
-def test_learning_rate_warms_up_then_decays_to_the_ratio():
-    """To 0.1 of a peak of 2 at step 110, after a warm-up of 10; a quarter of the way is step 35.
-    """
-    config = Config(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1)
-    for schedule, at_a_quarter in [("cosine", 1.7363961), ("linear", 1.55)]:
-        rates = [train.learning_rate(replace(config, lr_schedule=schedule), step)
-                 for step in (1, 5, 10, 35, 60, 110)]
-        assert rates == pytest.approx([0.2, 1.0, 2.0, at_a_quarter, 1.1, 0.2]), schedule
-    assert train.learning_rate(replace(config, warmup_steps=0, steps=1), 1) == pytest.approx(0.2)
-
-
-def test_wsd_is_constant_until_its_last_fifth_also_in_a_prolonged_run():
-    """A peak of 2 after a warm-up of 10 steps; of 110 the last 22 decay, linearly, to 0.1 of it."""
-    config = Config(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1, lr_schedule="wsd")
-
-    def rates(*steps, **changes):
-        return [train.learning_rate(replace(config, **changes), step) for step in steps]
-    assert rates(5, 10, 11, 88, 99, 110) == pytest.approx([1.0, 2.0, 2.0, 2.0, 1.1, 0.2])
-    assert rates(88, 110, 176, 198, 220, steps=220) == pytest.approx([2.0, 2.0, 2.0, 1.1, 0.2])
-    assert rates(55, 110, decay_ratio=0.5) == pytest.approx([2.0, 0.2])
-    assert rates(109, 110, decay_ratio=0.0) == pytest.approx([2.0, 2.0])
-    assert rates(10, 60, 110, decay_ratio=0.99) == pytest.approx([2.0, 1.1, 0.2])
+@pytest.mark.parametrize("schedule, changes, rates", [
+    ("cosine", {}, {1: 0.2, 5: 1.0, 10: 2.0, 35: 1.7363961, 60: 1.1, 110: 0.2}),
+    ("linear", {}, {1: 0.2, 5: 1.0, 10: 2.0, 35: 1.55, 60: 1.1, 110: 0.2}),
+    ("cosine", dict(warmup_steps=0, steps=1), {1: 0.2}),
+    # The last fifth decays, linearly, also in a prolonged run.
+    ("wsd", {}, {5: 1.0, 10: 2.0, 11: 2.0, 88: 2.0, 99: 1.1, 110: 0.2}),
+    ("wsd", dict(steps=220), {88: 2.0, 110: 2.0, 176: 2.0, 198: 1.1, 220: 0.2}),
+    ("wsd", dict(decay_ratio=0.5), {55: 2.0, 110: 0.2}),
+    ("wsd", dict(decay_ratio=0.0), {109: 2.0, 110: 2.0}),
+    ("wsd", dict(decay_ratio=0.99), {10: 2.0, 60: 1.1, 110: 0.2})])
+def test_the_learning_rate_warms_up_then_decays_to_the_ratio(schedule, changes, rates):
+    """A peak of 2 after a warm-up of 10 steps; 0.1 of it at step 110."""
+    config = Config(**dict(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1,
+                           lr_schedule=schedule) | changes)
+    assert {step: train.learning_rate(config, step) for step in rates} == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("ranks, dropout", [(1, 0.0), (2, 0.5)])

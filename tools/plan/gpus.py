@@ -1,6 +1,6 @@
 """The GPUs that tools.plan knows by name: their speeds, from the makers' data sheets.
 
-    --gpu h100, --gpu "NVIDIA GeForce RTX 4090"
+    --gpu h100
     --gpu 165:24:1008                                                 another: TFLOP/s:GB:GB/s
 
 A card without NVLink talks to its machine's others through PCIe, at 32 GB/s (version 4, 16 lanes)
@@ -94,11 +94,6 @@ GPUS = {
 
 
 def gpu_name(name: str) -> str:
-    """The value of --gpu as GPUS spells it, also of "NVIDIA GeForce RTX 4090", or another's
-    numbers. Raises argparse.ArgumentTypeError."""
-    name = re.sub(r"nvidia|geforce|rtx|[\s_]", "", name.lower()).strip("-")
-    variants = [known for known in GPUS if known.startswith(name + "-")]
-    if variants:
-        raise argparse.ArgumentTypeError(f"{name} is {' or '.join(variants)}: give one")
-    spec_of(name)
-    return name
+    """The value of --gpu in lower case. Raises argparse.ArgumentTypeError."""
+    spec_of(name.lower())
+    return name.lower()
