@@ -264,7 +264,8 @@ def texts_of(directory, *splits):
 
 
 def write_lines(path, records):
-    """A file of JSON by lines."""
+    """A file of JSON by lines, and its folder."""
+    Path(path).parent.mkdir(exist_ok=True)
     Path(path).write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 

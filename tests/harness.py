@@ -7,6 +7,7 @@ reads at its import. A test imports the functions it calls: `from tests.harness 
 A test on ranks is `on_ranks`, or takes `pool`; a run is trained(pool, layout, ...), or watched(...)
 in this process. Programs, and the data sets that they read, are in tests/commands.py.
 """
+import copy
 import functools
 import gc
 import inspect
@@ -17,11 +18,10 @@ import multiprocessing.forkserver
 import os
 import pickle
 import resource
-import signal
 import sys
 import tempfile
 import traceback
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from fractions import Fraction
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")       # None: all
 os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="1",
                   PYTHONPATH=str(ROOT))
-sys.dont_write_bytecode = True      # the tests leave nothing behind
+sys.dont_write_bytecode = True
 # Here and in every rank and command, a process that wakes does not interrupt another one: else the
 # sender of gloo is interrupted by whom it wakes, and the other threads spin on what it has locked.
 if sys.platform == "linux":
@@ -227,13 +227,6 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-@pytest.fixture(scope="session")
-def pool():
-    pool = Pool()
-    yield pool
-    pool.stop()
-
-
 @contextmanager
 def own_processes(*context, **environment):
     """A Pool for the block alone."""
@@ -242,6 +235,12 @@ def own_processes(*context, **environment):
         yield pool
     finally:
         pool.stop()
+
+
+@pytest.fixture(scope="session")
+def pool():
+    with own_processes() as pool:
+        yield pool
 
 
 def on_ranks(body):
@@ -748,7 +747,7 @@ def small_state(step):
     return dict(format=checkpoint.FORMAT, step=step, consumed_samples=1, tokens=1, config={},
                 optimizer_steps=1, model=asdict(cfg), tokenizer="bytes", scaler={},
                 data=[[0, {"d": 1}]], monitor={}, run=dict(id="x", origin=["seed", None, 0]),
-                **{key: tensors for key in checkpoint.STATE})
+                **{key: copy.deepcopy(tensors) for key in checkpoint.STATE})
 
 
 def weights_only(path, cfg, tokenizer="bytes"):
@@ -773,31 +772,3 @@ def no_file_above(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.fixture(params=["hard links", "no hard links"])
-def links(request):
-    """Whether the file system has hard links: once with, once without."""
-    there = request.param == "hard links"
-    with nullcontext() if there else mock.patch.object(os, "link", side_effect=OSError):
-        yield there
-
-
-# ---- The end of a session
-
-
-@pytest.fixture(scope="session", autouse=True)
-def leave_nothing_behind():
-    """Remove the bytecode of the plugins, which pytest writes before its first line has run."""
-    yield
-    folder = ROOT / "tests" / "__pycache__"
-    for file in itertools.chain(*map(folder.glob, ("harness.*", "commands.*", "__init__.*"))):
-        file.unlink(missing_ok=True)        # another pytest may end at the same time
-    with suppress(OSError):
-        folder.rmdir()
-    # The CPU seconds of ranks and commands are the forkserver's, and of this process only once it
-    # has waited for that.
-    server = multiprocessing.forkserver._forkserver
-    if server._forkserver_pid is not None:
-        os.kill(server._forkserver_pid, signal.SIGTERM)     # it may still import
-        server._stop()

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 words = sys.argv[2:]
@@ -35,13 +36,9 @@ if "resume" in flags:               # a branch has the flags of its trunk, unles
     with open(Path(flags["resume"]).parent / "metrics.jsonl") as trunk:
         config |= json.loads(trunk.readline())["config"]
 for name, value in flags.items():
-    known = config[name]
     config[name] = value
-    if name == "lr" or isinstance(known, float):
-        config[name] = float(value)
-    elif isinstance(known, int) or name in ("n_embd", "n_head", "seq_len", "eval_tokens",
-                                              "epochs"):
-        config[name] = int(value)
+    with suppress(ValueError):
+        config[name] = json.loads(value)        # a number
 tokens_per_step = config["batch_size"] * config["seq_len"]
 N = json.loads(os.environ["SIZES"])[str(config["n_embd"])]
 every = int(flags.get("save_every", 0)) or steps

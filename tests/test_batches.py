@@ -22,9 +22,8 @@ from tests.harness import batches_from, megatrons_batch_size, saved
 
 
 def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
-    """The shards are those that have the split as a word of their names. Without meta.json the
-    names, sizes and samples of the files tell one source from another. Folders copied from a Mac
-    have a ._NAME for each file."""
+    """Shards have the split as a word of their names; copies from a Mac have a ._NAME for each.
+    Without meta.json names, sizes and samples of the files tell one source from another."""
     (tmp_path / "._train_2.bin").write_bytes(b"no shard")
     made = dataset(tmp_path, {"TinyStories-train": range(13), "retrieval_train_1": range(99, 102),
                               "train_2": range(100, 112), "constrained_val_0": range(9)})
@@ -83,8 +82,7 @@ def test_an_epoch_is_a_permutation_drawn_from_seed_and_epoch(n):
     (dict(a=50, b=300, c=70, d=9), [[0, dict(a=7, b=3, c=0)], [100, dict(a=1, b=1, c=2, d=4)]])])
 def test_a_mixture_is_exact_in_proportion_and_reads_each_source_without_replacement(n_windows,
                                                                                     phases):
-    """After any number of sequences of a phase, each source has given its share of them, to less
-    than one sequence a source."""
+    """After any number of sequences each source has given its share, to less than one a source."""
     n = 2000
     made = mixture(n_windows, phases)
     windows = made.window_ids(7, 0, n)
@@ -149,13 +147,11 @@ def test_data_is_a_directory_or_several_by_weight(tmp_path, monkeypatch):
 
 
 def test_epochs_make_the_steps_that_read_the_data_so_often(run_train, tmp_path, monkeypatch):
-    """49 windows, in batches of 4. Sequences that were left out do not count: the same command ends
-    where it would have. A source of weight 0 is not read; other weights count from where the run
-    is."""
+    """49 windows, in batches of 4. Sequences that were left out do not count. A source of weight 0
+    is not read; other weights count from where the run is."""
     monkeypatch.chdir(tmp_path)
     for name in "ab":
-        dataset(Path(name), {"train": [i % 256 for i in range(197)], "val": range(9)},
-                fingerprint=name)
+        dataset(Path(name), dict(train=np.arange(197), val=range(9)), fingerprint=name)
     run_train(*"--data a --n-layer 1 --n-head 1 --n-embd 8 --seq-len 4 --batch-size 4 --epochs 2 "
               "--save-every 20".split())
     middle, end = saved(Path("out"), 20), saved(Path("out"), 25)

@@ -18,30 +18,24 @@ from base import checkpoint_files, disk
 from base.options import Config
 from model import GPT, GPTConfig
 from runtime.checkpoint_writer import Writer
-from tests.harness import (CFG, after_backward, assert_same_state, names_in,
-                           save_at_the_start, saved, saved_file, settings, small_state, tokens_of,
-                           watched)
-
-
-def steps_listed(out):
-    return [checkpoint.load(path)["step"] for path in checkpoint_files.list_checkpoints(out)]
+from tests.harness import (CFG, after_backward, assert_same_state, names_in, save_at_the_start,
+                           saved, saved_file, settings, small_state, tokens_of, watched)
 
 
 @pytest.mark.parametrize("latest", [True, False])
 def test_the_newest_file_is_that_of_the_last_step_whatever_the_times(tmp_path, latest):
     """A copy may change times, or lack latest.pt. The files of steps that a rollback has made void
-    are older than the one that it wrote, and are removed with the next save unless they are
-    protected."""
+    are older than the one that it wrote; the next save removes them unless they are protected."""
     for step, rollbacks, time_ in [(2, 0, 9), (3, 0, 2), (4, 0, 8), (5, 0, 8), (2, 1, 7),
                                    (3, 1, 1)]:
         state = small_state(step) | dict(monitor=dict(rollbacks=rollbacks))
         os.utime(checkpoint.save(state, tmp_path, 4, ["step_00000004.pt"]), (time_, time_))
     if not latest:
         (tmp_path / "latest.pt").unlink()
-    assert steps_listed(tmp_path) == [3, 2, 4]
+    files = [saved_file(tmp_path, step) for step in (3, 2, 4)]
+    assert checkpoint_files.list_checkpoints(tmp_path) == files
     os.truncate(saved_file(tmp_path, 3), 1000)      # its name tells
-    assert checkpoint_files.list_checkpoints(tmp_path) == [
-        saved_file(tmp_path, k) for k in (3, 2, 4)]
+    assert checkpoint_files.list_checkpoints(tmp_path) == files
     checkpoint.save(small_state(3) | dict(monitor=dict(rollbacks=1)), tmp_path, keep=1)
     assert names_in(tmp_path) == ["latest.pt", "step_00000003.pt"]
 
@@ -70,9 +64,11 @@ def safe(monkeypatch):
     return safe
 
 
-def test_files_reach_the_disk_before_they_get_their_names(tmp_path, links, safe):
-    """Serves the claim that a power cut costs nothing but the save. What stays are the newest two
-    files, and those that are named for a rollback."""
+@pytest.mark.parametrize("links", [True, False])
+def test_files_reach_the_disk_before_they_get_their_names(tmp_path, monkeypatch, safe, links):
+    """What stays are the newest two files, and those that are named for a rollback."""
+    if not links:                               # the file system has no hard links
+        monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError))
     latest = tmp_path / "latest.pt"
     for step in range(1, 6):
         newest = checkpoint.save(small_state(step), tmp_path, 2, {"step_00000001.pt"})
@@ -93,8 +89,7 @@ def test_a_folder_loses_its_name_on_the_disk_before_its_files(tmp_path, safe):
 
 
 def test_plain_save_writes_whole_files_without_padding(tmp_path, safe):
-    """Its files too reach the disk before they get their names. A save that was killed has left
-    its files aside, of which one is a second name of a whole file."""
+    """Its files too reach the disk first. A killed save has left a second name of a whole file."""
     cfg = GPTConfig(vocab_size=257, n_layer=1, n_embd=32)           # padded to 384
     model = GPT(cfg)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -112,13 +107,12 @@ def test_plain_save_writes_whole_files_without_padding(tmp_path, safe):
                    for key in checkpoint.STATE for tensor in state[key].values())
         os.link(file, tmp_path / "latest.pt.tmp")
         (tmp_path / "step.pt.tmp").write_bytes(bytes(1_000_000))
-    assert steps_listed(tmp_path) == [2, 1]
+    assert checkpoint_files.list_checkpoints(tmp_path) == [saved_file(tmp_path, k) for k in (2, 1)]
 
 
 @pytest.mark.parametrize("full, whole", [(False, [2, 4, 6]), (True, [6])])
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
-    """Each file is written while two more steps run; when the next is due, training waits for it,
-    also on a full disk, and no older state is left in memory."""
+    """When the next file is due, training waits, also on a full disk; no older state is kept."""
     save, copy, wait = checkpoint.save, checkpoint.copy_pieces, Writer.wait
     waits = threading.Semaphore(0)
     done, living, states = [], [], []

@@ -3,7 +3,6 @@
 What a folder holds is compared with the state that rank 0 gathers, and with what PyTorch's own
 torch.distributed.checkpoint reads from it, which is told names and shapes alone.
 """
-import functools
 import math
 import os
 import pickle
@@ -29,7 +28,7 @@ from parallelism.build import build_stage
 from parallelism.parameters import param_specs
 from parallelism.pieces import owned_slices
 from tests.commands import TINY, expect_mistake, run_main
-from tests.harness import (CFG, assert_same_state, names_in, no_file_above, saved_file,
+from tests.harness import (CFG, assert_same_state, names_in, no_file_above, saved, saved_file,
                            settings, trained, watched)
 from tests.test_layouts import MODELS, drawn
 from tools import checkpoint as tool
@@ -44,8 +43,7 @@ MIXTURE = MoEConfig(257, 16, 2, 4, 32, n_expert=4, n_active=2, shared_hidden=32)
     (LLAMA, Grid(2, 1, 4), 2), (LLAMA, Grid(3, 1, 2), 3), (MODELS["uneven"], Grid(1, 1, 3), 1),
     (MIXTURE, Grid(4, 1, 2, ep=2), 4), (MIXTURE, Grid(2, 2, 1, ep=2), 1)])
 def test_each_number_is_in_one_chunk_at_its_place(cfg, grid, num_shards):
-    """Cut by tensor and expert parallelism, with heads that ranks share, and anywhere by ZeRO. The
-    padding is in no chunk."""
+    """Cut by tensor and expert parallelism, with heads that ranks share, and by ZeRO."""
     full = {name: torch.arange(math.prod(shape)).view(shape)
             for name, shape in checkpoint.parameter_shapes(cfg).items()}
     counts = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
@@ -69,8 +67,7 @@ def test_each_number_is_in_one_chunk_at_its_place(cfg, grid, num_shards):
     ("gpt", 0), *(pytest.param(*row, marks=pytest.mark.slow) for row in [
         ("gpt", 1), ("palm", 2), ("qwen2", 3), ("shared, bias", 4), ("olmoe", 5)])])
 def test_a_layout_reads_the_folder_of_another_bit_for_bit(pool, tmp_path, name, seed):
-    """A folder holds the state that rank 0 gathers of the run that writes it. The run that reads it
-    has the same state before it trains. Both layouts are drawn."""
+    """It holds the state that rank 0 gathers, with which the next run begins. Layouts are drawn."""
     cfg = replace(MODELS[name], n_layer=5)
     (_, layout, flags), (_, other, theirs) = (drawn(seed + i, [name]) for i in (0, 0.5))
     whole = trained(pool, layout, tmp_path, cfg, steps=2, checkpoint_format="folder", **flags).state
@@ -91,8 +88,7 @@ def test_pytorch_alone_opens_a_folder(pool, tmp_path):
     """As a folder of torch.distributed.checkpoint, by the names: into tensors, and as one file."""
     trained(pool, (2, 2, 1), tmp_path, steps=2, checkpoint_format="folder", zero=2)
     trained(pool, (2, 2, 1), tmp_path / "file", steps=2, zero=2)
-    folder = step_file(tmp_path, 2, "folder")
-    file = checkpoint.load(saved_file(tmp_path / "file", 2))
+    folder, file = step_file(tmp_path, 2, "folder"), saved(tmp_path / "file", 2)
     assert_same_state(checkpoint.load(folder), file, ("config", "run", "monitor"))
     names = {f"{key}.{name}": tensor for key in checkpoint.STATE
              for name, tensor in file[key].items()}
@@ -102,14 +98,6 @@ def test_pytorch_alone_opens_a_folder(pool, tmp_path):
     whole = torch.load(tmp_path / "theirs.pt")
     assert whole.keys() == names.keys()
     assert all(full.equal(theirs[name]) and full.equal(whole[name]) for name, full in names.items())
-
-
-def write_folders(tmp_path, steps):
-    """The folders of a run in one process, newest first."""
-    watched(settings(tmp_path, steps=steps, save_every=1, keep=9, checkpoint_format="folder"))
-    found = checkpoint_files.list_checkpoints(tmp_path)
-    assert found == [step_file(tmp_path, step, "folder") for step in range(steps, 0, -1)]
-    return found
 
 
 class Runs:
@@ -122,7 +110,8 @@ class Runs:
 def test_a_table_runs_no_code(tmp_path, monkeypatch):
     """DCP itself would run it."""
     monkeypatch.chdir(tmp_path)
-    (folder,) = write_folders(tmp_path, 1)
+    watched(settings(tmp_path, steps=1, checkpoint_format="folder"))
+    folder = step_file(tmp_path, 1, "folder")
     table = pickle.dumps(Runs())
     (folder / ".metadata").write_bytes(table)
     facts = torch.load(folder / "facts.pt")
@@ -134,30 +123,23 @@ def test_a_table_runs_no_code(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "facts.pt"])
-def test_a_folder_in_the_place_of_a_file_is_damage(tmp_path, name, run_train, shards):
-    """Also a link to a missing folder: the run goes on from the one before it, and says so."""
-    flags = ["--data", shards, *TINY, "--out", tmp_path, "--checkpoint-format", "folder",
-             "--save-every", 1]
+def test_a_link_to_a_missing_folder_is_passed_over(tmp_path, run_train, shards):
+    """The run goes on from the folder before it, and says so."""
+    flags = ["--data", shards, *TINY, "--out", tmp_path, "--checkpoint-format", "folder"]
     assert run_train(*flags)[0] == 0
-    newest = tmp_path / "step_00000004"
-    (newest / name).unlink()
-    (newest / name).mkdir()
-    status, text, error = run_train(*flags, "--steps", 5)
-    assert status == 0 and "step_00000003, after step 3" in text and error.count("\n") == 1, error
-    assert "step_00000004" in error and "passed over" in error
-    shutil.rmtree(tmp_path / "step_00000005")
-    status, text, error = run_train(*flags, "--steps", 5)
-    assert status == 0 and "step_00000004, after step 4" in text, text
-    assert "latest is a link to step_00000005, which is missing; passed over" in error
+    shutil.rmtree(tmp_path / "step_00000004")
+    status, text, error = run_train(*flags)
+    assert status == 0 and "step_00000002, after step 2" in text, text
+    assert "latest is a link to step_00000004, which is missing; passed over" in error
 
 
 def test_a_folder_of_the_same_step_is_replaced_and_old_ones_are_removed(tmp_path):
     """Also what killed saves have left, and a link of the other format."""
-    newest, _, first = write_folders(tmp_path, 3)
+    config = settings(tmp_path, steps=3, save_every=1, keep=2, checkpoint_format="folder")
+    watched(replace(config, keep=9))
+    newest, _, first = checkpoint_files.list_checkpoints(tmp_path)
     for left in ("step.tmp", "removed.tmp", "step_00000003.old"):
         shutil.copytree(newest, tmp_path / left)
-    config = settings(tmp_path, steps=3, save_every=1, keep=2, checkpoint_format="folder")
     with open(newest / "facts.pt") as before:       # open, so that no new file gets its number
         watched(config, state=first)
         assert (newest / "facts.pt").stat().st_ino != os.fstat(before.fileno()).st_ino
@@ -171,20 +153,14 @@ def test_a_folder_of_the_same_step_is_replaced_and_old_ones_are_removed(tmp_path
 
 # ---- Programs that take folders
 
-@pytest.fixture
-def run_tool(capsys):
-    """run_tool(*words) -> (exit status, standard output, standard error) of tools.checkpoint."""
-    return functools.partial(run_main, capsys, tool)
-
-
-def test_a_file_becomes_a_folder_and_a_file_again(run_train, run_sample, run_tool, shards,
-                                                  tmp_path):
+def test_a_file_becomes_a_folder_and_back(run_train, run_sample, capsys, shards, tmp_path):
     """A run goes on from a folder or begins from its weights, and sample.py reads it."""
     out, folder = tmp_path / "o", tmp_path / "folder"
     flags = ["--data", shards, *TINY]
     assert run_train(*flags, "--out", out)[0] == 0
-    assert run_tool(out / "latest.pt", folder) == (0, f"wrote the folder {folder}\n", "")
-    assert run_tool(folder, tmp_path / "again.pt")[0] == 0
+    told = 0, f"wrote the folder {folder}\n", ""
+    assert run_main(capsys, tool, out / "latest.pt", folder) == told
+    assert run_main(capsys, tool, folder, tmp_path / "again.pt")[0] == 0
     assert names_in(tmp_path) == ["again.pt", "folder", "o"]        # nothing is left aside
     file = checkpoint.load(out / "latest.pt")
     for made in (folder, tmp_path / "again.pt"):
@@ -196,20 +172,19 @@ def test_a_file_becomes_a_folder_and_a_file_again(run_train, run_sample, run_too
         status, text, error = run_train(*flags, "--out", tmp_path / start[0], *start)
         assert (status, error) == (0, "") and str(folder) in text
     run_train(*flags, "--out", tmp_path / "p", "--checkpoint-format", "folder")
-    expect_mistake(run_sample("--ckpt", folder / "facts.pt"), 
-                   f"a part of the checkpoint {folder}: give the folder", program="sample.py")
-    expect_mistake(run_sample("--ckpt", tmp_path / "p" / "latest.pt"), "has step_00000004, ",
-                   program="sample.py")
+    for words, file in ((f"a part of the checkpoint {folder}: give", folder / "facts.pt"),
+                        ("has step_00000004, ", tmp_path / "p" / "latest.pt")):
+        expect_mistake(run_sample("--ckpt", file), words, program="sample.py")
     for words, *given in (("exists: give a new name", folder, out),
                           ("there is no checkpoint", tmp_path / "x", tmp_path / "y")):
-        expect_mistake(run_tool(*given), words, program="tools.checkpoint")
+        expect_mistake(run_main(capsys, tool, *given), words, program="tools.checkpoint")
     assert run_train(*flags, "--out", tmp_path / "p", "--plain", "--steps", 6)[0] == 0
 
 
-def test_a_full_disk_ends_the_tool_in_one_line_and_leaves_nothing(things, run_tool, tmp_path):
+def test_a_full_disk_ends_the_tool_in_one_line_and_leaves_nothing(things, capsys, tmp_path):
     for name in ("folder", "file.pt"):
         with no_file_above(5000):
-            ended = run_tool(things / "whole.pt", tmp_path / name)
+            ended = run_main(capsys, tool, things / "whole.pt", tmp_path / name)
         expect_mistake(ended, "File too large", f"{tmp_path / name}", program="tools.checkpoint",
                        status=1)
         assert names_in(tmp_path) == []

@@ -1,42 +1,36 @@
-"""tools/compare.py: the table and the picture of runs.
-"""
-import json
+"""tools/compare.py: the table and the picture of runs."""
 import math
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.commands import run_main
+from tests.commands import run_main, write_lines
 from tools import comparable_losses, compare, svg_picture
 
 
-def write_lines(out, lines):
+def write_run(out, *lines):
     """A metrics.jsonl of (hour, step, fields)."""
-    out.mkdir()
-    text = [json.dumps(dict(more, time=3600 * hour, step=step, tokens=100 * step,
-                            lr=0.1 - 0.01 * step, tokens_per_second=7e3)) + "\n"
-            for hour, step, more in lines]
-    (out / "metrics.jsonl").write_text("".join(text))
+    write_lines(f"{out}/metrics.jsonl", [
+        dict(more, time=3600 * hour, step=step, tokens=100 * step, lr=0.1 - 0.01 * step,
+             tokens_per_second=7e3) for hour, step, more in lines])
 
 
 def test_compare_tabulates_runs_without_their_void_rows(capsys, tmp_path, monkeypatch):
-    """A run that was rolled back and resumed, one without a validation loss, and a directory
-    without a step. Each line of the first has an hour and a step; its last is being written."""
+    """A run that was rolled back and resumed, and one without a validation loss."""
     monkeypatch.chdir(tmp_path)
     flags = dict(out="a", lr=4e-3, seed=1, skip_steps=None, plain=True)
-    write_lines(Path("a"), [
-        (0, 0, dict(event="start", config=flags)), (0.1, 1, dict(loss=8, val_loss=1)),
+    write_run(
+        "a", (0, 0, dict(event="start", config=flags)), (0.1, 1, dict(loss=8, val_loss=1)),
         (0.2, 2, dict(loss=1)), (0.3, 3, dict(loss=1e6)), (0.3, 3, dict(event="rollback", to=1)),
         (0.4, 2, dict(loss=4, val_loss=2.5)), (0.5, 3, dict(loss=2)), (0.5, 4, dict(loss=None)),
         (25, 2, dict(event="damaged")), (25, 2, dict(event="resume", config=flags)),
         (25.1, 3, dict(loss=2, val_loss=1.25)), (25.2, 4, dict(loss=1)), (25.2, 4, dict(
-            event="end"))])
-    write_lines(Path("b"), [
-        (0, 0, dict(event="start", config=dict(
-            flags, out="b", lr=1e-3, skip_steps="2:3", resume="never", plain=False))),
-        (1, 1, dict(loss=8)), (2, 2, dict(loss=80))])
-    write_lines(Path("none"), [])
+            event="end")))
+    write_run("b", (0, 0, dict(event="start", config=dict(
+        flags, out="b", lr=1e-3, skip_steps="2:3", resume="never", plain=False))),
+        (1, 1, dict(loss=8)), (2, 2, dict(loss=80)))
+    write_run("none")
     with open("a/metrics.jsonl", "a") as file:
         file.write('{"step": 9, "lo')
     status, text, error = run_main(capsys, compare, "b", "none", "a", "nowhere")
@@ -46,9 +40,9 @@ def test_compare_tabulates_runs_without_their_void_rows(capsys, tmp_path, monkey
         "1.0000 1 1.2500 3 4 400 0h42m 7,000 9.00e-02 a, lr 0.004, plain, 1 rollback, 1 damaged, "
         "1 resume".split(),
         "- - - - 2 200 2h00m 7,000 9.00e-02 b, lr 0.001, skip-steps 2:3".split()]
-    for words, *outs in [("nothing to compare", "none"),
-                         ("a/metrics.jsonl is a file: give", "a/metrics.jsonl")]:
-        status, text, error = run_main(capsys, compare, *outs)
+    for words, out in [("nothing to compare", "none"),
+                       ("a/metrics.jsonl is a file: give", "a/metrics.jsonl")]:
+        status, text, error = run_main(capsys, compare, out)
         assert (status, text) == (2, "") and words in error, error
 
 
@@ -63,7 +57,7 @@ def described(tokenizer="bytes", vocab=257, size=1.0, seq_len=16, **sources):
                 sources=found)
 
 
-def write_run(name, loss, data):
+def write_step(name, loss, data):
     """A run on this data of a step with this validation loss."""
     start = dict(event="start", config=dict(out=name))
     row = dict(loss=5.0, val_loss=loss)
@@ -71,18 +65,16 @@ def write_run(name, loss, data):
         start["data"] = data
         if loss is not None and data["bytes_per_token"]:
             row["bits_per_byte"] = loss / math.log(2) / data["bytes_per_token"]
-    write_lines(Path(name), [(0, 0, start), (1, 1, row)])
+    write_run(name, (0, 0, start), (1, 1, row))
 
 
 BYTES = described(d=("text", 4001, 128))
 GPT2 = described("gpt2", 50257, 4.0, d=("text", 1000.25, 62))
 SHORT = described(d=("text", 4001, 8))
 OTHER = described(d=("novel", 7001, 128))
+MIXED = described(d=("text", 4001, 128), e=("novel", 7001, 128))
 WEB = described("gpt2", 50257, None, web=("web", 900, 20))
 CHAT = described("bytes", 257, None, d=("chat", 332, 24))
-MIXED = described(d=("text", 4001, 128), e=("novel", 7001, 128))
-
-
 OF_D = "windows of 16 tokens of 100% d by bytes with 257 tokens"
 APART = comparable_losses.APART
 
@@ -92,25 +84,19 @@ APART = comparable_losses.APART
     ([("a", 3.4, BYTES), ("b", 6.4, GPT2)], "b a",
      [f"128 {OF_D} (a); 62 windows of 16 tokens of 100% d by gpt2 with 50,257 tokens (b)",
       "so the order is by bits a byte, not by nats a token"]),
-    ([("a", 3.0, BYTES), ("b", 2.0, OTHER), ("c", 1.0, OTHER)], "c b a",
-     [f"128 {OF_D} (c, b); 128 {OF_D} (a)\nnote     so the order"]),
-    ([("a", 3.0, BYTES), ("b", 2.0, SHORT)], "b a",
-     [f"8 {OF_D} (b); 128 {OF_D} (a)\nnote     so the order"]),
-    ([("a", 3.0, BYTES), ("b", 2.0, MIXED)], "b a",
-     ["256 windows of 16 tokens of 50% d + 50% e by bytes", "so the order"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, OTHER), ("c", 1.0, MIXED)], "c b a",
+     ["50% d + 50% e by bytes", f" (c); 128 {OF_D} (b); 128 {OF_D} (a)", "so the order"]),
     ([("a", 3.0, BYTES), ("b", 2.0, CHAT)], "a b", [f"24 {OF_D} (b); 128 {OF_D} (a)\n", APART]),
     ([("a", 3.0, BYTES), ("b", 2.0, WEB), ("c", 1.0, WEB)], "a c b", [APART]),
     ([("a", 3.0, BYTES), ("b", 2.0, None), ("c", None, BYTES)], "a b c",
      ["what metrics.jsonl does not say (b); 128 windows", APART]),
     ([("a", 3.0, None), ("b", 2.0, None)], "b a", []),
     ([("b", 2.0, WEB), ("a", 1.0, WEB)], "a b", [])])
-def test_compare_orders_by_nats_only_what_is_the_same_test(tmp_path, monkeypatch, runs, order,
-                                                           words):
-    """Of one text the run on bytes with 3.4 nats a token is worse than that on GPT-2's tokens with
-    6.4. Lines say what differs, or why a run stands apart."""
+def test_nats_order_only_what_is_the_same_test(tmp_path, monkeypatch, runs, order, words):
+    """Of one text 3.4 nats a byte are worse than 6.4 a token of GPT-2's. Lines say what differs."""
     monkeypatch.chdir(tmp_path)
     for name, loss, data in runs:
-        write_run(name, loss, data)
+        write_step(name, loss, data)
     text = compare.compare(compare.read_runs([name for name, *_ in runs]))
     table = [line.split() for line in text.splitlines() if "h00m" in line]
     assert " ".join(line[-1] for line in table) == order
@@ -119,49 +105,43 @@ def test_compare_orders_by_nats_only_what_is_the_same_test(tmp_path, monkeypatch
 
 
 def test_compare_reads_what_is_not_finite_or_not_a_step(tmp_path, monkeypatch):
-    """A first loss of null, NaN as another program writes it, rows without their fields: what is
-    left is ordered."""
+    """NaN as another program writes it, and rows without their fields: what is left is ordered."""
     monkeypatch.chdir(tmp_path)
     nan, inf = math.nan, math.inf
-    write_lines(Path("a"), [(0, 1, dict(loss=None, val_loss=None)), (1, 2, dict(loss=nan)),
-                            (2, 3, dict(loss=4, val_loss=inf)), (3, 4, dict(loss=3, val_loss=2)),
-                            (4, 5, dict(loss=inf, val_loss=nan, bits_per_byte=nan))])
+    write_run("a", (0, 1, dict(loss=None, val_loss=inf)), (3, 4, dict(val_loss=2, loss=3)),
+              (4, 5, dict(loss=inf, val_loss=nan, bits_per_byte=nan)))
     with open("a/metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "time": 14400}\n[]\nnull\n{"step": 7, "time": 14400, "loss": 1}\n'
+        file.write('{"step": 6, "time": 14400}\n[]\nnull\n'
                    '{"step": "7", "time": 14400, "loss": 1, "tokens": 1, "lr": 1}\n')
-    write_lines(Path("b"), [(0, 1, dict(loss=9, val_loss=nan))])
-    write_lines(Path("c"), [(0, 1, dict(loss=nan)), (1, 2, dict(loss=None))])
-    one, two = compare.compare(compare.read_runs(["b", "c", "a"])).splitlines()[-2:]
-    assert one.split()[:5] == "2.0000 4 2.0000 4 5".split() and one.split()[6] == "4h00m"
+    write_run("b", (0, 1, dict(loss=nan)), (1, 2, dict(loss=9, val_loss=nan)))
+    one, two = compare.compare(compare.read_runs(["b", "a"])).splitlines()[-2:]
+    assert one.split()[:7] == "2.0000 4 2.0000 4 5 500 4h00m".split()
     assert two.split()[:4] == "- - - -".split()
 
 
 @pytest.mark.parametrize("before, words", [
     (dict(data=SHORT), f"read 8 {OF_D}: they are left out"), ({}, "metrics.jsonl does not say")])
-def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(tmp_path, monkeypatch, before,
-                                                                    words):
-    """A resume with other --eval-tokens: what was evaluated before does not count, and a line says
-    so; nor what was evaluated on data that is not known. The clock is set back by two hours."""
+def test_a_runs_best_is_of_one_test(tmp_path, monkeypatch, before, words):
+    """What was evaluated before a resume with other --eval-tokens, or on data that is not known,
+    does not count, and a line says so. Where the clock is set back, no time has passed."""
     monkeypatch.chdir(tmp_path)
-    write_lines(Path("a"), [
-        (5, 0, dict(event="start", config={}) | before), (6, 1, dict(loss=4, val_loss=1.0)),
+    write_run(
+        "a", (5, 0, dict(event="start", config={}) | before), (6, 1, dict(loss=4, val_loss=1.0)),
         (4, 2, dict(loss=3)), (4, 2, dict(event="resume", config={}, data=BYTES)),
         (4.5, 3, dict(loss=2, val_loss=2.5)), (4.5, 4, dict(loss=2, val_loss=2.25)),
-        (4.5, 5, dict(loss=2, val_loss=math.nan))])
+        (4.5, 5, dict(loss=2, val_loss=math.nan)))
     text = compare.compare(compare.read_runs(["a", "a/", "./a"]))
     assert "a: evaluations up to step 1 " in text and words in text and text.count("h30m") == 1
     assert text.splitlines()[-1].split()[:7] == "2.2500 4 2.2500 4 5 500 1h30m".split()
 
 
-def test_a_picture_names_the_best_run_first_and_the_flags_that_differ(capsys, tmp_path,
-                                                                      monkeypatch):
+def test_a_picture_names_the_best_run_and_what_differs(capsys, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     outs = [f"<{i}>" for i in range(9)]
     for i, out in enumerate(outs):
-        write_lines(Path(out), [
-            (0, 0, dict(event="start", config=dict(out=out, lr=i / 8, seed=1))),
-            (1, 1, dict(loss=8, val_loss=50 - i)), (2, 2, dict(loss=5))])
+        write_run(out, (0, 0, dict(event="start", config=dict(out=out, lr=i / 8, seed=1))),
+                  (1, 1, dict(loss=8, val_loss=50 - i)), (2, 2, dict(loss=5)))
     status, text, error = run_main(capsys, compare, "--svg", "a.svg", *outs)
     assert (status, error) == (0, "") and text.endswith("\nwrote a.svg\n")
     svg = Path("a.svg").read_text()

@@ -1,5 +1,5 @@
-"""Conversations: what is learnt, how windows are packed, training on answers alone, and chatting.
-"""
+"""Conversations: what is learnt, how windows are packed, training on answers alone, chatting."""
+import functools
 import io
 import math
 import random
@@ -27,8 +27,7 @@ from models.llama import LlamaConfig
 from runtime import run_log
 from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
 from tests.commands import TINY, expect_mistake, meta_of, run_main, write_lines
-from tests.harness import (BOUNDS, CFG, differences, relative, settings, trained, whole_gradient,
-                           without_saves)
+from tests.harness import BOUNDS, CFG, differences, relative, settings, trained
 
 WORDS = replace(CFG, n_layer=4, seq_len=32)     # windows for the conversations of `reversals`
 
@@ -44,8 +43,7 @@ def messages(*pairs):
 @pytest.fixture(scope="module")
 def reversals(tmp_path_factory):
     """Shards of 400 conversations of one or two turns: each answer is the question backwards. The
-    lengths differ, so the windows, and the microbatches, have different numbers of targets. A
-    conversation may begin in one shard and end in the next."""
+    lengths, and so the numbers of targets, differ. Some end in another shard than they begin."""
     folder = tmp_path_factory.mktemp("reversals")
     draw = random.Random(0)
     records = []
@@ -68,8 +66,7 @@ def written(tokens):
 
 
 def test_plain_writes_a_conversation_and_marks_its_answers():
-    """By literals. What is learnt are the contents of the answers, and the token that ends each,
-    but of answers that are not to be learnt."""
+    """By literals. Learnt are the answers, each with the token that ends it, but for one."""
     turns = [("system", " be brief "), ("user", "2 + 2?"), ("assistant", "4"), ("user", "more"),
              ("assistant", ""), ("user", "a"), ("assistant", "b", False),
              ("user", "\n<|endoftext|>"), ("assistant", " 5\n")]
@@ -86,8 +83,7 @@ def test_plain_writes_a_conversation_and_marks_its_answers():
 # ---- Shards, flags and windows ---------------------------------------------------------------
 
 def conversation_windows(lengths, learnt, seq_len, cut_at=()):
-    """Of tokens 1, 2, 3, ...; the last `learnt` of each conversation are learnt; in shards that are
-    cut at these tokens."""
+    """Of tokens 1, 2, 3, ... in shards; the last `learnt` of each conversation are learnt."""
     tokens = np.arange(1, sum(lengths) + 1)
     flags = np.zeros(len(tokens), np.uint8)
     for end, length, count in zip(np.cumsum(lengths), lengths, learnt):
@@ -103,13 +99,10 @@ def test_windows_hold_whole_conversations_with_positions_of_their_own(cut_at):
     made = conversation_windows([4, 9, 3, 14, 12], [1, 2, 1, 6, 1], 9, cut_at)
     assert (made.count, made.n_truncated, made.n_left_out) == (3, 1, 1)
     assert [made.count_targets(window) for window in range(3)] == [2, 2, 2]
-    rows = []
+    rows = {name: np.zeros((3, 10), int) for name in ("tokens", "positions", "has_loss")}
     for window in range(3):
-        row = dict(tokens=np.zeros(10, int), positions=np.zeros(10, int),
-                   has_loss=np.zeros(10, int))
-        made.fill(window, **row)
-        rows.append({name: x.tolist() for name, x in row.items()})
-    assert rows == [
+        made.fill(window, **{name: x[window] for name, x in rows.items()})
+    assert [{name: x[window].tolist() for name, x in rows.items()} for window in range(3)] == [
         dict(tokens=[17, 18, 19, 20, 21, 22, 23, 24, 25, 26],           # 27 to 30 are cut off
              positions=[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], has_loss=[0] * 8 + [1] * 2),
         dict(tokens=[5, 6, 7, 8, 9, 10, 11, 12, 13, 0],
@@ -133,9 +126,8 @@ def test_packing_fills_windows_and_is_a_function_of_the_lengths(lengths, size):
 
 
 def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
-    """Of the windows of both splits together: each conversation once, as the shards have it; its
-    learnt targets are its answers and their ends; every count is known without reading;
-    NO_WINDOW has none."""
+    """Each conversation is in one window, as the shards have it; its learnt targets are its answers
+    and their ends; every count is known without reading; NO_WINDOW has none."""
     for split in ("train", "val"):
         made = data.TokenDataset(reversals, split, 96)
         ids = np.arange(made.n_windows)
@@ -158,8 +150,7 @@ def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
 
 
 def test_a_last_question_is_in_one_split_and_equal_conversations_count_once(make_data):
-    """Forty questions with four answers each, and all of it twice. The split is by the text before
-    the last answer."""
+    """Forty questions with four answers each, twice. What precedes the last answer decides."""
     opening = [("system", "x"), ("user", "hi"), ("assistant", "hello")]
     records = [messages(*opening, ("user", f"prompt {i}"), ("assistant", f"{j}"))
                for i in range(40) for j in range(4)]
@@ -184,9 +175,8 @@ SYSTEM = dict(role="system", content="s")
     (dict(messages=[dict(role="developer", content="s"), *TURNS]), [SYSTEM, *TURNS]),
     (dict(messages=[dict(role="user", content=[dict(type="text", text="a"), dict(
         type="text", text=" b")]), TURNS[1]]), TURNS),
-    (dict(instruction="a", input="b", output="c"),
-     [dict(role="user", content="a\n\nb"), TURNS[1]]),
-    (dict(prompt=TURNS, completion="d"),
+    (dict(instruction="a", input="b", output="c"), [TURNS[0] | dict(content="a\n\nb"), TURNS[1]]),
+    (pair(TURNS, "d"),
      [TURNS[0], TURNS[1] | dict(is_learnt=False), dict(role="assistant", content="d")]),
     (dict(messages=[TURNS[0], TURNS[1] | dict(weight=1, thinking="t")]),
      [TURNS[0], TURNS[1] | dict(reasoning="t")]),
@@ -199,25 +189,21 @@ def test_other_forms_of_a_conversation_are_the_same_conversation(record, same_as
 @pytest.mark.parametrize("record, words", [
     (dict(text="a"), 'neither "messages"'), (dict(messages="x"), "not an array"),
     (dict(messages=["x"]), "message is str"), ("a", 'neither "messages"'),
-    (messages(("user", "x")), "no answer that is learnt"),
-    (messages(("robot", "x")), "'robot' is none of system"),
+    (messages(("user", "x")), "no answer that"), (messages(("robot", "x")), "'robot' is none of"),
     (dict(messages=TURNS, tools=[1]), '"tools"'), (dict(messages=TURNS, system="s"), '"system"'),
     (dict(messages=[TURNS[0] | dict(images=["x"]), TURNS[1]]), '"images"'),
     (dict(messages=[TURNS[0] | dict(thinking="x"), TURNS[1]]), "only an answer"),
     (dict(messages=[TURNS[0], TURNS[1] | dict(weight=0.5)]), "true or false"),
     (dict(messages=[TURNS[0] | dict(train=True), TURNS[1]]), "true or false"),
-    (dict(prompt="a", completion="b", label=False), "not learnt"),
-    (dict(prompt="a", completion="b", weight=0), "not learnt"),
-    (dict(prompt="a", completion=5), "int, not a string"),
-    (dict(prompt="a", completion="\ud800"), "half a surrogate pair")])
+    (pair("a", "b") | dict(label=False), "not learnt"), (pair("a", 5), "int, not a string"),
+    (pair("a", "b") | dict(weight=0), "not learnt"), (pair("a", "\ud800"), "half a surrogate")])
 def test_what_is_no_conversation_is_refused(record, words):
     with pytest.raises(Refused, match=words):
         messages_of(record)
 
 
 def test_a_template_makes_the_same_conversations_of_every_kind_of_file(make_data):
-    """Also of records that have text too. An answer of the prompt is not learnt, the completion of
-    10 bytes is, and the token that ends it."""
+    """Also of records that have text too. The completion of 10 bytes and its end are learnt."""
     records = [pair([dict(role="user", content=f"{i}"), TURNS[1]], f"answer {i:3}")
                | dict(text="t") for i in range(30)]
     pyarrow = pytest.importorskip("pyarrow")
@@ -267,16 +253,10 @@ def test_lost_or_damaged_flags_are_refused(make_data, run_train, harm, words):
 
 # ---- Training --------------------------------------------------------------------------------
 
-def chat_run(pool, layout, out, folder, **flags):
-    return trained(pool, layout, out, WORDS, whole_gradient, prepare=without_saves,
-                   **dict(data=str(folder), steps=3, micro_batch=1, batch_size=8) | flags)
-
-
-@pytest.fixture(scope="module")
-def one_process(pool, tmp_path_factory, reversals):
-    out = tmp_path_factory.mktemp("one")
-    return {dtype: chat_run(pool, (1, 1, 1), out, reversals, dtype=dtype)
-            for dtype in ("fp32", "fp64")}
+@pytest.fixture
+def train_on_answers(reference, reversals):
+    """train_on_answers(layout, **flags) -> the run, once."""
+    return functools.partial(reference, WORDS, data=str(reversals), steps=3, micro_batch=1)
 
 
 @pytest.mark.claim("Trained on answers alone, every layout has the loss of one process: the mean "
@@ -286,16 +266,14 @@ def one_process(pool, tmp_path_factory, reversals):
     ((1, 2, 2), dict(sequence_parallel=True, pp_schedule="1f1b"), "fp64"),
     ((2, 1, 1), dict(cp=2, zero=1), "fp64"),
     pytest.param((2, 2, 1), dict(zero=3, recompute=True), "fp64", marks=pytest.mark.slow)])
-def test_layouts_train_on_answers_as_one_process(pool, tmp_path, reversals, one_process, layout,
-                                                 flags, dtype):
-    ours = chat_run(pool, layout, tmp_path, reversals, dtype=dtype, **flags)
-    assert max(differences(ours, one_process[dtype])) < BOUNDS[dtype]
+def test_layouts_train_on_answers_as_one_process(train_on_answers, layout, flags, dtype):
+    ours, one = train_on_answers(layout, dtype=dtype, **flags), train_on_answers(dtype=dtype)
+    assert max(differences(ours, one)) < BOUNDS[dtype]
 
 
-def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_process):
+def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, train_on_answers):
     """Loss and gradient norm are those of a plain model that sums over the rows of the batch, one
-    at a time. The mean of the rows' means is another number: they have unequal numbers of
-    targets."""
+    at a time. The mean of the rows' means is another number."""
     dataset = data.TokenDataset(reversals, "train", WORDS.seq_len)
     seed = train.Config().seed
     ids = dataset.window_ids(seed, 0, 8)
@@ -307,7 +285,7 @@ def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_proce
         loss.backward()
         losses.append(loss.item())
     norm = math.hypot(*(parameter.grad.norm() for parameter in plain.parameters()))
-    row = one_process["fp64"].rows[0]
+    row = train_on_answers(dtype="fp64").rows[0]
     assert relative([row["loss"], row["grad_norm"]],
                     [sum(losses) / sum(counts), norm / sum(counts)]) < 1e-10
     assert relative(np.mean(np.divide(losses, counts)), row["loss"]) > 1e-5
@@ -332,8 +310,12 @@ def test_the_loss_of_a_conversation_does_not_depend_on_its_neighbors(reversals, 
 
 
 def test_a_run_tells_what_it_cuts(tmp_path, reversals, run_train):
-    """Conversations longer than a window lose their end; the checkpoint says the template."""
-    status, out, _ = run_train("--data", reversals, *TINY, "--seq-len", 32, "--out", tmp_path / "a")
+    """Conversations longer than a window lose their end, and not all; no --plain. The checkpoint
+    says the template."""
+    flags = ["--data", reversals, "--out", tmp_path / "a", *TINY, "--seq-len"]
+    expect_mistake(run_train(*flags, 16), "no conversation has an answer in its first 16 + 1")
+    expect_mistake(run_train(*flags, 32, "--plain"), "--plain reads text")
+    status, out, _ = run_train(*flags, 32)
     source, = data.TokenDataset(reversals, "train", 32).mixture.sources.values()
     assert status == 0 and "tokens are learnt" in out and source.windows.n_truncated > 0
     assert (f"{source.windows.n_truncated:,} conversations lose their end, "
@@ -360,12 +342,6 @@ def test_a_mixture_of_text_and_conversations(reversals, shards):
     assert 4 * 32 < dataset.count_targets(ids) == (targets >= 0).sum() < 8 * 32
 
 
-def test_windows_without_answers_and_the_plain_program_are_refused(tmp_path, run_train, reversals):
-    flags = ["--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len"]
-    expect_mistake(run_train(*flags, 16), "no conversation has an answer in its first 16 + 1")
-    expect_mistake(run_train(*flags, 32, "--plain"), "--plain reads text")
-
-
 # ---- What is learnt --------------------------------------------------------------------------
 
 LETTERS = replace(CFG, n_layer=2, n_head=4, n_embd=64, seq_len=64)
@@ -382,23 +358,6 @@ def first_letters(pool, tmp_path_factory):
     trained(pool, (1, 1, 1), folder / "out", LETTERS, data=str(folder / "data"), batch_size=16,
             micro_batch=16, steps=200, lr=3e-3, warmup_steps=20, save_every=50)
     return folder
-
-
-def test_the_loss_of_answers_falls_to_nothing_where_that_of_all_tokens_cannot(first_letters):
-    """The prompts are noise of three bits a letter, the answers follow a rule. The run took no
-    surprise for a divergence."""
-    file = first_letters / "out/latest.pt"
-    assert checkpoint.load(file)["monitor"]["rollbacks"] == 0
-    trained_model, _ = checkpoint.load_model(file)
-    dataset = data.TokenDataset(first_letters / "data", "val", 64)
-    ids = np.arange(dataset.n_windows)
-    inputs, targets, positions = map(torch.from_numpy, dataset.rows(ids))
-    with torch.no_grad():
-        of_answers = trained_model(inputs, targets, positions=positions)
-        tokens = torch.from_numpy(dataset.read([0])[0])
-        of_all = trained_model(tokens[:, :-1], tokens[:, 1:])
-    assert of_answers / dataset.count_targets(ids) < 0.05
-    assert of_all / 64 > 4 * math.log(8) / 24 / 2
 
 
 @pytest.mark.parametrize("loss, least_deviation, diverges", [
@@ -424,15 +383,17 @@ def chat_with(monkeypatch, capsys, file, lines, *flags):
 
 @pytest.mark.claim("`sample.py --chat` keeps a conversation.")
 def test_a_chat_answers_each_line_of_standard_input(first_letters, monkeypatch, capsys):
-    """The model answers with the first letter; only answers go to standard output."""
-    result = chat_with(monkeypatch, capsys, first_letters / "out/latest.pt", "gabc\n\nbbac\n\nhabc")
+    """The model answers with the first letter, and only answers go to standard output. While it
+    learnt them, of prompts that are noise, no surprise was taken for a divergence."""
+    file = first_letters / "out/latest.pt"
+    result = chat_with(monkeypatch, capsys, file, "gabc\n\nbbac\n\nhabc")
     assert result == (0, "g\nb\nh\n", "")
+    assert checkpoint.load(file)["monitor"]["rollbacks"] == 0
 
 
 def test_a_chat_shows_the_model_the_conversation_so_far(first_letters, monkeypatch, capsys):
-    """Three turns: each prompt holds the questions and answers before, until they fill the window
-    and the oldest are forgotten; an empty line begins a new conversation. Line ends may be those of
-    Windows; a character stands for a byte that is not UTF-8."""
+    """Each prompt holds the turns before, until the oldest do not fit; an empty line begins a new
+    conversation. Line ends may be those of Windows; a character stands for a byte that is none."""
     shown = []
 
     def generate(model, tokens, max_tokens, ends, *choice):
@@ -449,14 +410,13 @@ def test_a_chat_shows_the_model_the_conversation_so_far(first_letters, monkeypat
                      "E" + one.format("d"), "E" + one.format("f")]
 
 
-def test_a_chat_needs_a_model_of_conversations_and_takes_no_prompt(things, first_letters,
-                                                                  monkeypatch, capsys):
+def test_mistakes_of_a_chat_end_in_one_line(things, first_letters, monkeypatch, capsys):
     tuned = first_letters / "out/latest.pt"
     for words, file, *flags in [("not trained on conversations", things / "whole.pt"),
                                 *(("--chat reads standard input", tuned, flag, 2)
                                   for flag in ("--prompt", "--stop", "--num-samples"))]:
-        expect_mistake(chat_with(monkeypatch, capsys, file, "a\n", *flags), words,
-                       program="sample.py")
+        ended = chat_with(monkeypatch, capsys, file, "a\n", *flags)
+        expect_mistake(ended, words, program="sample.py")
     monkeypatch.setattr("sys.stdin", None)
     expect_mistake(run_main(capsys, sample, "--ckpt", tuned, "--chat"),
                    "standard input, which is closed", program="sample.py")

@@ -5,6 +5,7 @@ The commands of the pages have tests in tests/test_readme.py.
 import ast
 import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -13,16 +14,11 @@ from base.options import LOCAL, SHAPE, Config
 from base.sample_flags import SampleFlags
 from corpus.program import DataFlags
 from models import SIZES
+from tests.commands import PAGES
 from tests.harness import ROOT
 
 WORDS = dict(cell=15, paragraph=60)             # at most, but for pages that are made of code
-OF_CODE = ("docs/flags.md", "docs/claims.md", "docs/faults.md")
-
-
-def pages():
-    """{path: text} of README.md and the pages of docs/."""
-    files = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-    return {file.relative_to(ROOT).as_posix(): file.read_text() for file in files}
+OF_CODE = ("flags.md", "claims.md", "faults.md")
 
 
 def without_code(page):
@@ -65,35 +61,32 @@ def links(page):
 
 def test_no_paragraph_and_no_cell_is_too_long():
     found = []
-    for path, page in pages().items():
-        most = dict(cell=25, paragraph=90) if path in OF_CODE else WORDS
-        found += [f"{path}: {kind} of {count_words(text)} words, at most {most[kind]}: {text[:50]}"
+    for name, page in PAGES.items():
+        most = dict(cell=25, paragraph=90) if name in OF_CODE else WORDS
+        found += [f"{name}: {kind} of {count_words(text)} words, at most {most[kind]}: {text[:50]}"
                   for kind, text in parts_of(page)
                   if kind in most and count_words(text) > most[kind]]
     assert not found, "\n".join(found)
 
 
-def test_the_readme_is_read_in_one_sitting():
-    assert pages()["README.md"].count("\n") <= 150, "move text into docs/"
-
-
 def test_links_and_anchors_exist():
     found = []
-    for path, page in pages().items():
+    for name, page in PAGES.items():
+        folder = ROOT if name == "README.md" else ROOT / "docs"
         for target in links(page):
             file, _, anchor = target.partition("#")
-            place = (ROOT / path).parent / file if file else ROOT / path
+            place = folder / (file or name)
             if not re.match(r"\w+:", target) and not (          # https://, mailto:
                     place.exists() and (not anchor or anchor in anchors(place.read_text()))):
-                found.append(f"{path}: {target}")
+                found.append(f"{name}: {target}")
     assert not found, "\n".join(found)
 
 
-def test_the_readme_links_every_page():
-    all_pages = pages()
-    linked = {target.partition("#")[0] for target in links(all_pages["README.md"])}
-    missing = all_pages.keys() - linked - {"README.md"}
-    assert len(all_pages) > 2 and not missing, f"README.md links to none of {sorted(missing)}"
+def test_the_readme_is_read_in_one_sitting_and_links_every_page():
+    assert PAGES["README.md"].count("\n") <= 150, "move text into docs/"
+    linked = {Path(target.partition("#")[0]).name for target in links(PAGES["README.md"])}
+    missing = PAGES.keys() - linked - {"README.md"}
+    assert len(PAGES) > 2 and not missing, f"README.md links to none of {sorted(missing)}"
 
 
 def row_of_train(f, meaning, page) -> str:
@@ -121,7 +114,7 @@ def row_of_train(f, meaning, page) -> str:
 def test_the_page_of_flags_has_every_flag_in_the_words_of_help(kind, heading):
     """A row for each flag and no other, in the order of --help, with its placeholder and default.
     Of train.py the page also has the named sizes."""
-    page = pages()["docs/flags.md"]
+    page = PAGES["flags.md"]
     parser = Parser("", "", "")
     add_flags(parser, kind)
     wanted = []
@@ -136,7 +129,7 @@ def test_the_page_of_flags_has_every_flag_in_the_words_of_help(kind, heading):
 
 
 def test_the_table_of_techniques_names_functions_and_tests_that_exist():
-    rows = re.findall(r"\[`(\w+)`\]\(\.\./([\w/]+\.py)\)", pages()["docs/techniques.md"])
+    rows = re.findall(r"\[`(\w+)`\]\(\.\./([\w/]+\.py)\)", PAGES["techniques.md"])
     assert len(rows) > 20
     for name, file in rows:
         assert re.search(rf"(?m)^(def|class) {name}\b", (ROOT / file).read_text()), name
@@ -156,10 +149,10 @@ def marks(kind):
 
 
 def test_every_claim_and_fault_of_a_mark_stands_in_its_page():
-    page = pages()["docs/claims.md"]
+    page = PAGES["claims.md"]
     missing = [f"| {words} | `{test}` |" for words, test, _ in marks("claim")
                if f"| {words} | `{test}` |" not in page]
     assert not missing and page.count("| `test_") == len(marks("claim")), "\n".join(missing)
     for words, _, named in marks("fault"):
         row = f"| {words} | {named['tried']:,} | {named['survived']:,} | {named['note']} |"
-        assert row in pages()["docs/faults.md"], row
+        assert row in PAGES["faults.md"], row

@@ -21,20 +21,15 @@ from tests.harness import (after_backward, column, differences, different_bits, 
 from tests.test_layouts import MODELS
 
 
-def terms_of_many_sizes(count, seed=0):
-    """float32 numbers from 2^-60 to 2^6, of both signs."""
-    generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-60, 6, (count,), generator=generator)
-    return torch.ldexp(torch.randn(count, generator=generator), exponents)
-
-
 # ---- The arithmetic
 
 @pytest.mark.parametrize("unit", [2.0 ** -42, 2.0 ** -10])
 def test_an_exact_sum_is_the_same_in_every_order(unit):
-    """200 terms in 20 orders, added one by one, in parts or by rows, have the sum of whole numbers
-    that Python's integers have. Added as they are, in float64, they have several sums."""
-    terms = terms_of_many_sizes(200)
+    """200 terms in 20 orders, one by one, in parts or by rows, have the sum of Python's integers.
+    Added as they are, in float64, they have several sums."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-60, 6, (200,), generator=generator)
+    terms = torch.ldexp(torch.randn(200, generator=generator), exponents)
     expected = plain_exact_sum([Fraction(term) for term in terms.tolist()], Fraction(unit))
     sums = ExactSums(1, 1, torch.device("cpu"))
     plain, found = set(), set()
@@ -55,16 +50,15 @@ def test_an_exact_sum_is_the_same_in_every_order(unit):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_term_above_its_share_of_the_sum_is_noticed(dtype):
-    """So many terms may reach 2^52 units together, half of the largest sum. A NaN and an infinity
-    are noticed, too."""
+    """So many terms may reach 2^52 units together, half of the largest sum."""
     for value, unit, terms, inside in [
             (2.0 ** 9, 2.0 ** -32, 2 ** 10, True), (2.0 ** 10, 2.0 ** -32, 2 ** 10, False),
             (-2.0 ** 10, 2.0 ** -32, 2 ** 10, False), (2.0 ** 10, 2.0 ** -31, 2 ** 10, True),
             (torch.nan, 1.0, 1, False), (torch.inf, 1.0, 1, False), (0.0, 1.0, 1, True)]:
         sums = ExactSums(1, 1, torch.device("cpu"))
-        sums.add(torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, value], dtype=dtype), unit,
-                 terms)
-        sums.add(torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=dtype), 1.0, 1)
+        total = torch.zeros(2, dtype=torch.float64)
+        sums.add(total, torch.tensor([1.0, value], dtype=dtype), unit, terms)
+        sums.add(total, torch.ones(2, dtype=dtype), 1.0, 1)
         assert sums.checked(torch.tensor(5.0)) == (5.0 if inside else torch.inf), (value, unit)
         sums.set_units(1.0, 1)
         assert sums.checked(torch.tensor(5.0)) == 5.0
@@ -78,27 +72,27 @@ def test_units_follow_the_loss_scale_and_the_number_of_targets():
     assert (sums.gradient, sums.embedding_gradient) == (2.0 ** -30, 2.0 ** -26)
 
 
-def test_a_looked_up_row_has_the_share_of_one_token():
-    """All tokens may be the same one, so the gradient of each may reach 2^52 units / tokens."""
-    for share, inside in [(0.9, True), (1.1, False)]:
-        sums = ExactSums(1, 1, torch.device("cpu"))
-        sums.set_units(1.0, 64)
-        weight = nn.Parameter(torch.zeros(3, 1))
-        weight.main_grad = lambda: torch.zeros(3, 1, dtype=torch.float64)
-        rows = torch.zeros(1, 1, dtype=torch.int64)
-        largest = 2 ** 52 / 64 * sums.embedding_gradient
-        (ExactLookup.apply(rows, weight, sums) * share * largest).sum().backward()
-        assert sums.checked(torch.tensor(5.0)) == (5.0 if inside else torch.inf)
+def look_up(sums, share):
+    """The first row, for one of 64 tokens that may all be the same one."""
+    weight = nn.Parameter(torch.zeros(3, 1))
+    weight.main_grad = lambda: torch.zeros(3, 1, dtype=torch.float64)
+    row = ExactLookup.apply(torch.zeros(1, 1, dtype=torch.int64), weight, sums)
+    (row * share * 2 ** 52 / 64 * sums.embedding_gradient).sum().backward()
 
 
-def test_of_more_rows_for_each_position_each_has_a_smaller_share():
+def add_one_of_four_rows(sums, share):
     """Four of 64 tokens are 256 terms, as with four strips on other ranks."""
-    for share, inside in [(0.9, True), (1.1, False)]:
+    row = torch.full((1, 1), share * 2 ** 52 / 256 * sums.gradient)
+    sums.add_rows(torch.zeros(1, dtype=torch.float64), row, sums.gradient, rows=4)
+
+
+@pytest.mark.parametrize("add", [look_up, add_one_of_four_rows])
+def test_a_row_has_its_share_of_the_2_to_the_52_units_of_a_sum(add):
+    for share, checked in [(0.9, 5.0), (1.1, torch.inf)]:
         sums = ExactSums(1, 1, torch.device("cpu"))
         sums.set_units(1.0, 64)
-        row = torch.full((1, 1), share * 2 ** 52 / 256 * sums.gradient)
-        sums.add_rows(torch.zeros(1, dtype=torch.float64), row, sums.gradient, rows=4)
-        assert sums.checked(torch.tensor(5.0)) == (5.0 if inside else torch.inf)
+        add(sums, share)
+        assert sums.checked(torch.tensor(5.0)) == checked
 
 
 # ---- Runs
@@ -112,47 +106,35 @@ UNITS = ("activation_gradient", "gradient", "embedding_gradient", "ACTIVATION", 
 def test_every_sum_of_a_step_is_a_whole_number_of_units(tmp_path, unrounded):
     """After each addition the total is; and so are the gradients that replicas would add. If the
     terms of one kind are not rounded, this test sees it."""
-    class NotWhole(Exception):
-        pass
+    not_whole = []
 
-    def is_whole(total, unit):
-        return torch.equal((total / unit).round() * unit, total)
+    def check(total, unit):
+        if not torch.equal((total / unit).round() * unit, total):
+            not_whole.append(unit)
 
     def in_units(self, x, unit, terms):
         if unrounded is not None and unit == getattr(self, unrounded):
             return x.to(torch.promote_types(x.dtype, torch.float32)) / unit
         return round_to_units(self, x, unit, terms)
 
-    def checks(method, position_of_unit):
-        def add(self, total, x, *args):
-            method(self, total, x, *args)
-            if not is_whole(total, args[position_of_unit]):
-                raise NotWhole
+    def checked(method):
+        def add(self, total, x, unit, *more):
+            method(self, total, x, unit, *more)
+            check(total, unit)
         return add
 
-    def gradients_are_whole(step):
-        for bucket in run.flat.buckets:
-            if not is_whole(bucket.grad, run.grid.exact.gradient):
-                raise NotWhole
-
-    def prepare(one):
-        nonlocal run
-        run = one
+    def prepare(run):
+        def check_gradients(step):
+            for bucket in run.flat.buckets:
+                check(bucket.grad, run.grid.exact.gradient)
         run.model.head.norm.weight.data *= 200      # some strips' exp(logit - largest) are tiny
-        after_backward(run, gradients_are_whole)
+        after_backward(run, check_gradients)
 
-    run = None
     round_to_units = ExactSums.in_units
-    with mock.patch.object(ExactSums, "in_units", in_units), \
-            mock.patch.object(ExactSums, "add", checks(ExactSums.add, 0)), \
-            mock.patch.object(ExactSums, "add_rows", checks(ExactSums.add_rows, 0)):
-        config = settings(tmp_path, steps=2, exact=True)
-        cfg = replace(NARROW, n_layer=1)
-        if unrounded is None:
-            watched(config, prepare, cfg=cfg)
-        else:
-            with pytest.raises(NotWhole):
-                watched(config, prepare, cfg=cfg)
+    with mock.patch.multiple(ExactSums, in_units=in_units, add=checked(ExactSums.add),
+                             add_rows=checked(ExactSums.add_rows)):
+        watched(settings(tmp_path, steps=2, exact=True), prepare, cfg=replace(NARROW, n_layer=1))
+    assert bool(not_whole) == (unrounded is not None)
 
 
 def test_an_exact_run_goes_on_in_another_layout_bit_for_bit(pool, tmp_path):
@@ -170,10 +152,9 @@ def test_an_exact_run_goes_on_in_another_layout_bit_for_bit(pool, tmp_path):
 
 
 def test_a_term_out_of_range_skips_the_step_on_every_rank(pool, tmp_path):
-    """In step 2 replica 1 has a finite gradient that is too large to add exactly, or so large an
-    activation or norm."""
+    """In step 2 replica 1 has a gradient, activation or norm that is too large to add exactly."""
     runs = []
-    for change in (infinite_gradients, large_gradients, large_norm, large_activations):
+    for change in CHANGES:
         run = trained(pool, (2, 1, 1), tmp_path, replace(NARROW, n_layer=2), steps=3, exact=True,
                       prepare=functools.partial(on_replica_1, change=change))
         assert column(run.rows, "skipped") == [0, 1, 0]
@@ -184,14 +165,11 @@ def test_a_term_out_of_range_skips_the_step_on_every_rank(pool, tmp_path):
 def test_a_norm_out_of_range_is_reported_and_leaves_the_loss_scale(tmp_path):
     """It is no overflow: a smaller scale would not help."""
     def enlarge(run):
-        sum_statistics = run.sum_statistics
-
-        def enlarged(*args):
-            if run.step == 2:
+        def spoil(step):
+            if step == 2:
                 for bucket in run.flat.buckets:
                     bucket.shard["grad"][:] = 100 * run.progress.scaler.scale    # each is in range
-            return sum_statistics(*args)
-        run.sum_statistics = enlarged
+        after_backward(run, spoil)
     config = settings(tmp_path, steps=4, exact=True, dtype="fp16", log_every=1)
     seen = watched(config, enlarge, cfg=NARROW)
     assert column(seen.rows, "skipped") == [0, 1, 0, 0]
@@ -210,31 +188,22 @@ def test_an_exact_run_on_a_cpu_computes_in_one_thread(tmp_path):
 
 def on_replica_1(run, change):
     def spoil(x):
-        return change(x) if run.step == 2 else x
+        return CHANGES[change](x) if run.step == 2 else x
     if run.grid.dp_rank == 1:
-        up = run.model.blocks["1"].mlp.up
-        if change is large_activations:
-            run.model.blocks["1"].mlp.register_forward_hook(lambda mlp, args, y: spoil(y))
+        mlp = run.model.blocks["1"].mlp
+        if change == "activations":
+            mlp.register_forward_hook(lambda mlp, args, y: spoil(y))
         else:
-            up.weight.register_hook(spoil)
+            mlp.up.weight.register_hook(spoil)
 
 
-def infinite_gradients(grad):
-    return grad * torch.inf
-
-
-def large_gradients(grad):
-    return grad * 2.0 ** 40
-
-
-def large_norm(grad):
-    """Each of the 6,400 numbers is in range, their norm of 8,000 is not."""
-    return torch.full_like(grad, 100.0)
-
-
-def large_activations(y):
-    """They make the next LayerNorm's input large, and its output as large as ever."""
-    return y * 2.0 ** 40
+CHANGES = dict(
+    infinite_gradients=lambda grad: grad * torch.inf,
+    large_gradients=lambda grad: grad * 2.0 ** 40,
+    # Each of the 6,400 numbers is in range, their norm of 8,000 is not.
+    large_norm=lambda grad: torch.full_like(grad, 100.0),
+    # The next LayerNorm's input is large, and its output as large as ever.
+    activations=lambda y: y * 2.0 ** 40)
 
 
 @pytest.mark.parametrize("cfg", [NARROW, MODELS["olmoe"]], ids=["gpt", "mixture"])

@@ -6,7 +6,6 @@ which every rank writes a part, folders.
 """
 import ctypes
 import errno
-import functools
 import gc
 import io
 import itertools
@@ -44,15 +43,13 @@ from tests.harness import (CFG, Memory, after_backward, assert_same_state, gridd
                            small_state, trained, watched)
 
 SMALL = replace(CFG, n_layer=1, n_embd=16, n_head=2)
-FORMS = ["file", "folder"]
 
 
 # ---- Saves: kills, memory, full disks
 
 def is_killed(save, call, most):
-    """Whether the kernel kills a fork of this process that calls save(): before the call with this
-    number (from 0; None: none) that opens, names or removes a file, and where a file would exceed
-    `most` bytes."""
+    """Whether the kernel kills a fork of this process that calls save(): before its `call`-th
+    operation on a file, from 0 (None: none), and where a file would exceed `most` bytes."""
     def die_at_the_call(event, _):
         if event.startswith(("open", "os.", "shutil.")) and next(calls) == call:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -99,9 +96,8 @@ def saver(out, **flags):
     runs = {}
     with gridded(0, 1, 1, 1) as grid:
         for form in ("folder", "file"):
-            config = settings(out, checkpoint_format=form, **flags)
-            runs[form] = train.Run(config, SMALL, grid, torch.device("cpu"), Memory(SMALL),
-                                   Memory(SMALL), None)
+            config, memory = settings(out, checkpoint_format=form, **flags), Memory(SMALL)
+            runs[form] = train.Run(config, SMALL, grid, torch.device("cpu"), memory, memory, None)
             runs[form].writer.thread = AtOnce()
 
         def save(step, form="folder"):
@@ -134,8 +130,7 @@ def step_of(path):
 @on_ranks
 def test_a_kill_at_any_moment_of_a_save_leaves_no_part_of_a_checkpoint(
         rank, world=1, *, tmp_path, before, form, more, first, every, links):
-    """The kernel kills processes that save: before each call that opens, names or removes a file,
-    and where a file would exceed a random size."""
+    """Before each call that opens, names or removes a file, and at random sizes."""
     rng = random.Random(first)
     with saver(tmp_path, keep=1) as save, nullcontext() if links else mock.patch.object(
             os, "link", side_effect=OSError):
@@ -173,31 +168,23 @@ def lose_the_file_of_step_2(run):
 
 def test_ranks_that_outlive_a_failed_save_write_the_next_one_whole(pool, tmp_path):
     """The state that rank 0 could not write is not mistaken for that of the next save."""
-    for prepare in (nothing, lose_the_file_of_step_2):
-        trained(pool, (2, 1, 1), tmp_path / prepare.__name__, prepare=prepare, zero=1, steps=4,
-                save_every=2)
-    lost = tmp_path / "lose_the_file_of_step_2"
-    assert names_in(lost) == ["latest.pt", "step_00000004.pt"]
-    assert_same_state(saved(lost, 4), saved(tmp_path / "nothing", 4))
+    flags = dict(zero=1, steps=4, save_every=2)
+    trained(pool, (2, 1, 1), tmp_path / "whole", **flags)
+    trained(pool, (2, 1, 1), tmp_path / "lost", prepare=lose_the_file_of_step_2, **flags)
+    assert names_in(tmp_path / "lost") == ["latest.pt", "step_00000004.pt"]
+    assert_same_state(saved(tmp_path / "lost", 4), saved(tmp_path / "whole", 4))
 
 
 @pytest.mark.fault("the disk is full at the last save", tried=1, survived=0,
                    note="exit status 1; the file before is whole")
 def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, monkeypatch, capsys):
     """A full disk costs the save, and one line, which says what is left."""
-    config = settings(tmp_path / "first", steps=4, save_every=2)
-
     def save_on_a_full_disk(state, *where, save=checkpoint.save):
         with no_file_above(10_000) if state["step"] in full else nullcontext():
             save(state, *where)
     monkeypatch.setattr(checkpoint, "save", save_on_a_full_disk)
-    full = [2]
-    watched(config)
-    error = capsys.readouterr().err
-    assert "step_00000002.pt" in error and error.count("\n") == 1
-    assert names_in(tmp_path / "first") == ["latest.pt", "step_00000004.pt"]
     full = [0, 4, 8]
-    config = replace(config, out=str(tmp_path / "o"), steps=6, keep=9)
+    config = settings(tmp_path / "o", steps=6, save_every=2, keep=9)
     watched(config)
     error = capsys.readouterr().err
     assert "step_00000004.pt" in error and "File too large" in error and error.count("\n") == 1
@@ -269,71 +256,43 @@ def test_a_disk_that_the_ranks_do_not_share_is_told(rank, world=2, *, tmp_path):
         directory.latest_valid([path])
 
 
-def streamed(state):
-    """The state as a run saves it: each tensor exists while it is written."""
-    def stand_in(tensor):
-        return Streamed(tensor.shape, tensor.dtype, itertools.repeat(tensor))
-    return tree_map_only(torch.Tensor, stand_in, state)
-
-
 @pytest.mark.fault("the disk is full at some byte of a save", tried=52, survived=52,
                    note="earlier files are whole")
-def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, links):
-    """At the step's file or, without hard links, at latest.pt, which is then written too: the error
-    names the file, and the earlier ones are unchanged."""
-    checkpoint.save(streamed(small_state(1)), tmp_path, keep=2)
-    before = (tmp_path / "latest.pt").read_bytes()
-    torch.save(tree_map_only(torch.Tensor, torch.clone, small_state(1)), plain := io.BytesIO())
-    assert before == plain.getvalue()
-    size = len(before)
-    rng = random.Random(links)
-    full = "step_00000002.pt" if links else "latest.pt"
-    files = ["latest.pt", "step_00000001.pt"]
-    if not links:
-        files.append("step_00000002.pt")
-
-    def on_a_full_disk(write, *args):           # the last is the file
-        with no_file_above(place) if args[-1].name == full else nullcontext():
-            write(*args)
-    write_file = functools.partial(on_a_full_disk, checkpoint.write_file)
-    link_file = functools.partial(on_a_full_disk, checkpoint.link_file)
-    for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(15)),
-                  *(size - rng.randrange(20_000) for _ in range(8))]:      # the zip's directory
-        with mock.patch.multiple(checkpoint, write_file=write_file, link_file=link_file), \
-                pytest.raises(OSError, match=f"{full} could not be.*File too large"):
-            checkpoint.save(streamed(small_state(2)), tmp_path, keep=2)
-        assert names_in(tmp_path) == files, place
-        assert all((tmp_path / file).read_bytes() == before for file in files[:2]), place
-    checkpoint.save(streamed(small_state(2)), tmp_path, keep=2)
-    assert names_in(tmp_path) == ["latest.pt", "step_00000001.pt", "step_00000002.pt"]
-    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 2
-
-
 @pytest.mark.fault("the disk is full at some byte of a save of a folder", tried=36, survived=36,
                    note="earlier folders are whole, and space is given back")
-@pytest.mark.parametrize("writes, file", [
-    ("write_part", "__0_0.distcp"), ("write_table", ".metadata"), ("write_table", "facts.pt")])
-def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_folder(tmp_path, capsys, writes,
-                                                                      file):
-    """In a rank's part, in the table, or in the facts, before the last byte of `file`."""
-    rng = random.Random(file)
+@pytest.mark.parametrize("form, module, writes, file, drawn", [
+    ("file", checkpoint, "write_file", "step_00000001.pt", 23),
+    ("file", checkpoint, "link_file", "latest.pt", 23),
+    ("folder", folder_writer, "write_part", "step_00000001/__0_0.distcp", 9),
+    ("folder", folder_writer, "write_table", "step_00000001/.metadata", 9),
+    ("folder", folder_writer, "write_table", "step_00000001/facts.pt", 9)])
+def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, capsys, form, module,
+                                                                    writes, file, drawn):
+    """Before the last byte of such a file. Without hard links latest.pt is written, too. One line
+    names what could not be written, and the earlier files are unchanged."""
+    def contents():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
-    def write_on_a_full_disk(*args, write=getattr(folder_writer, writes)):
+    def write_on_a_full_disk(*args, write=getattr(module, writes)):
         with no_file_above(place):
             return write(*args)
-    with saver(tmp_path, keep=2) as save:
-        save(1)
-        folder = step_file(tmp_path, 1, "folder")
-        before = {path.name: path.read_bytes() for path in folder.iterdir()}
-        size = len(before[file])
-        for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(9))]:
-            with mock.patch.object(folder_writer, writes, write_on_a_full_disk):
-                reason = save(2)
-            assert f"{tmp_path}/step_00000002 could not be" in reason and "too large" in reason
+    no_links = writes == "link_file"
+    left = {tmp_path / "step_00000002.pt"} if no_links else set()
+    lost = tmp_path / ("latest.pt" if no_links else step_file(tmp_path, 2, form).name)
+    rng = random.Random(file)
+    with saver(tmp_path, keep=2) as save, mock.patch.object(
+            os, "link", side_effect=OSError) if no_links else nullcontext():
+        save(1, form)
+        before = contents()
+        size = len(before[tmp_path / file])
+        for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(drawn))]:
+            with mock.patch.object(module, writes, write_on_a_full_disk):
+                reason = save(2, form)
+            assert f"{lost} could not be" in reason and "too large" in reason
             assert capsys.readouterr().err.count("\n") == 1
-            assert names_in(tmp_path) == ["latest", "step_00000001"], place
-        assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
-        assert save(2) is None and step_of(tmp_path / "latest") == 2
+            found = contents()
+            assert found.keys() - before.keys() == left and found | before == found, place
+        assert save(2, form) is None and step_of(tmp_path / LATEST[form]) == 2
 
 
 def test_a_save_is_whole_though_old_files_cannot_be_removed(tmp_path, capsys):
@@ -346,9 +305,8 @@ def test_a_save_is_whole_though_old_files_cannot_be_removed(tmp_path, capsys):
 @pytest.mark.claim("A save adds a rank's own shards to its memory, and two tensors on rank 0.")
 @on_ranks
 def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4, *, tmp_path):
-    """Under a limit far below the state, each rank's memory grows by what it sends, within 10% and
-    10 MB (code, the threads' own), and rank 0's by its own part, the parts of the largest tensor
-    and their union."""
+    """Under a limit far below the state, to 10% and 10 MB (code, the threads' own): by what a rank
+    sends, and on rank 0 by its own part, the parts of the largest tensor and their union."""
     cfg = replace(CFG, n_layer=6, n_embd=384, vocab_size=8200)
     config = settings(tmp_path, pp=2, micro_batch=1, zero=1)
     with gridded(rank, world, 1, config.pp) as grid:
@@ -380,6 +338,15 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=4,
 
 
 # ---- Damage, and errors of the file system that are none
+
+def test_a_streamed_state_makes_the_file_of_its_tensors(tmp_path):
+    """A run saves a state of which each tensor exists only while it is written."""
+    def stand_in(tensor):
+        return Streamed(tensor.shape, tensor.dtype, itertools.repeat(tensor))
+    states = [small_state(1), tree_map_only(torch.Tensor, stand_in, small_state(1))]
+    files = [checkpoint.save(state, tmp_path / name, 2) for state, name in zip(states, "ab")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
 
 def damages(content, kind, count):
     """Yields `count` times the bytes of a file with one bit flipped "anywhere", or in a zip's
@@ -413,40 +380,25 @@ def two_folders(pool, tmp_path_factory):
     return [step_file(out / "run", step, "folder") for step in (4, 2)]
 
 
-def swap(one, other):
-    content = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(content)
-
-
-# Each is an error that may be made by hand, or by a disk: (it, what is said of it).
-MIX_UPS = {
-    "a file is missing": (lambda new, old: (new / "__1_0.distcp").unlink(),
-                          "__1_0.distcp is missing"),
-    "the table is missing": (lambda new, old: (new / ".metadata").unlink(), ".metadata is missing"),
-    "parts are swapped": (lambda new, old: swap(new / "__0_0.distcp", new / "__1_0.distcp"),
-                          "the CRC of __0_0.distcp does not match"),
-    "a part is of another step": (lambda new, old: shutil.copy(old / "__1_0.distcp", new),
-                                  "the CRC of __1_0.distcp does not match"),
-    "the facts are of another step": (lambda new, old: shutil.copy(old / "facts.pt", new),
-                                      "the CRC of __0_0.distcp does not match"),
-    "the table is of another layout": (lambda new, old: shutil.copy(
-        old.parents[1] / "other" / new.name / ".metadata", new),
-        "the CRC of .metadata does not match")}
-
-
 @pytest.mark.fault("a file of the newest folder is missing, or is of another rank, step or layout",
-                   tried=6, survived=6, note="the one before is taken")
-@pytest.mark.parametrize("mix_up", MIX_UPS)
-def test_a_folder_with_a_file_of_another_is_passed_over(two_folders, tmp_path, mix_up):
+                   tried=9, survived=9, note="the one before is taken")
+@pytest.mark.parametrize("file, source, said", [
+    ("__1_0.distcp", None, "__1_0.distcp is missing"), (".metadata", None, ".metadata is missing"),
+    ("__0_0.distcp", "run/step_00000004/__1_0.distcp", "the CRC of __0_0.distcp does not match"),
+    ("__1_0.distcp", "run/step_00000002/__1_0.distcp", "the CRC of __1_0.distcp does not match"),
+    ("facts.pt", "run/step_00000002/facts.pt", "the CRC of __0_0.distcp does not match"),
+    (".metadata", "other/step_00000004/.metadata", "the CRC of .metadata does not match"),
+    *((file, "a folder", "directory") for file in ("__0_0.distcp", ".metadata", "facts.pt"))])
+def test_a_folder_with_a_file_of_another_is_passed_over(two_folders, tmp_path, file, source, said):
     """Each of these files is whole by itself. The message names the folder and the file."""
-    newest, before = (tmp_path / folder.name for folder in two_folders)
-    for folder in two_folders:
-        shutil.copytree(folder, tmp_path / folder.name)
+    newest, before = (shutil.copytree(folder, tmp_path / folder.name) for folder in two_folders)
     path, *_, events = directory.latest_valid([newest, before])
     assert (path, events) == (newest, [])
-    act, said = MIX_UPS[mix_up]
-    act(newest, two_folders[1])
+    (newest / file).unlink()
+    if source == "a folder":
+        (newest / file).mkdir()
+    elif source is not None:
+        shutil.copy(two_folders[0].parents[1] / source, newest / file)
     path, *_, [event] = directory.latest_valid([newest, before])
     assert path == before and event["path"] == str(newest)
     assert str(newest) in event["reason"] and said in event["reason"]
@@ -466,7 +418,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_or_nothing_has_changed(two_f
     """Of a checkpoint that is one file, or of one file of a folder. At least this share is
     recognised: some bytes of a zip mean nothing, such as padding and dates."""
     if file is None:
-        damaged = newest = checkpoint.save(streamed(small_state(2)), tmp_path, keep=2)
+        damaged = newest = checkpoint.save(small_state(2), tmp_path, keep=2)
     else:
         newest = shutil.copytree(two_folders[0], tmp_path / two_folders[0].name)
         damaged = newest / file
@@ -488,8 +440,7 @@ def test_an_entry_marked_as_a_directory_is_damage(tmp_path):
     """The bit is in no CRC; torch.load would leave the memory of such an entry as it finds it."""
     path = checkpoint.save(small_state(2), tmp_path, keep=2)
     content = bytearray(path.read_bytes())
-    entry = content.index(b"PK\x01\x02")                 # in the zip's directory
-    content[entry + 38] |= 0x10
+    content[content.index(b"PK\x01\x02") + 38] |= 0x10         # in the zip's directory
     path.write_bytes(content)
     with pytest.raises(checkpoint_files.CorruptCheckpoint, match="attributes of archive/data.pkl"):
         checkpoint.verify(path)
@@ -512,8 +463,7 @@ def failing(name, call, errors):
     ("folder", ".metadata", "open"), ("folder", "__0_0.distcp", "open")])
 def test_an_error_of_the_file_system_is_not_damage(run_train, run_sample, shards, tmp_path,
                                                    monkeypatch, form, name, call):
-    """Two errors are waited out. If they go on, or --out cannot be listed, the program ends with
-    exit status 1 and the path, and takes no older checkpoint."""
+    """Two errors are waited out. More end in exit status 1 and the path; no older file is taken."""
     monkeypatch.setattr(disk, "RETRY_SECONDS", (0, 0, 0, 0))
     out, new = tmp_path / "o", tmp_path / "new"
     flags = ["--data", shards, "--out", out, *TINY, "--checkpoint-format", form]

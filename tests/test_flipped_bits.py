@@ -8,6 +8,7 @@ import math
 import random
 import socket
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.harness import CFG, assert_same_state, names_in, nothing, saved, trai
 from tests.test_layouts import MODELS, drawn
 
 SMALL = replace(CFG, n_layer=2)
+EVENTS = attrgetter("events")
 STEPS = dict(steps=8, save_every=4, check_every=2, keep=9, lr=1e-2, warmup_steps=1)
 
 
@@ -37,37 +39,21 @@ class Flip:
     bit: int
 
 
-def numbers_of(flat, flip, bucket):
-    """The flat tensor of a bucket in which the bit is, and the parts of it that parameters have."""
-    if flip.moment == "backward" or (flip.tensor == "data" and flat.zero < 3):      # all the bucket
-        offsets = [(spec, bucket.offsets[spec.name]) for spec in bucket.specs]
-        return (getattr(bucket, flip.tensor),
-                [(spec, slice(first, first + spec.numel)) for spec, first in offsets])
-    return (bucket.shard.get(flip.tensor),
-            [(spec, part) for spec, part, _ in bucket.shard_ranges])
+def flip_bit(words, i, bit):
+    """In the number with this place in a tensor of integers."""
+    words[i:i + 1].view(torch.uint8)[bit // 8] ^= 1 << bit % 8
 
 
-def number_at(flat, flip):
-    """(bucket, spec, the number's place in the flat tensor). Each parameter is as likely as another
-    one, though a LayerNorm has few numbers."""
-    parts = [(bucket, *part) for bucket in flat.buckets
-             for part in numbers_of(flat, flip, bucket)[1]]
+def find_number(flat, flip):
+    """(flat tensor, place) of a number of the parameter. Each parameter is as likely."""
+    parts = [(bucket.shard[flip.tensor], spec.name, part) for bucket in flat.buckets
+             for spec, part, _ in bucket.shard_ranges]
     if isinstance(flip.place, str):
-        [found] = [part for part in parts if part[1].name == flip.place]
+        [found] = [part for part in parts if part[1] == flip.place]
     else:
         found = parts[int(flip.place * len(parts))]
-    bucket, spec, part = found
-    return bucket, spec, (part.start + part.stop) // 2
-
-
-def turn(flat, flip, bucket, i):
-    x, _ = numbers_of(flat, flip, bucket)
-    bits = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
-    width = 8 * x.itemsize
-    mask = 1 << flip.bit % width
-    if mask == 1 << width - 1:              # the sign
-        mask -= 1 << width
-    bits[i] ^= mask
+    x, _, part = found
+    return x, (part.start + part.stop) // 2
 
 
 def inject(flip, again, run):
@@ -75,22 +61,20 @@ def inject(flip, again, run):
     flat, run.turned = run.flat, False
     if run.grid.rank != flip.rank:
         return
-    bucket, _, i = number_at(flat, flip)
     method, step, before = {
         "update": ("adamw_step", flip.step, False), "forward": ("zero_grad", flip.step + 1, True),
-        "sum": ("finish_grad_sync", flip.step, False),
-        "backward": ("_start_grad_sync", flip.step, True)}[flip.moment]
+        "sum": ("finish_grad_sync", flip.step, False)}[flip.moment]
     original = getattr(flat, method)
 
     def turn_now():
         run.turned = True
         flat.wait_params()
-        turn(flat, flip, bucket, i)
+        x, i = find_number(flat, flip)
+        bits = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+        flip_bit(bits, i, flip.bit % (8 * x.itemsize))
 
     def changed(*args, **flags):
         due = run.step == step and (again or not run.turned)
-        if method == "_start_grad_sync":
-            due = due and args[0] is bucket
         if due and before:
             turn_now()
         original(*args, **flags)
@@ -99,15 +83,10 @@ def inject(flip, again, run):
     setattr(flat, method, changed)
 
 
-def events_of(run):
-    return run.events
-
-
 def flipped(pool, out, layout, flip, again=False, **flags):
     """A run with a flip -> (its events, its final state)."""
     prepare = nothing if flip is None else functools.partial(inject, flip, again)
-    _, seen, state = trained(pool, layout, out, SMALL, events_of, prepare=prepare,
-                             **{**STEPS, **flags})
+    _, seen, state = trained(pool, layout, out, SMALL, EVENTS, prepare=prepare, **STEPS | flags)
     return seen[-1], state
 
 
@@ -125,16 +104,14 @@ def test_each_flipped_bit_changes_the_hash(dtype):
         picks = {(rng.randrange(len(words)), rng.randrange(64)) for _ in range(count)}
         for is_changed in (True, False):            # there and back
             for i, bit in picks:
-                words[i] ^= (1 << bit) - (1 << 64 if bit == 63 else 0)
+                flip_bit(words, i, bit)
             assert (flipped_bits.hash_bits(x) != before) == is_changed, picks
 
 
 @pytest.mark.parametrize("device, sequence_parallel, is_compared", [
     ("cpu", False, True), ("meta", False, False), ("meta", True, True)])
-def test_tp_copies_on_a_gpu_are_compared_where_their_gradients_are_summed(device, sequence_parallel,
-                                                                          is_compared):
-    """Elsewhere a GPU may compute them with other bits on each rank. (A device without numbers
-    stands for it.)"""
+def test_tp_copies_on_a_gpu_are_compared_where_summed(device, sequence_parallel, is_compared):
+    """Elsewhere a GPU, here a device without numbers, may compute them with other bits."""
     grid = Grid(1, 1, 2, 0, sequence_parallel=sequence_parallel)
     grid.groups["tp"] = "two ranks"
     specs = param_specs(build_stage(SMALL, grid), SMALL, grid)
@@ -150,8 +127,7 @@ def test_tp_copies_on_a_gpu_are_compared_where_their_gradients_are_summed(device
     pytest.param((2, 2, 1), dict(zero=3), Flip(1, 6, "update", "exp_avg", "blocks.0.norm1.weight",
                                                9), [0, 1], marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_found_named_and_undone(pool, tmp_path, layout, flags, flip, ranks):
-    """The run goes back to its last checkpoint and ends with the bits of a run without the flip, in
-    every file."""
+    """The run goes back to its last checkpoint, and ends and saves as a run without the flip."""
     _, healthy = flipped(pool, tmp_path / "healthy", layout, None, **flags)
     events, state = flipped(pool, tmp_path / "flipped", layout, flip, **flags)
     assert [event["event"] for event in events] == ["replicas", "rollback"], events
@@ -230,6 +206,6 @@ def test_each_flip_in_a_value_that_another_rank_holds_is_found(pool, tmp_path, s
 def test_healthy_runs_are_left_alone(pool, tmp_path, seed):
     """Compared after each step, in drawn layouts."""
     name, layout, flags = drawn(seed)
-    _, seen, _ = trained(pool, layout, tmp_path, MODELS[name], events_of, steps=6, check_every=1,
+    _, seen, _ = trained(pool, layout, tmp_path, MODELS[name], EVENTS, steps=6, check_every=1,
                          lr=1e-2, warmup_steps=1, seed=seed, **flags)
     assert not {"replicas", "rollback"} & {*kinds(seen[-1])}

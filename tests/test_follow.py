@@ -1,5 +1,4 @@
-"""--log and tools/follow.py: what TensorBoard and Weights & Biases get of a run.
-"""
+"""--log and tools/follow.py: what TensorBoard and Weights & Biases get of a run."""
 import json
 import math
 import sys
@@ -12,35 +11,29 @@ from tests.commands import TINY, expect_mistake, read_metrics, run_main
 from tools import follow, metrics
 
 
-class FakeWandB:
-    """Weights & Biases as far as we use it. `lines`: what a server keeps over several sessions."""
+@pytest.fixture
+def wandb(monkeypatch):
+    """Weights & Biases as far as we use it. `log` has the lines of all sessions."""
+    fake = mock.Mock()
+    fake.__spec__ = "is installed"          # for importlib.util.find_spec
+    fake.init.return_value = fake
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
 
-    def __init__(self):
-        self.__spec__ = "is installed"          # for importlib.util.find_spec
-        self.lines, self.ids, self.configs = [], [], []
-        self.log = self.lines.append
-        self.config = mock.Mock(update=lambda values, **_: self.configs.append(values))
-        self.define_metric, self.finish = mock.Mock(), mock.Mock()
 
-    def init(self, id, resume, **_):
-        assert resume == "allow"
-        self.ids.append(id)
-        return self
+class ReadByWandB:
+    """The losses and events of all lines so far."""
+
+    def __init__(self, fake):
+        fake.define_metric.assert_called_with("*", step_metric="step")      # the x axis
+        self.lines = [call.args[0] for call in fake.log.call_args_list]
 
     def losses(self):
-        self.define_metric.assert_called_with("*", step_metric="step")      # the x axis
         return [(line["step"], line["loss"]) for line in self.lines if "loss" in line]
 
     def texts(self):
         return [text for line in self.lines for name, text in line.items()
                 if name.startswith("events/")]
-
-
-@pytest.fixture
-def wandb(monkeypatch):
-    fake = FakeWandB()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    return fake
 
 
 class ReadByTensorBoard:
@@ -59,8 +52,7 @@ class ReadByTensorBoard:
 
 
 def log_words(out, words, number=0, names=("tensorboard", "wandb"), first_step=1):
-    """A run with --log that writes these lines. A word is a step, whose loss is the word's number,
-    or an event and its step."""
+    """A run with --log. A word is a step, whose loss is the word's number, or an event:step."""
     pytest.importorskip("tensorboard")
     log = directory.Metrics(out, 0)
     log.dashboards = {name: dashboards.KINDS[name]() for name in names}
@@ -91,26 +83,27 @@ def assert_events_arrived(out, texts):
 def test_tensorboard_hides_void_steps_and_weights_and_biases_keeps_them_in_one_run(tmp_path, wandb):
     """Both have every event. A resume goes on with the same run of Weights & Biases."""
     log_run_that_resumes(tmp_path, "tensorboard", "wandb")
-    seen = ReadByTensorBoard(tmp_path)
+    seen, theirs = ReadByTensorBoard(tmp_path), ReadByWandB(wandb)
     assert seen.losses() == VALID and seen.read.Tags()["scalars"] == ["loss"]
     assert_events_arrived(tmp_path, seen.texts())
-    assert wandb.losses() == [(row["step"], row["loss"]) for row in read_metrics(tmp_path)[0]]
-    assert_events_arrived(tmp_path, wandb.texts())
-    assert wandb.ids == ["the run's id"] * 2 and wandb.finish.call_count == 2
-    assert dict(lr=21) in wandb.configs
+    assert theirs.losses() == [(row["step"], row["loss"]) for row in read_metrics(tmp_path)[0]]
+    assert_events_arrived(tmp_path, theirs.texts())
+    assert wandb.finish.call_count == 2 and [call.kwargs.items() >= dict(
+        id="the run's id", resume="allow").items() for call in wandb.init.mock_calls] == [True] * 2
+    wandb.config.update.assert_any_call(dict(lr=21), allow_val_change=True)
 
 
 def test_follow_sends_the_valid_rows_and_all_events_of_a_run_again(tmp_path, wandb, capsys):
     """To Weights & Biases as a new run each time, to TensorBoard in a new folder."""
     log_run_that_resumes(tmp_path, "wandb")
-    wandb.lines.clear()
+    wandb.reset_mock()
     for name in dashboards.KINDS:
         text = f"{tmp_path} is sent to {name}\n"
         assert run_main(capsys, follow, tmp_path, "--to", name) == (0, text, "")
-    for seen in (wandb, ReadByTensorBoard(tmp_path)):
+    for seen in (ReadByWandB(wandb), ReadByTensorBoard(tmp_path)):
         assert seen.losses() == VALID
         assert_events_arrived(tmp_path, seen.texts())
-    assert wandb.ids[2:] == [None] and wandb.finish.call_count == 3
+    assert wandb.init.call_args.kwargs["id"] is None and wandb.finish.call_count == 1
     expect_mistake(run_main(capsys, follow, tmp_path, "--to", "tensorboard"),
                    f"{tmp_path}/tensorboard exists: remove it", program="tools.follow")
     with mock.patch.object(wandb, "log", side_effect=OSError("lost\nfor now")):
@@ -118,8 +111,7 @@ def test_follow_sends_the_valid_rows_and_all_events_of_a_run_again(tmp_path, wan
     assert status == "tools.follow: wandb failed: lost"             # printed; 1
 
 
-def test_a_dashboard_that_raises_costs_one_warning_and_never_the_run(run_train, shards, tmp_path,
-                                                                     wandb, monkeypatch):
+def test_a_dashboard_that_raises_costs_a_warning(run_train, shards, tmp_path, wandb, monkeypatch):
     """The other one gets every row."""
     pytest.importorskip("tensorboard")
     command = ["--data", shards, *TINY, "--steps", 3, "--log", "wandb,tensorboard"]

@@ -251,9 +251,6 @@ class Second(torch.Tensor):
     def untyped_storage(self):              # ZeRO 3 frees it and takes it again
         return self.held.untyped_storage()
 
-    def tolist(self):
-        return self.cpu().tolist()
-
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
         name, kwargs = operation.name(), dict(kwargs or {})
@@ -266,8 +263,7 @@ class Second(torch.Tensor):
             log_copy(args[0], torch.device("cpu"), args[0].element_size())
         else:
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            assert name == "aten::_foreach_copy_" or all(
-                isinstance(x, Second) or x.dim() == 0 for x in tensors), name
+            assert all(isinstance(x, Second) or x.dim() == 0 for x in tensors), name
         out = operation(*inside(args), **inside(kwargs))
         for x, argument in zip(args, operation._schema.arguments):
             if isinstance(out, torch.Tensor) and argument.is_write:
@@ -277,8 +273,7 @@ class Second(torch.Tensor):
 
 @functools.cache
 def second_device():
-    """(the device of Second tensors; what unregisters it when it goes). Autograd must not have run
-    in the process before."""
+    """(the device of Second tensors; what unregisters it when it goes), before autograd has run."""
     def event():
         SECOND_LOG.append(("event", 0))
         return True
@@ -292,21 +287,18 @@ def second_device():
         return target
     setup_privateuseone_for_python_backend("second", SimpleNamespace(       # torch.second
         Event=lambda: SimpleNamespace(record=event, query=event, synchronize=event),
-        default_generators=[torch.default_generator], is_available=lambda: True,
-        is_initialized=lambda: True, current_device=lambda: 0, _is_in_bad_fork=lambda: False,
         get_amp_supported_dtype=lambda: [torch.float32]))
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in [("empty.memory_format", on_cpu(torch.empty)),
                          ("empty_strided", on_cpu(torch.empty_strided)),
-                         ("arange", on_cpu(torch.arange)), ("arange.start", on_cpu(torch.arange)),
-                         ("_copy_from", copy_from)]:
+                         ("arange", on_cpu(torch.arange)), ("_copy_from", copy_from)]:
         library.impl(name, kernel, "PrivateUse1")
     return torch.device("second", 0), library
 
 
 def on_second_device(rank, world, layout, config, cfg, wide):
-    """As run_steps -> (rows, what happens in a step, elements that this rank keeps, the validation
-    loss after what was trained has been thrown away and restored)."""
+    """As run_steps -> (rows, what happens in a step, elements that this rank keeps, validation loss
+    of what is restored)."""
     device, _ = second_device()
     SECOND_LACKS.update({torch.float64} - {wide})           # as MPS
     dp, tp, pp = layout
@@ -333,9 +325,8 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         full = agreement.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
-        row = evaluation.evaluate(run.model, run.val_data, run.loader, run.progress.batches,
-                                  run.stop)
-        restored = row["val_loss"]
+        restored = evaluation.evaluate(run.model, run.val_data, run.loader, run.progress.batches,
+                                       run.stop)["val_loss"]
     SECOND_LACKS.clear()
     numel = sum(bucket.shard["master"].numel() for bucket in run.flat.buckets)
     return rows.steps, SECOND_LOG[rows.seen[-3]:rows.seen[-2]], numel, restored
