@@ -113,7 +113,7 @@ class ExactCrossEntropy(TiledCrossEntropy):
     """The loss of loss.TiledCrossEntropy, with logits in strips, and its gradients."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, targets, grid, loss_factor, vocab_size):
+    def forward(ctx, x, weight, bias, targets, grid, loss_factor, head):
         exact = grid.exact
         x = all_positions(x, grid)
         shape = x.shape
@@ -125,12 +125,13 @@ class ExactCrossEntropy(TiledCrossEntropy):
             db = torch.zeros_like(bias, dtype=torch.float64)
             biases, dbs = bias.chunk(len(weights)), db.chunk(len(weights))  # each (w,)
         first = grid.tp_rank * len(weight)
+        padding = head.vocab_size - first                   # begins at this column
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = torch.zeros_like(x, dtype=torch.float64)
         loss = torch.zeros(1, dtype=torch.float64, device=x.device)
         size = tile_size(len(x), len(weight) * grid.tp, x.device.type)     # the same for every tp
         for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
-            logits = [tile_logits(x_i, strip, b, vocab_size - first - i * len(strip)).to(wide)
+            logits = [tile_logits(x_i, strip, b, padding - i * len(strip)).to(wide)
                       for i, (strip, b) in enumerate(zip(weights, biases))] # each (n, w)
             targets_of_strips = [(targets_i - first - i * len(strip)).unsqueeze(1)
                                  for i, strip in enumerate(weights)]        # each (n, 1)
@@ -175,17 +176,14 @@ def exact_losses(logits: list, targets: list, grid) -> tuple:
 
 
 class ExactHead(TiledHead):
+    cross_entropy = ExactCrossEntropy
+
     def normalize(self, x):
         wide = torch.promote_types(x.dtype, torch.float32)
         norms = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True, dtype=wide)
         total = torch.zeros(1, dtype=torch.float64, device=x.device)
         self.grid.exact.add_rows(total, norms, ExactSums.NORM)
         return self.norm(x), total[0]
-
-    def loss(self, x, targets):
-        loss_factor = self.loss_factor if torch.is_grad_enabled() else None
-        return ExactCrossEntropy.apply(x, self.weight, self.bias, targets, self.grid, loss_factor,
-                                       self.vocab_size)
 
 
 # ---- What is refused ------------------------------------------------------------------------

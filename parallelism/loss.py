@@ -234,6 +234,7 @@ class TiledHead(parallel.VocabParallelHead):
     """parallel.VocabParallelHead. If you change the loss, change it there and in model.Head too.
     Forward computes the gradients of loss * loss_factor, so `set_loss_factor` comes before it, and
     backward() begins from this product. `norms`: sum over positions of |x| since then, for logs."""
+    cross_entropy = TiledCrossEntropy
 
     def __init__(self, head: nn.Module, grid):
         super().__init__(head, grid)
@@ -257,8 +258,8 @@ class TiledHead(parallel.VocabParallelHead):
 
     def loss(self, x, targets):
         loss_factor = self.loss_factor if torch.is_grad_enabled() else None
-        return TiledCrossEntropy.apply(x, self.weight, self.bias, targets, self.grid, loss_factor,
-                                       self)
+        return self.cross_entropy.apply(x, self.weight, self.bias, targets, self.grid, loss_factor,
+                                        self)
 
 
 def add_in_place(model: GPT, grid) -> None:

@@ -93,12 +93,8 @@ def read_runs(outs: list[str]) -> list[Run]:
         if np.isfinite(run.column("loss")).any():
             runs.append(run)
             continue
-        problem = f"{out} is not the --out of a run"
-        if Path(out).is_file():
-            problem = f"{out} is a file: give the --out of a run, a folder"
-        if Path(out, "metrics.jsonl").exists():
-            problem = f"{out}/metrics.jsonl has no step with a loss"
-        print(f"tools.compare: warning: {problem}: left out", file=sys.stderr)
+        print(f"tools.compare: warning: {out} is left out: it has no metrics.jsonl with a step's "
+              f"loss; give the --out of a run", file=sys.stderr)
     if not runs:
         raise ValueError("nothing to compare: none of these runs has made a step")
     return runs

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from base.checkpoint_files import verify
-from base.commandline import Parser, words_of
+from base.commandline import Parser
 from base.disk import write_file
 from base.errors import DiskFailed, errors_in_one_line, errors_with_path, first_line
 from base.flops import parameter_count
@@ -202,16 +202,12 @@ def import_model(source: str, file: Path) -> None:
 
 
 def add_ends(state: dict, folder: Path, config) -> None:
-    """The tokens that end a generation. Tells how it is drawn, if the model says so."""
+    """The tokens that end a generation."""
     ends = getattr(config, "eos_token_id", None)
     if (folder / "generation_config.json").exists():
         generation = import_transformers().GenerationConfig.from_pretrained(
             folder, local_files_only=True)
         ends = ends if generation.eos_token_id is None else generation.eos_token_id
-        values = {name: getattr(generation, name) for name in ("temperature", "top_k", "top_p")}
-        flags = words_of({name: value for name, value in values.items() if value is not None})
-        if generation.do_sample and flags:
-            note(f"its generation_config.json draws tokens as sample.py {' '.join(flags)} does")
     if ends is not None:
         state["ends"] = sorted({ends} if isinstance(ends, int) else set(ends))
 

@@ -47,8 +47,8 @@ from data import TokenDataset
 from model import GPTConfig, ceil_div
 from models import SIZES, make_config
 from tools.metrics import read_metrics
-from tools.scaling_law import (FEWEST_SIZES, FEWEST_TOKENS, Law, Points, back_test, check_scipy,
-                               on_law, predict)
+from tools.scaling_law import (FEWEST_SIZES, Law, Points, back_test, check_scipy, on_law,
+                               predict)
 from tools.svg_picture import COLORS, draw_if_possible, few_numbers, picture, short
 from tools.train_many import Job, check_jobs, has_ended, jobs_flag, launch_flag, train_all
 
@@ -303,10 +303,6 @@ def report(found: dict, flops: float | None) -> list[str]:
     if times > 8:
         lines.append(f"note     the target is {times:.0f} times larger than the largest rung: 4 to "
                      f"8 times are tried; add a wider one to --rungs")
-    if found["points_used"] == len(rows) and any(row["D"] < FEWEST_TOKENS * row["N"]
-                                                 for row in rows):
-        lines.append(f"note     points have fewer than {FEWEST_TOKENS} tokens for each parameter: "
-                     f"give more --steps or smaller --rungs")
     if found["measured"] is not None:
         lines.append(f"measured {found['measured']:.4f}: the prediction is "
                      f"{prediction['loss'] / found['measured'] - 1:+.2%} off")
