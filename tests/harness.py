@@ -689,23 +689,6 @@ class Alive(TorchDispatchMode):
         return out
 
 
-class Passes(TorchDispatchMode):
-    """`names`: of the operations in the block that read or write all of a matrix of this shape."""
-
-    def __init__(self, *shape):
-        super().__init__()
-        self.shape, self.names = shape, []
-
-    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
-        out = function(*args, **kwargs or {})
-        few = "gather", "scatter_", "alias", "detach", "view", "slice"
-        tensors = [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
-        name = function.name().removeprefix("aten::").split(".")[0]
-        if any(x.shape == self.shape for x in tensors) and name not in few:
-            self.names.append(name)
-        return out
-
-
 @contextmanager
 def traffic(note):
     """In the block note(name, x, *arguments) hears of each "all_reduce", "isend" or "irecv" of x,

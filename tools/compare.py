@@ -5,8 +5,7 @@
 
 The table has the best run first, and beside each run's name the flags that differ between the runs.
 Best is the lowest validation loss or, where tokenizer, text or sample differ, the fewest bits per
-byte. `hours` is the time from line to line of metrics.jsonl within each process; where the clock
-was set back, none.
+byte.
 """
 import json
 import sys
@@ -55,12 +54,10 @@ def format_run(run: Run, of_best: list[str], flags: list[str]) -> str:
     """The run's line of the table. `of_best` are fields of its best row."""
     found = evaluated(run)
     best, last = (None, None) if found is None else (found.best, found.last)
-    minutes = round(run.hours * 60)
     rows = run.rows
     cells = [*(cell(best, name, ".4f", 9) for name in of_best), cell(best, "step", "", 8),
              cell(last, "val_loss", ".4f", 9), cell(last, "step", "", 8),
              f"{rows[-1]['step']:7}", f"{rows[-1]['tokens']:16,}",
-             f"{f'{minutes // 60}h{minutes % 60:02d}m':>8}",
              f"{np.nanmedian(run.column('tokens_per_second')):11,.0f}",
              f" {max(row['lr'] for row in rows):.2e}", f" {describe(run, flags)}"]
     return " ".join(cells)
@@ -73,8 +70,8 @@ def table(sections: list[tuple[str, list[Run]]]) -> list[str]:
     if any(finite(row, "bits_per_byte") for run in runs for _, row in run.evaluations()):
         of_best.append("bits_per_byte")
         column = " bits/byte"
-    lines = [f" best val{column}  at step  last val  at step   steps           tokens    hours"
-             f"    tokens/s    max lr  run"]
+    lines = [f" best val{column}  at step  last val  at step   steps           tokens    tokens/s"
+             f"    max lr  run"]
     flags = differing_flags(runs)
     for heading, section in sections:
         if heading:
@@ -93,8 +90,8 @@ def read_runs(outs: list[str]) -> list[Run]:
         if np.isfinite(run.column("loss")).any():
             runs.append(run)
             continue
-        print(f"tools.compare: warning: {out} is left out: it has no metrics.jsonl with a step's "
-              f"loss; give the --out of a run", file=sys.stderr)
+        print(f"tools.compare: warning: {out} has no metrics.jsonl with a step's loss, as the --out "
+              f"of a run: left out", file=sys.stderr)
     if not runs:
         raise ValueError("nothing to compare: none of these runs has made a step")
     return runs

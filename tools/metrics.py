@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-# Seconds before these events were spent between two processes, not in one.
-BETWEEN_PROCESSES = ("start", "resume", "damaged")
 ROW = {"tokens", "loss", "lr", "tokens_per_second"}     # fields that each row of a step has
 KINDS = dict.fromkeys(("step", "time", "tokens", "lr"), int | float) | dict.fromkeys(
     ("loss", "val_loss", "bits_per_byte", "tokens_per_second"), int | float | None)
@@ -52,7 +50,6 @@ def finite(row: dict, name: str) -> float | None:
 class Run:
     name: str                                           # --out
     lines: list[dict] = field(default_factory=list)     # events and valid rows, in their order
-    hours: float = 0.0                                  # spent in the processes of the run
 
     @cached_property
     def rows(self) -> list[dict]:
@@ -91,7 +88,6 @@ def read_metrics(out: Path) -> Run:
     if not path.exists():
         return run
     valid, rows = {}, []            # {number: line}; (step, number) of the rows, by rising steps
-    before = None
     with open(path, "rb") as file:
         for number, line in enumerate(map(parse_line, file)):
             if line is None:
@@ -101,8 +97,5 @@ def read_metrics(out: Path) -> Run:
             valid[number] = line
             if "event" not in line:
                 rows.append((line["step"], number))
-            if before is not None and line.get("event") not in BETWEEN_PROCESSES:
-                run.hours += max(0, line["time"] - before) / 3600
-            before = line["time"]
     run.lines = list(valid.values())
     return run
