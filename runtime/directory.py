@@ -181,16 +181,14 @@ def has_ended(step: int, config: Config) -> bool:
     if step != config.steps:
         return step > config.steps
 
-    def last_line() -> dict | None:
-        line = None
-        with suppress(FileNotFoundError), open(Path(config.out, "metrics.jsonl"), "rb") as file:
+    def has_reported() -> bool:
+        path = Path(config.out, "metrics.jsonl")
+        with suppress(FileNotFoundError, ValueError), open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 2 ** 20))
-            for text in file:
-                with suppress(ValueError):
-                    line = json.loads(text)
-        return line
-    line = on_rank0(last_line)
-    return line is None or line.get("event") == "end"
+            *_, last, _ = file.read().split(b"\n")      # what follows the last line end is torn
+            return json.loads(last).get("event") == "end"
+        return True
+    return on_rank0(has_reported)
 
 
 class Metrics:

@@ -6,35 +6,16 @@
 One tensor is in memory at a time.
 """
 import os
-from dataclasses import asdict
 from pathlib import Path
-
-import torch
 
 from base.checkpoint_files import verify
 from base.checkpoint_folder import FolderTensors, part_file
 from base.commandline import Parser
 from base.disk import flush_folder, write_file, writing
 from base.errors import errors_in_one_line
-from checkpoint import FORMAT, KEYS, STATE, load
-from model import GPTConfig
+from checkpoint import STATE, load
 from runtime.checkpoint_writer import Streamed
-from runtime.directory import new_run
 from runtime.folder_writer import write_part, write_table
-
-
-def streamed(state: dict) -> dict:
-    """The state with tensors that are read from the folder when they are written."""
-    tensors = (state[kind][name] for kind in STATE for name in state[kind])     # the file's order
-    return state | {kind: {name: Streamed(like.shape, like.dtype, tensors)
-                           for name, like in state[kind].like.items()} for kind in STATE}
-
-
-def state_of_weights(cfg: GPTConfig, parameters: dict[str, torch.Tensor]) -> dict:
-    """A state of weights alone, whose tokenizer is not told yet."""
-    return {key: {} for key in KEYS} | dict(
-        format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
-        run=new_run("import"), model=asdict(cfg), parameters=parameters)
 
 
 def write(state: dict, target: Path) -> None:
@@ -42,8 +23,11 @@ def write(state: dict, target: Path) -> None:
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(target.name + ".tmp")
     if target.suffix == ".pt":
-        if isinstance(state["parameters"], FolderTensors):
-            state = streamed(state)
+        if isinstance(state["parameters"], FolderTensors):      # each is read when it is written
+            kinds = [state[kind] for kind in STATE]
+            read = (tensors[name] for tensors in kinds for name in tensors)
+            state = state | {kind: {name: Streamed(like.shape, like.dtype, read)
+                                    for name, like in state[kind].like.items()} for kind in STATE}
         write_file(state, aside, target)
         flush_folder(target.absolute().parent)
         return

@@ -18,7 +18,7 @@ import shlex
 import sys
 import tempfile
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -28,14 +28,14 @@ from base.commandline import Parser
 from base.disk import write_file
 from base.errors import DiskFailed, errors_in_one_line, errors_with_path, first_line
 from base.flops import parameter_count
-from checkpoint import load, parameter_shapes
+from checkpoint import FORMAT, KEYS, load, parameter_shapes
 from corpus import EOT
 from corpus.huggingface_tokenizers import (HuggingFaceTokenizer, byte_level_tokenizer,
                                            import_transformers, load as load_tokenizer)
 from corpus.templates import get_template, hash_of, plain_program, program_of
 from corpus.tokenizers import get_tokenizer, is_named
 from models import make_config
-from tools.checkpoint import state_of_weights
+from runtime.directory import new_run
 from tools.huggingface_families import (family_of, our_config, their_config, their_names, to_ours,
                                         to_theirs, unusual_keys)
 from tools.model_card import model_card
@@ -182,7 +182,10 @@ def import_model(source: str, file: Path) -> None:
         download(source, SMALL_FILES + ["model*.safetensors"])
         if not list(folder.glob("model*.safetensors")):
             download(source, SMALL_FILES + ["pytorch_model*.bin"])
-    state = state_of_weights(cfg, read_parameters(folder, config, cfg))
+    state = {key: {} for key in KEYS} | dict(       # of weights alone
+        format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
+        run=new_run("import"), model=asdict(cfg),
+        parameters=read_parameters(folder, config, cfg))
     with refusing(folder):
         add_ends(state, folder, config)
     add_tokenizer(state, folder, config)

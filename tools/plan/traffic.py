@@ -59,8 +59,10 @@ def traffic_bytes(stage: Stage) -> dict:
         counts = forwards(stage) * config.micro_batch * stage.cfg.n_expert * INTEGER
         tp += tensor_parallel_bytes_of_experts(stage)
     if grid.ep > 1:
-        ep = ring(grid.ep, expert_row_bytes(stage)
-                  + forwards(stage) * stage.cfg.n_expert * INTEGER)
+        trips = 2 * (forwards(stage) + m * stage.layers)    # of a row, if all are used alike
+        numbers = trips * stage.cfg.n_active * stage.positions * stage.cfg.n_embd
+        integers = forwards(stage) * stage.cfg.n_expert
+        ep = ring(grid.ep, numbers * config.size + integers * INTEGER)
     embedding = 0
     if grid.pp > 1 and stage.buckets[0][0].name == "tied":
         embedding = config.master_size * stage.buckets[0][0].numel
@@ -91,13 +93,6 @@ def gathered_bytes(stage: Stage, group: str) -> int:
 def forwards(stage: Stage) -> int:
     """How many forwards of a block this rank computes in a step, with those of recomputation."""
     return stage.microbatches * stage.layers * (2 if stage.config.recompute else 1)
-
-
-def expert_row_bytes(stage: Stage) -> float:
-    """Bytes of the rows that go to experts and come back in a step, if all are used alike."""
-    trips = 2 * (forwards(stage) + stage.microbatches * stage.layers)
-    rows = trips * stage.cfg.n_active * stage.positions
-    return rows * stage.cfg.n_embd * stage.config.size
 
 
 def tensor_parallel_bytes_of_experts(stage: Stage) -> float:
