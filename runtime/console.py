@@ -106,8 +106,7 @@ def print_evaluation(row: dict, begin: Start, config: Config, model_config: GPTC
     """What --eval-only has found."""
     text = format_eval(row, config, model_config, data)
     _, _, step = begin.run["origin"]
-    sep = "\n" if "\n" in text else " "         # a table has its own lines
-    print_rank0(f"{begin.path}, step {step}, on {config.data}:{sep}{text}")
+    print_rank0(f"{begin.path}, step {step}, on {config.data}: {text}")
 
 
 def print_finished(begin: Start, config: Config) -> None:

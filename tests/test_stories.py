@@ -65,7 +65,7 @@ A 0 TINY --out new --init-from old/step_00000004.pt --seq-len 8 --steps 6 :: aft
     "the command line, then the checkpoint, then the default": r"""
 0 TINY --out o --lr 0.01 --lr-schedule linear --beta2 0.9 :: step
 0 --out o :: nothing left to do; raise
-0 --out o --seed 5 --beta2 0.8 :: beta2 0.8 instead of 0.9; seed 5 instead of 1337: not used
+0 --out o --seed 5 --beta2 0.8 :: nothing left to do
 = losses("o") == 4
 2 --out o --steps 8 --seed 5 :: in the order of seed 1337; in that of --seed 5
 0 --out o --steps 8 :: steps 8 instead of 4; so the next step's learning rate is 5.50e-03

@@ -30,7 +30,6 @@ sqrt(width of the target / its width).
 import argparse
 import json
 import math
-import os
 import shlex
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -361,9 +360,7 @@ def main() -> None:
     print("\n".join([*report(found, config.budget), f"train    {shlex.join(words)}"]))
     file = Path(config.out, "ladder.json")
     with errors_with_path(file):
-        aside = file.with_suffix(".tmp")        # the file appears when it is whole
-        aside.write_text(json.dumps(found, indent=1) + "\n")
-        os.replace(aside, file)
+        file.write_text(json.dumps(found, indent=1) + "\n")
     print(f"wrote    {file}\n{draw_if_possible(draw, found, file.with_suffix('.svg'))}")
     sys.exit(1 if failures else 0)
 

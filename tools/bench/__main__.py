@@ -136,16 +136,12 @@ def read_arguments() -> tuple[Work, Path, list]:
     return replace(work, ranks=ranks), Path(args.out).resolve(), [parts[name] for name in wanted]
 
 
-def versions(device: str) -> str:
-    card = "CPU"
-    if device == "cuda":
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        card = f"{torch.cuda.get_device_name()}, NCCL {nccl}"
-    return f"{card}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
-
-
 def main() -> None:
     work, folder, parts = read_arguments()
+    card = "CPU"
+    if work.device == "cuda":
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        card = f"{torch.cuda.get_device_name()}, NCCL {nccl}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "log.txt").unlink(missing_ok=True)
     failed = {}
@@ -153,7 +149,8 @@ def main() -> None:
         def write(line):
             print(line, flush=True)
             print(line, file=page, flush=True)      # what is there is safe
-        write(f"{work.ranks} x {versions(work.device)}\n")
+        write(f"{work.ranks} x {card}, torch {torch.__version__}, "
+              f"{time.strftime('%Y-%m-%d %H:%M')}\n")
         write("| What | Result | Bound | |\n|---|---|---|---|")
         for part in parts:
             for what, measure in part(work, folder):
