@@ -5,7 +5,6 @@ import dataclasses
 import platform
 import shlex
 import subprocess
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Callable
@@ -88,7 +87,7 @@ def layout_in_words(config: Config, grid: Grid, device: torch.device) -> str:
 def memory_in_words(flat: FlatParameters) -> str:
     """What this rank's state takes on its device and, with --offload, on the host."""
     host = "" if flat.staging is None else "host "
-    sizes = Counter()
+    sizes = dict.fromkeys(("parameters", "gradients", f"{host}masters", f"{host}moments"), 0)
     for bucket in flat.buckets:
         own = bucket.shard
         sizes["parameters"] += (own["data"] if flat.zero == 3 else bucket.data).nbytes

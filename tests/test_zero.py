@@ -64,7 +64,7 @@ def test_state_bytes_are_what_flat_parameters_allocate(model, place, device, dty
                                  for kind, size in planned.items() if size > 0}
         told = memory_in_words(flat)
         assert told == ", ".join(f"{kind.replace('_', ' ')} {size / 1e6:,.1f} MB"
-                                 for kind, size in planned.items() if size > 0)
+                                 for kind, size in planned.items())
         # An evaluation keeps the parameters alone.
         flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu", training=False)
         assert held_by(flat) == {(device, "parameters"): planned["parameters"]}
