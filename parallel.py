@@ -644,11 +644,10 @@ class Pipeline:
         self.model, self.grid, self.batch = model, grid, batch
         self.loss_factor, self.flat = loss_factor, flat
         inputs = batch[0][0]
-        dtype = next(model.parameters()).dtype          # also of activations
         self.loss = torch.zeros((), dtype=sum_dtype(inputs.device), device=inputs.device)
         # like what one stage sends to the next: (B, T, C), or with sequence parallelism T / tp
         shape = *cut_positions(inputs, grid).shape, model.cfg.n_embd
-        self.activation_like = torch.empty(shape, dtype=dtype, device=inputs.device)
+        self.activation_like = next(model.parameters()).new_empty(shape)
         self.chunks = [model]       # pipeline.Interleaved has several
         self.kept = {}              # (microbatch, chunk): (x, y), input and output, from F to B
 
@@ -685,25 +684,28 @@ class Pipeline:
         turns = self.split_in_turns(schedule)
         arriving = start_messages(self.grid, [self.input_of(op) for op in turns[0]])
         for turn, next_turn in zip(turns, [*turns[1:], []]):
-            received, inputs = [], [self.input_of(op) for op in next_turn]
-            if self.may_receive_early(turn, next_turn):
-                received, inputs = start_messages(self.grid, inputs), []
+            inputs = [self.input_of(op) for op in next_turn]
+            early = self.may_receive_early(turn, next_turn)
+            received = start_messages(self.grid, inputs) if early else []
             results = []
             for op, x in zip(turn, arriving):
                 results.append(Message(sending=True, op=op, tensor=self.run_op(op, x)))
                 leaving[op[0]].wait()   # the result before this one, which has traveled meanwhile
-            started = start_messages(self.grid, results + inputs)       # together: they may cross
-            leaving |= {op[0]: work for op, work in zip(turn, started)}
+            started = start_messages(self.grid, results if early else results + inputs)
+            for op, work in zip(turn, started):
+                leaving[op[0]] = work
             arriving = received + started[len(turn):]
         for work in leaving.values():
             work.wait()
 
     def split_in_turns(self, schedule: list[tuple]) -> list[list[tuple]]:
-        return [[op] for op in schedule]        # pipeline.Interleaved has turns of two ops
+        """A turn: ops after which messages start, together. pipeline.Interleaved has pairs."""
+        return [[op] for op in schedule]
 
     def may_receive_early(self, turn: list[tuple], next_turn: list[tuple]) -> bool:
-        """F after F, and B after B, take the input from the neighbor that gets no result: it comes
-        in this op (GPipe is 3 to 10% faster). On a GPU, waiting would occupy multiprocessors."""
+        """F, then F: the input comes from the neighbor that gets no result, so receive it during
+        this op (GPipe: 3 to 10% faster; on a GPU, waiting would occupy multiprocessors). F, then B:
+        one neighbor sends and receives, so the messages start together."""
         kinds = [kind for kind, *_ in turn + next_turn]
         return self.loss.device.type == "cpu" and kinds in (["F", "F"], ["B", "B"])
 
@@ -713,8 +715,7 @@ class Pipeline:
     def run_op(self, op: tuple, arriving: Work) -> torch.Tensor | None:
         kind, i, chunk = op
         x = gather_message(arriving.wait(), self.grid)
-        run = self.forward if kind == "F" else self.backward
-        return run(i, chunk, x)
+        return self.forward(i, chunk, x) if kind == "F" else self.backward(i, chunk, x)
 
 
 @dataclass
@@ -1075,8 +1076,7 @@ class DataParallel:
         parameter.grad = None
 
     def main_grad(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Where its gradient adds up. From ZeRO 2 on this memory is created by the first gradient
-        and freed by the sum."""
+        """Where its gradient adds up: from ZeRO 2 on in memory that the sum frees."""
         bucket = parameter.bucket
         if bucket.grad is None:
             bucket.grad = torch.zeros_like(bucket.data, dtype=bucket.shard["grad"].dtype)

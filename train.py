@@ -129,13 +129,13 @@ def plain_train(config: Config, model_config: GPTConfig, device: torch.device,
             start = time.perf_counter()
             loss, norm = plain_step(config, model, optimizer, train_shards, step)
             seconds = time.perf_counter() - start
-            val_loss = None
+            row = out.report_step(step, loss, norm, learning_rate(config, step), seconds)
             if config.is_nth_or_last(step, config.eval_every):
-                val_loss = plain_evaluate(config, model, val_shards)
-            out.log(step, loss, norm, learning_rate(config, step), seconds, val_loss)
+                row["val_loss"] = plain_evaluate(config, model, val_shards)
+            out.log.write_row(row)
             stopping = stop.requested           # read once: a later signal waits for the next step
             if stopping or config.is_nth_or_last(step, config.save_every):
-                with plain_run.outlive_failed_save(stopping or step == config.steps):
+                with out.outlive_failed_save(stopping or step == config.steps):
                     plain_save(model, optimizer, out.facts(step), config.out, config.keep)
             if stopping:
                 break

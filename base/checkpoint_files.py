@@ -16,7 +16,7 @@ import stat
 import zipfile
 import zlib
 from collections.abc import Container
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch

@@ -71,7 +71,7 @@ def writing(aside: Path, path: Path):
             shutil.rmtree(aside, ignore_errors=True)
         else:
             aside.unlink(missing_ok=True)
-        cause = first_cause(error, dist.DistError)       # of a lost peer
+        cause = first_cause(error, until=dist.DistError)        # which has causes of its own
         if isinstance(cause, dist.DistError) or out_of_memory(cause):
             raise cause
         status = 1 if is_failure(cause) else 2

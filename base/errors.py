@@ -92,9 +92,9 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0]
 
 
-def first_cause(error: BaseException, until: tuple = ()) -> BaseException:
-    """The error that led to this one, or the first on the way of a type in `until`: packages such
-    as zipfile, requests and torch's zip writer hide the system's error behind their own."""
+def first_cause(error: BaseException, until: type | tuple = ()) -> BaseException:
+    """The first error of the chain that led to this one, or the nearest of the type `until`.
+    zipfile, requests and torch's zip writer hide the system's error behind their own."""
     while error.__context__ is not None and not isinstance(error, until):
         error = error.__context__
     return error

@@ -125,13 +125,13 @@ class ExactCrossEntropy(TiledCrossEntropy):
             db = torch.zeros_like(bias, dtype=torch.float64)
             biases, dbs = bias.chunk(len(weights)), db.chunk(len(weights))  # each (w,)
         first = grid.tp_rank * len(weight)
-        padding = head.vocab_size - first                   # begins at this column
+        vocab_end = head.vocab_size - first         # the column where the padding begins
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = torch.zeros_like(x, dtype=torch.float64)
         loss = torch.zeros(1, dtype=torch.float64, device=x.device)
         size = tile_size(len(x), len(weight) * grid.tp, x.device.type)     # the same for every tp
         for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
-            logits = [tile_logits(x_i, strip, b, padding - i * len(strip)).to(wide)
+            logits = [tile_logits(x_i, strip, b, vocab_end - i * len(strip)).to(wide)
                       for i, (strip, b) in enumerate(zip(weights, biases))] # each (n, w)
             targets_of_strips = [(targets_i - first - i * len(strip)).unsqueeze(1)
                                  for i, strip in enumerate(weights)]        # each (n, 1)

@@ -27,7 +27,7 @@ from parallelism.kernels import multiplies_in_fp32
 from parallelism.zero import FlatParameters
 from runtime.directory import Start
 from runtime.evaluation import describe_data
-from runtime.run_log import RunLog, format_eval
+from runtime.run_log import RunLog
 
 
 def print_summary(config: Config, model_config: GPTConfig, flat: FlatParameters,
@@ -100,16 +100,8 @@ def memory_in_words(flat: FlatParameters) -> str:
     return ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in sizes.items())
 
 
-def print_evaluation(row: dict, begin: Start, config: Config, model_config: GPTConfig,
-                     data: TokenDataset) -> None:
-    """What --eval-only has found."""
-    text = format_eval(row, config, model_config, data)
-    _, _, step = begin.run["origin"]
-    print_rank0(f"{begin.path}, step {step}, on {config.data}: {text}")
-
-
 def print_finished(begin: Start, config: Config) -> None:
-    """That the run has made all its steps, so that other flags change nothing."""
+    """Tell that the run has made all its steps: other flags change nothing."""
     advice = "raise --steps or --epochs"
     if begin.kind == "continue":
         advice += " to continue, or begin a new run in another --out"

@@ -185,8 +185,8 @@ def has_ended(step: int, config: Config) -> bool:
         path = Path(config.out, "metrics.jsonl")
         with suppress(FileNotFoundError, ValueError), open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 2 ** 20))
-            *_, last, _ = file.read().split(b"\n")      # what follows the last line end is torn
-            return json.loads(last).get("event") == "end"
+            whole = [line for line in file if line.endswith(b"\n")]
+            return not whole or json.loads(whole[-1]).get("event") == "end"
         return True
     return on_rank0(has_reported)
 

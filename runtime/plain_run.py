@@ -2,6 +2,7 @@
 the folder that it writes, as a train.Run does."""
 import dataclasses
 import socket
+import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Callable
@@ -64,23 +65,12 @@ def begin(given: dict, job: Job, device: torch.device,
         print_finished(start, config)
     else:
         metrics = all_ranks(lambda: Metrics(Path(config.out)))
-        out.run_log = RunLog(metrics, config, val_data, model_config, torch.device("cpu"), world=1)
+        out.log = RunLog(metrics, config, val_data, model_config, torch.device("cpu"), world=1)
         print_rank0(f"model    {parameter_count(model_config):,} parameters, {config.dtype}; "
                     f"{tokens_in_words(train_data)} in {config.data} -> {config.out}")
-        report_begin(out.run_log, start, train_data, [socket.gethostname()], learning_rate)
+        report_begin(out.log, start, train_data, [socket.gethostname()], learning_rate)
     micro_batch = given.get("micro_batch")      # the default is for a train.Run
     return dataclasses.replace(config, micro_batch=micro_batch), model_config, out
-
-
-@contextmanager
-def outlive_failed_save(is_last: bool):
-    """A save in the block that fails costs a warning, unless it is the last one of the run."""
-    try:
-        yield
-    except OSError as error:
-        if is_last:
-            raise
-        warn(f"{error}; earlier checkpoints, if any, are untouched")
 
 
 @dataclasses.dataclass
@@ -91,20 +81,29 @@ class OutputFolder:
     checkpoint: Path | None         # the newest whole one, from which the run begins
     of_all: dict                    # what all checkpoints hold besides tensors
     finished_step: int              # the last one
-    run_log: RunLog | None = None   # unless the run has steps to make
+    log: RunLog | None = None       # unless the run has no step to make
 
-    def log(self, step: int, loss: float, norm: float, lr: float, seconds: float,
-            val_loss: float | None) -> None:
-        """Write and print a step that took `seconds`. `val_loss`: None without an evaluation."""
+    def report_step(self, step: int, loss: float, norm: float, lr: float, seconds: float) -> dict:
+        """Print a step that took `seconds`, and return its row of metrics.jsonl."""
         config = self.config
         self.finished_step = step
         tokens = config.batch_size * self.seq_len
         row = dict(step=step, tokens=step * tokens, loss=loss, grad_norm=norm, lr=lr,
                    loss_scale=1.0, tokens_per_second=tokens / seconds)
-        self.run_log.print_step(row | dict(skipped=0), seconds / config.batch_size)
-        if val_loss is not None:
-            row["val_loss"] = val_loss
-        self.run_log.write_row(row)
+        self.log.print_step(row | dict(skipped=0), seconds / config.batch_size)
+        return row
+
+    @contextmanager
+    def outlive_failed_save(self, is_last: bool):
+        """A save in the block that fails costs a warning, unless it is the last one of the run."""
+        began = time.monotonic()
+        try:
+            yield
+        except OSError as error:
+            if is_last:
+                raise
+            warn(f"{error}; earlier checkpoints, if any, are untouched")
+        self.log.save_seconds = time.monotonic() - began
 
     def facts(self, step: int) -> dict:
         """What the checkpoint of this step holds besides tensors."""
@@ -114,7 +113,7 @@ class OutputFolder:
 
     def report_end(self) -> None:
         """Tell how a run with steps has ended: by a signal, or after its last step."""
-        if self.run_log is not None:
+        if self.log is not None:
             # Its checkpoints are files, also where the run that it continues had folders.
             config = dataclasses.replace(self.config, checkpoint_format="file")
-            report_end(self.run_log, self.finished_step, config, self.of_all)
+            report_end(self.log, self.finished_step, config, self.of_all)

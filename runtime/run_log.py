@@ -66,7 +66,7 @@ class RunLog:
 
     def print_step(self, row: dict, seconds: float) -> None:
         """Print the line of a step, which took so many seconds for each sequence: with --log-every
-        N each N-th, otherwise about LINES in the run and at most one a second; always the first,
+        N each N-th, otherwise the first and about LINES in the run, at most one a second; always
         the last and those of evaluations. A terminal shows beside these how far the run has come,
         in a line that the next one replaces."""
         config, step = self.config, row["step"]

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from base import devices
-from base.agreement import all_gather_object, all_ranks, assert_equal_across_ranks, on_rank0
+from base.agreement import (all_gather_object, all_ranks, assert_equal_across_ranks, on_rank0,
+                            print_rank0)
 from base.errors import RunError, memory_advice
 from base.options import Config, parse_flags
 from base.processes import Job, exit_for_mistake, refuse_tasks_without_ranks
@@ -25,7 +26,7 @@ from parallel import Grid
 from parallelism.build import make_groups
 from runtime import checks, console, dashboards, evaluation, run_state
 from runtime.directory import Metrics, Start, find_start, lock_output_dir
-from runtime.run_log import RunLog
+from runtime.run_log import RunLog, format_eval
 
 
 def parse() -> tuple[Job, dict, torch.device, timedelta]:
@@ -60,7 +61,9 @@ def report_only(run, begin: Start) -> None:
     config, val_data = run.config, run.val_data
     if config.eval_only:
         row = evaluation.evaluate(run.model, val_data, run.loader, run.progress.batches, run.stop)
-        console.print_evaluation(row, begin, config, run.model_config, val_data)
+        _, _, step = begin.run["origin"]
+        print_rank0(f"{begin.path}, step {step}, on {config.data}: "
+                    f"{format_eval(row, config, run.model_config, val_data)}")
     else:
         console.print_finished(begin, config)
 

@@ -35,13 +35,13 @@ def test_compare_tabulates_runs_without_their_void_rows(capsys, tmp_path, monkey
         file.write('{"step": 9, "lo')
     status, text, error = run_main(capsys, compare, "b", "none", "a", "nowhere")
     assert status == 0 and error.count("\n") == 2
-    assert "none has no metrics.jsonl with a step's loss" in error
+    assert "none has no metrics.jsonl with the loss of a step" in error
     assert [line.split() for line in text.splitlines()[-2:]] == [
         "1.0000 1 1.2500 3 4 400 7,000 9.00e-02 a, lr 0.004, plain, 1 rollback, 1 damaged, "
         "1 resume".split(),
         "- - - - 2 200 7,000 9.00e-02 b, lr 0.001, skip-steps 2:3".split()]
     for words, out in [("nothing to compare", "none"),
-                       ("as the --out of a run", "a/metrics.jsonl")]:
+                       ("with the loss of a step", "a/metrics.jsonl")]:
         status, text, error = run_main(capsys, compare, out)
         assert (status, text) == (2, "") and words in error, error
 

@@ -39,7 +39,7 @@ from runtime import directory, folder_writer, run_state
 from runtime.checkpoint_writer import Streamed
 from tests.commands import TINY, kinds, read_metrics
 from tests.harness import (CFG, Memory, after_backward, assert_same_state, gridded, names_in,
-                           no_file_above, nothing, on_ranks, poison, run_steps, saved, settings,
+                           no_file_above, on_ranks, poison, run_steps, saved, settings,
                            small_state, trained, watched)
 
 SMALL = replace(CFG, n_layer=1, n_embd=16, n_head=2)

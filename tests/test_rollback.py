@@ -369,3 +369,9 @@ def test_losses_are_compared_under_the_same_flags_only(tmp_path):
         with suppress(ZeroDivisionError):
             watched(replace(config, **changes), count, file)
         assert counts == [kept], changes
+
+    def begin_another_mixture(run):
+        run.train_data.mixture.phases = [[0, {"memory": 1}], [20 * 8, {"memory": 1}]]
+    for lr, kept in ((2.9e-3, 1), (3.1e-3, 21)):            # after a step
+        seen = watched(replace(config, lr=lr, steps=21), begin_another_mixture, file)
+        assert len(seen.run.progress.monitor.losses) == kept

@@ -90,8 +90,8 @@ def read_runs(outs: list[str]) -> list[Run]:
         if np.isfinite(run.column("loss")).any():
             runs.append(run)
             continue
-        print(f"tools.compare: warning: {out} has no metrics.jsonl with a step's loss, as the "
-              f"--out of a run: left out", file=sys.stderr)
+        print(f"tools.compare: warning: {out} has no metrics.jsonl with the loss of a step: it is "
+              f"left out", file=sys.stderr)
     if not runs:
         raise ValueError("nothing to compare: none of these runs has made a step")
     return runs

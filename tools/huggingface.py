@@ -358,13 +358,12 @@ def main() -> None:
                         "or a checkpoint of this project")
     parser.add_argument("target", type=Path, metavar="TO", help="the new file, or the new folder")
     args = parser.parse_args()
+    import_transformers()                   # or the package is missing
     try:
         if args.command == "import":
             import_model(args.source, args.target)
         else:
             export_model(Path(args.source), args.target)
-    except ImportError:
-        parser.error("this needs transformers: pip install transformers")
     except KeyboardInterrupt:
         sys.exit(1)
 

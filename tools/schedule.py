@@ -96,6 +96,7 @@ def describe(name: str, p: int, m: int, v: int) -> str:
 
 @dataclass(frozen=True)
 class ScheduleFlags(Config):
+    """The command line has four of these flags. runtime.checks reads the others' defaults."""
     pp: int = flag(4, "stages", low=1, group="schedule")
     microbatches: int = flag(8, "microbatches of a step", low=1, group="schedule")
 

@@ -3,8 +3,8 @@
 A run that has ended is not repeated, one that was killed is resumed, and one that fails or diverges
 does not end the others. Each run's console goes to console.txt in its --out.
 
-If the program that started them is killed alone, its runs go on. The same command reports them as
-failed while they write to their folders, and continues when they have ended.
+If the program that started them is killed alone, its runs go on. Given meanwhile, the same command
+reports them as failed; given after they have ended, it continues.
 """
 import os
 import re

@@ -3,7 +3,7 @@
     python -m tools.bench gpu                   # one card, all parts, about 20 minutes
     python -m tools.bench gpu race memory       # some of them
     python -m tools.bench eight                 # several cards: about 10 minutes on eight
-    python -m tools.bench cpu                   # two CPU cores
+    python -m tools.bench cpu                   # all but memory and profile, on two CPU cores
 
     race        train.py and PyTorch's own stack (pytorch_stack.py), in turn, in one process.
                 Wanted: 0.95 of the plain loop that is compiled as a whole. (An H100: 0.99.)

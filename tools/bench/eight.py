@@ -1,5 +1,5 @@
-"""The parts of `python -m tools.bench eight` that ask whether several ranks compute what one does:
-small models in float32, without TF32. Each loss of a run stands beside the same step's of another.
+"""The parts of `python -m tools.bench` that ask whether several ranks compute what one does: small
+models in float32, without TF32. Each loss of a run stands beside the same step's of another.
 """
 import functools
 import tempfile
