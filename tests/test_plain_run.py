@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from unittest import mock
 
 import pytest
@@ -76,3 +77,13 @@ def test_a_run_outlives_a_failed_save_but_not_the_last(shards, run_train, tmp_pa
         assert column(rows, "step") == [1, 2, 3, 4]
         assert (events[-1]["event"] == "end") == (status == 0)
         assert checkpoint.load(out / "latest.pt")["step"] == newest
+
+
+def test_the_time_left_counts_evaluations_and_saves(shards, run_train, tmp_path, monkeypatch):
+    """Each of 0.4 s, as the last one."""
+    for name in ("plain_evaluate", "plain_save"):
+        act = getattr(train, name)
+        monkeypatch.setattr(train, name, lambda *args, act=act: time.sleep(0.4) or act(*args))
+    _, text, _ = run_train("--data", shards, *PLAIN, "--steps", 3, "--eval-every", 1,
+                           "--save-every", 1, "--log-every", 1, "--out", tmp_path)
+    assert re.findall(r"left 0:00:0(\d)", text)[1:] == ["2", "1"]
