@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
+from time import sleep
 from unittest import mock
 
 import pytest
@@ -83,7 +83,7 @@ def test_the_time_left_counts_evaluations_and_saves(shards, run_train, tmp_path,
     """Each of 0.4 s, as the last one."""
     for name in ("plain_evaluate", "plain_save"):
         act = getattr(train, name)
-        monkeypatch.setattr(train, name, lambda *args, act=act: time.sleep(0.4) or act(*args))
+        monkeypatch.setattr(train, name, lambda *args, act=act: sleep(0.4) or act(*args))
     _, text, _ = run_train("--data", shards, *PLAIN, "--steps", 3, "--eval-every", 1,
                            "--save-every", 1, "--log-every", 1, "--out", tmp_path)
     assert re.findall(r"left 0:00:0(\d)", text)[1:] == ["2", "1"]
