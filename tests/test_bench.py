@@ -71,4 +71,3 @@ def test_two_ranks_on_cpus_fill_the_table_and_another_seed_fails(monkeypatch, tm
         "| resume --zero 1 --save-every 3": "ok |", "| replicas --zero 1 / fsdp": "ok |"}, text
     assert "; resumed after step " in table and "\n- layouts: The losses" in advice
     assert "'KILL_IN_STEP': '7'" in (tmp_path / "log.txt").read_text()
-
