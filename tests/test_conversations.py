@@ -189,7 +189,7 @@ def test_other_forms_of_a_conversation_are_the_same_conversation(record, same_as
     (dict(text="a"), 'neither "messages"'), (dict(messages="x"), "not an array"),
     (dict(messages=["x"]), "message is str"), ("a", 'neither "messages"'),
     (messages(("user", "x")), "no answer that"), (messages(("robot", "x")), "'robot' is none of"),
-    (dict(messages=TURNS, tools=[1]), '"tools"'), (dict(messages=TURNS, system="s"), '"system"'),
+    (dict(messages=TURNS, tools=[1]), '"tools"'),
     (dict(messages=[TURNS[0] | dict(images=["x"]), TURNS[1]]), '"images"'),
     (dict(messages=[TURNS[0] | dict(thinking="x"), TURNS[1]]), "only an answer"),
     (dict(messages=[TURNS[0], TURNS[1] | dict(weight=0.5)]), "true or false"),
@@ -334,8 +334,7 @@ def test_a_mixture_of_text_and_conversations(reversals, shards):
                                for source in dataset.mixture.sources.values()}
     told = run_log.format_eval(row, settings("."), CFG, dataset)
     assert f" of {dataset.n_windows:,} windows)" in told        # some are of text
-    text = [row for row, its, _ in dataset.mixture.find(ids)
-            if isinstance(its, data.TextWindows)]
+    text = [row for row, its, _ in dataset.mixture.find(ids) if isinstance(its, data.TextWindows)]
     assert len(text) == 4 and (targets[text] >= 0).all()
     assert (positions[text] == np.arange(32)).all()
     assert 4 * 32 < dataset.count_targets(ids) == (targets >= 0).sum() < 8 * 32
@@ -394,15 +393,6 @@ def test_a_chat_shows_the_model_the_conversation_so_far(first_letters, monkeypat
     assert shown == ["E" + one.format("a"), "E" + two.format("a") + one.format("b"),
                      "E" + two.format("b") + one.format("c\xef\xbf\xbd"),
                      "E" + one.format("d"), "E" + one.format("f")]
-
-
-def test_mistakes_of_a_chat_end_in_one_line(things, first_letters, monkeypatch, capsys):
-    tuned = first_letters / "out/latest.pt"
-    for words, file, *flags in [("not trained on conversations", things / "whole.pt"),
-                                *(("--chat reads standard input", tuned, flag, 2)
-                                  for flag in ("--prompt", "--stop", "--num-samples"))]:
-        ended = chat_with(monkeypatch, capsys, file, "a\n", *flags)
-        expect_mistake(ended, words, program="sample.py")
     monkeypatch.setattr("sys.stdin", None)
-    expect_mistake(run_main(capsys, sample, "--ckpt", tuned, "--chat"),
+    expect_mistake(run_main(capsys, sample, "--ckpt", first_letters / "out/latest.pt", "--chat"),
                    "standard input, which is closed", program="sample.py")

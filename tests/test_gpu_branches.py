@@ -372,7 +372,8 @@ def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(pool, t
 
 def test_a_device_that_never_ends_its_work_ends_the_run():
     """A rank that hangs leaves the others' GPUs waiting, and a copy to the host with them: to_host
-    raises a DistError after its timeout. It looks often, because a step waits for it."""
+    raises a DistError after its timeout. It looks often, because a step waits for it. A process
+    alone waits however long: --timeout is for other ranks."""
     never = SimpleNamespace(Event=lambda: SimpleNamespace(record=list, query=lambda: False))
     x = mock.Mock(device=torch.device("cuda"))
     with mock.patch.object(torch, "get_device_module", lambda device: never), \
@@ -380,15 +381,11 @@ def test_a_device_that_never_ends_its_work_ends_the_run():
         with pytest.raises(dist.DistError, match="has not ended its work in 0.05 s"):
             collectives.to_host(x, timeout=0.05)
     assert sleep.call_args.args[0] < 1e-3
-
-
-@pytest.mark.parametrize("world, expected", [(1, math.inf), (2, 60)])
-def test_a_process_alone_waits_for_its_device_however_long(world, expected):
-    """--timeout is for other ranks."""
-    grid = SimpleNamespace(world=world, groups=dict(world=None))
-    with mock.patch.object(step_stats, "to_host", wraps=collectives.to_host) as to_host:
-        step_stats.sum_across_ranks(dict(loss=torch.zeros(())), grid, 60, StopSignal())
-    assert to_host.call_args.args[1] == expected
+    for world, expected in [(1, math.inf), (2, 60)]:
+        grid = SimpleNamespace(world=world, groups=dict(world=None))
+        with mock.patch.object(step_stats, "to_host", wraps=collectives.to_host) as to_host:
+            step_stats.sum_across_ranks(dict(loss=torch.zeros(())), grid, 60, StopSignal())
+        assert to_host.call_args.args[1] == expected
 
 
 # ---- What a compiled run of one process does that a plain model, compiled as a whole, does not

@@ -156,6 +156,10 @@ once upon | once, --help
 --ckpt= | --ckpt, empty
 --prompt --x | --prompt=VALUE
 --prompt \udce9 | --prompt, UTF-8
+--chat | whole.pt, not trained on conversations
+--chat --prompt 2 | --chat reads standard input
+--chat --stop 2 | --chat reads standard input
+--chat --num-samples 2 | --chat reads standard input
 """)
 
 

@@ -161,14 +161,14 @@ REMOTE = ("remote process exited or there was a network error, NCCL version 2.29
           "ncclRemoteError: A call failed possibly due to a network error or a remote process "
           "exiting prematurely.")
 PAGE = "docs/troubleshooting.md, NCCL"
-NVLS = ("Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error {}.\n"
-        "This is usually caused by a system or configuration error in the Fabric Manager.\n"
+NVLS = ("Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 401 "
+        "'the operation cannot be performed in the present state'.\nThis is usually caused by a "
+        "system or configuration error in the Fabric Manager.\n"
         "Disable NVLS (NCCL_NVLS_ENABLE=0) if you wish to avoid this error in the future.")
 
 
 @pytest.mark.parametrize("kind, reason, advice", [
-    (CUDA, NVLS.format("401 'the operation cannot be performed in the present state'"), PAGE),
-    (CUDA, NVLS.format("2 'out of memory'"), PAGE), (CUDA, "Cuda failure 2 'out of memory'", PAGE),
+    (CUDA, NVLS, PAGE), (CUDA, "Cuda failure 2 'out of memory'", PAGE),
     (REMOTE, "socketProgress: Connection closed by remote peer node2<41224>", "another rank")])
 @pytest.mark.parametrize("operation", ["", "all-reduce with ranks [0, 1]: "])
 def test_nccls_own_reason_and_remedy_are_the_line(kind, reason, advice, operation):
