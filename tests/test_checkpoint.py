@@ -147,7 +147,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
 
 
 def test_load_model_returns_the_plain_model_which_drops_nothing(tmp_path):
-    """With the parameters of the run, in eval mode."""
     cfg = replace(CFG, dropout=0.5, n_layer=1)
     watched(settings(tmp_path, steps=1), save_at_the_start, cfg=cfg)
     loaded, _ = checkpoint.load_model(saved_file(tmp_path, 0))
@@ -159,9 +158,8 @@ def test_load_model_returns_the_plain_model_which_drops_nothing(tmp_path):
 
 @pytest.mark.parametrize("content, words", [
     ([1, 2], "not a checkpoint of this project"),
-    (dict(format=None), "not a checkpoint of this project"),
-    (dict(new=0), r"differ: \['new'\]"), (dict(tokens=None), r"differ: \['tokens'\]"),
-    (dict(model=dict(width=3)), "width"),
+    (dict(format=None), "not a checkpoint of this project"), (dict(new=0), r"differ: \['new'\]"),
+    (dict(tokens=None), r"differ: \['tokens'\]"), (dict(model=dict(width=3)), "width"),
     (dict(model=asdict(GPTConfig(n_layer=1, n_embd=64))), "its parameters are not those"),
     (dict(parameters={}), "its parameters are not those of its model"),
     (dict(exp_avg=dict(x=torch.zeros(1))), "its exp_avg are not those of its model")])

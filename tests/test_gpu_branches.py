@@ -77,8 +77,7 @@ def test_the_groups_of_a_gpu_connect_before_the_first_step(pool):
 @pytest.mark.parametrize("layout, expected", [
     ((4, 1, 1), "replicas world"), ((1, 1, 4), "tp world"), ((1, 2, 1), "pp world embedding"),
     ((2, 2, 1), "replicas, pp embedding, world"),
-    ((4, 1, 1, 2), "replicas world, ep, same_experts"),
-    ((4, 1, 1, 4), "replicas, ep world")])
+    ((4, 1, 1, 2), "replicas world, ep, same_experts"), ((4, 1, 1, 4), "replicas, ep world")])
 def test_equal_ranks_share_a_group_and_exchanges_of_all_with_all_connect(pool, layout, expected):
     """A group of NCCL takes memory of each GPU. What overlaps has its own."""
     world = math.prod(layout[:3])

@@ -196,7 +196,6 @@ def test_characters_are_printed_whole_and_an_error_in_one_line(run_sample, monke
 
 
 def test_logits_that_are_not_finite_are_told_in_one_line(run_sample, things, tmp_path):
-    """Exit status 1, greedy or not."""
     state = torch.load(things / "whole.pt")
     state["parameters"]["head.norm.weight"][0] = torch.nan
     torch.save(state, tmp_path / "nan.pt")
