@@ -136,8 +136,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
         return copies
     fast = settings(tmp_path / "fast", steps=6, save_every=2, keep=9)
     watched(fast)
-    with mock.patch.object(checkpoint, "save", save_when_waited_for), \
-            mock.patch.object(checkpoint, "copy_pieces", copy_and_count), \
+    with mock.patch.multiple(checkpoint, save=save_when_waited_for, copy_pieces=copy_and_count), \
             mock.patch.object(Writer, "wait", wait_and_tell):
         watched(replace(fast, out=str(tmp_path / "slow")),
                 lambda run: after_backward(run, done.append))

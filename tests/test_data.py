@@ -32,9 +32,9 @@ from corpus.chat_records import Refused
 from corpus.prepare import prepare
 from corpus.shards import SPLITS
 from corpus.tokenizers import TiktokenTokenizer, get_tokenizer
-from tests.commands import (NASTY, SHARED, Command, dataset, expect_mistake, meta_of, set_block,
-                            shard, texts_of, write_lines, write_texts)
-from tests.harness import names_in, no_file_above, nothing
+from tests.commands import (NASTY, SHARED, Command, expect_mistake, meta_of, set_block, shard,
+                            texts_of, write_lines, write_texts)
+from tests.harness import contents, names_in, no_file_above, nothing
 
 
 # ---- Corpora: where text comes from ----------------------------------------------------------
@@ -89,7 +89,6 @@ def test_a_mistake_in_the_flags_ends_in_one_line_and_exit_2(refuse_data, given, 
     refuse_data(words, *given.split(" "))
 
 
-WORDS = "some words in a row\n" * 50
 # Where there is no network: the message of requests has the names of five classes.
 NO_NAME = requests.ConnectionError("HTTPSConnectionPool: Max retries exceeded")
 NO_NAME.__context__ = OSError("no such name")
@@ -557,7 +556,7 @@ sys.exit(corpus.program.main())
 
 def test_an_error_of_the_disk_has_its_path_and_what_to_do(tmp_path, server, run_data):
     """Of writing, whose errors have no path of their own: of a shard, and of a download."""
-    (tmp_path / "a.txt").write_text(WORDS)
+    (tmp_path / "a.txt").write_text("some words in a row\n" * 50)
     with no_file_above(1500):
         status, out, error = run_data("--input", tmp_path / "a.txt", "--tokenizer", "bytes",
                                       "--out", tmp_path / "d")
@@ -686,9 +685,6 @@ def test_a_data_set_stays_until_the_new_one_is_whole(tmp_path):
     text.write_text(letters)
     make = functools.partial(prepare, [text], out, "bytes")
 
-    def contents():
-        return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
-
     def killed(path, target, replace_file=os.replace):
         if target.name == "meta.json":
             raise KeyboardInterrupt
@@ -698,10 +694,10 @@ def test_a_data_set_stays_until_the_new_one_is_whole(tmp_path):
     with pytest.raises(ValueError, match="meta.json is damaged.*run data.py again"):
         data.TokenDataset(out, "train", 4)
     fingerprint = make()["fingerprint"]
-    before = contents()
-    assert [*before] == ["meta.json", "train_000000.bin", "val_000000.bin"]
-    assert fingerprint == hashlib.sha256(before["train_000000.bin"]
-                                         + before["val_000000.bin"]).hexdigest()
+    before = contents(out)
+    assert names_in(out) == ["meta.json", "train_000000.bin", "val_000000.bin"]
+    _, of_train, of_val = before.values()
+    assert fingerprint == hashlib.sha256(of_train + of_val).hexdigest()
     for other, flags in [(letters, dict(shard_tokens=1024)), (letters, dict(seed=1)),
                          (letters, dict(shard_tokens=10 ** 6)),      # the beginning of 10 ** 8
                          (letters[:-1] + "J", {})]:
@@ -714,11 +710,11 @@ def test_a_data_set_stays_until_the_new_one_is_whole(tmp_path):
     with mock.patch.object(corpus.prepare, "tokenise", then_changes), \
             pytest.raises(ValueError, match="the input changed while it was read: run data.py ag"):
         prepare([text], tmp_path / "other", "bytes")
-    assert contents() == before and names_in(tmp_path / "other") == []
+    assert contents(out) == before and names_in(tmp_path / "other") == []
     text.write_text(letters)
     (out / "val_000000.bin").write_bytes(b"damaged")
     make()
-    assert contents() == before
+    assert contents(out) == before
 
 
 # ---- Tokenizers by their names ---------------------------------------------------------------

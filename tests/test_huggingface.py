@@ -161,7 +161,6 @@ REFUSED = [     # a model, changes of config.json, changes of the tensors, words
     ("gpt2", {}, {f"{LAYER}.bias": torch.full((48,), torch.nan)}, "not finite"),
     ("gpt2", {}, {f"{LAYER}.weight": torch.ones(48, dtype=torch.int8)},
      f"model.safetensors {LAYER}.weight torch.int8"),
-    ("opt", dict(do_layer_norm_before=False), {}, "unexpected keys model.decoder.final"),
     ("qwen2", dict(use_sliding_window=True, sliding_window=4), {}, "sliding_window 4"),
     ("llama", dict(rope_parameters=dict(rope_type="yarn", factor=4.0)), {}, "rope_type 'yarn'"),
     ("llama", dict(rope_parameters=None, rope_scaling=dict(type="dynamic", factor=2.0)), {},

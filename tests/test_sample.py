@@ -49,7 +49,6 @@ def test_samples_of_a_batch_equal_those_drawn_one_by_one(temperature):
     """Sample i, token by token, is that of seed i alone: it does not depend on how many there are,
     nor on when others end."""
     def drawn(seeds, end):
-        """The tokens of each sample."""
         generators = [torch.Generator().manual_seed(i) for i in seeds]
         tokens = [[] for _ in seeds]
         for of in sample.generate(random_gpt(CFG), [1, 2, 3], 40, {end}, temperature,

@@ -3,7 +3,6 @@
 A stopped and resumed run is compared with one that no signal stopped.
 """
 import io
-import re
 import shlex
 import signal
 import subprocess
