@@ -64,7 +64,7 @@ def test_the_default_is_the_standard_library_without_its_tests(tmp_path, monkeyp
     ("--dataset fineweb --tokenizer bytes", "GPT-2's tokens"),
     ("--input a.txt", "--out"), ("--output-prefix a", "--output-prefix: --help lists"),
     ("a.txt --out", "--out: expected one argument: give a value; one that"),
-    ("a.txt --out a.txt", "a.txt is not a directory: give another"),
+    ("a.txt --out gone", "--out gone is not a directory: give another"),
     ("a.txt --out held", "held/meta.json was made of other text"),
     ("a.txt --out chat", "train_000000.learn was made of other text"),
     ("empty.txt --out a.txt/below", "a.txt/below"),     # before the text is read
@@ -81,6 +81,7 @@ def test_a_mistake_in_the_flags_ends_in_one_line_and_exit_2(refuse_data, given, 
     Path("empty.txt").touch()
     Path("tiny.txt").write_text("a")
     write_texts("blank.jsonl", ["", " \n"])
+    Path("gone").symlink_to("nowhere")
     Path("held").mkdir()
     Path("held/meta.json").write_bytes(b"\xff")
     for name in ("chat/train_000000.learn", "old/bpe-0123456789ab.tiktoken"):
