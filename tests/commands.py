@@ -52,8 +52,7 @@ def readme_commands(program) -> list[tuple[str, list[str]]]:
     """(what stands before `program`, its flags) of each command in the README and the chapters that
     python or torchrun starts. (Of a sweep its first turn; no transcripts, no --help.)"""
     blocks = README.split("```")
-    commands = [block for block in blocks[1::2]
-                if not re.match(r"console\n|\w*\n\$ ", block)]
+    commands = [block for block in blocks[1::2] if not re.match(r"console\n|\w*\n\$ ", block)]
     text = "".join(commands).replace("\\\n", " ").replace(" && ", "\n")
     text = re.sub("for lr in (\\S+) .*; do (.*); done",
                   lambda loop: loop[2].replace("$lr", loop[1]), text)

@@ -746,6 +746,11 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def contents(folder):
+    """{path: bytes} of the files in a folder and in its folders."""
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 @contextmanager
 def no_file_above(size):
     """The kernel refuses to write more than `size` bytes to a file, as a full disk does."""

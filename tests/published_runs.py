@@ -160,8 +160,7 @@ LONG = [mosaic(*row) for row in [
     (A100, "7b", 65536, 1, 2, True, 1013), (A100, "3b", 16384, 1, 6, False, 5529),
     (A100, "1b", 32768, 1, 4, False, 6275), (A100, "125m", 65536, 1, 2, False, 20368),
     (A100, "125m", 4096, 16, 2, False, 118396), (OLD_A100, "7b", 16384, 1, 4, True, 2249),
-    (OLD_A100, "3b", 4096, 2, 8, False, 8777),
-    (OLD_A100, "760m", 32768, 1, 4, True, 7183)]]
+    (OLD_A100, "3b", 4096, 2, 8, False, 8777), (OLD_A100, "760m", 32768, 1, 4, True, 7183)]]
 
 # BigScience, chronicles-prequel.md: one model of 181B parameters on 384 A100s with 6.25 GB/s each,
 # ZeRO 1 and recomputation: (tp, pp, sequences of a microbatch, of a step), seconds of a step

@@ -58,7 +58,6 @@ def mixture(n_windows, phases):
 @pytest.mark.parametrize("n", [
     *range(1, 40), 256, 257, 1000, 4097, pytest.param(10 ** 6, marks=pytest.mark.slow)])
 def test_an_epoch_is_a_permutation_drawn_from_seed_and_epoch(n):
-    """An epoch reads each of n windows once."""
     made, in_order = mixture({"d": n}, [[0, {"d": 1}]]), np.arange(n)
     one, two = made.window_ids(7, 0, 2 * n).reshape(2, n)
     assert np.array_equal(np.sort(one), in_order) and np.array_equal(np.sort(two), in_order)

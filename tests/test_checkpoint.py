@@ -136,8 +136,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
         return copies
     fast = settings(tmp_path / "fast", steps=6, save_every=2, keep=9)
     watched(fast)
-    with mock.patch.object(checkpoint, "save", save_when_waited_for), \
-            mock.patch.object(checkpoint, "copy_pieces", copy_and_count), \
+    with mock.patch.multiple(checkpoint, save=save_when_waited_for, copy_pieces=copy_and_count), \
             mock.patch.object(Writer, "wait", wait_and_tell):
         watched(replace(fast, out=str(tmp_path / "slow")),
                 lambda run: after_backward(run, done.append))
@@ -147,7 +146,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
 
 
 def test_load_model_returns_the_plain_model_which_drops_nothing(tmp_path):
-    """With the parameters of the run, in eval mode."""
     cfg = replace(CFG, dropout=0.5, n_layer=1)
     watched(settings(tmp_path, steps=1), save_at_the_start, cfg=cfg)
     loaded, _ = checkpoint.load_model(saved_file(tmp_path, 0))
@@ -159,9 +157,8 @@ def test_load_model_returns_the_plain_model_which_drops_nothing(tmp_path):
 
 @pytest.mark.parametrize("content, words", [
     ([1, 2], "not a checkpoint of this project"),
-    (dict(format=None), "not a checkpoint of this project"),
-    (dict(new=0), r"differ: \['new'\]"), (dict(tokens=None), r"differ: \['tokens'\]"),
-    (dict(model=dict(width=3)), "width"),
+    (dict(format=None), "not a checkpoint of this project"), (dict(new=0), r"differ: \['new'\]"),
+    (dict(tokens=None), r"differ: \['tokens'\]"), (dict(model=dict(width=3)), "width"),
     (dict(model=asdict(GPTConfig(n_layer=1, n_embd=64))), "its parameters are not those"),
     (dict(parameters={}), "its parameters are not those of its model"),
     (dict(exp_avg=dict(x=torch.zeros(1))), "its exp_avg are not those of its model")])

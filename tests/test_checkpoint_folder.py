@@ -154,10 +154,16 @@ def test_a_folder_of_the_same_step_is_replaced_and_old_ones_are_removed(tmp_path
 # ---- Programs that take folders
 
 def test_a_file_becomes_a_folder_and_back(run_train, run_sample, capsys, shards, tmp_path):
-    """A run goes on from a folder or begins from its weights, and sample.py reads it."""
+    """A run goes on from a folder or begins from its weights, and sample.py reads it. A full disk
+    ends the tool in one line; nothing of it stays."""
     out, folder = tmp_path / "o", tmp_path / "folder"
     flags = ["--data", shards, *TINY]
     assert run_train(*flags, "--out", out)[0] == 0
+    for made in (folder, tmp_path / "again.pt"):
+        with no_file_above(5000):
+            ended = run_main(capsys, tool, out / "latest.pt", made)
+        expect_mistake(ended, "File too large", f"{made}", program="tools.checkpoint", status=1)
+    assert names_in(tmp_path) == ["o"]
     told = 0, f"wrote the folder {folder}\n", ""
     assert run_main(capsys, tool, out / "latest.pt", folder) == told
     assert run_main(capsys, tool, folder, tmp_path / "again.pt")[0] == 0
@@ -179,12 +185,3 @@ def test_a_file_becomes_a_folder_and_back(run_train, run_sample, capsys, shards,
                           ("there is no checkpoint", tmp_path / "x", tmp_path / "y")):
         expect_mistake(run_main(capsys, tool, *given), words, program="tools.checkpoint")
     assert run_train(*flags, "--out", tmp_path / "p", "--plain", "--steps", 6)[0] == 0
-
-
-def test_a_full_disk_ends_the_tool_in_one_line_and_leaves_nothing(things, capsys, tmp_path):
-    for name in ("folder", "file.pt"):
-        with no_file_above(5000):
-            ended = run_main(capsys, tool, things / "whole.pt", tmp_path / name)
-        expect_mistake(ended, "File too large", f"{tmp_path / name}", program="tools.checkpoint",
-                       status=1)
-        assert names_in(tmp_path) == []

@@ -23,10 +23,10 @@ def test_compare_tabulates_runs_without_their_void_rows(capsys, tmp_path, monkey
     write_run(
         "a", (0, 0, dict(event="start", config=flags)), (0.1, 1, dict(loss=8, val_loss=1)),
         (0.2, 2, dict(loss=1)), (0.3, 3, dict(loss=1e6)), (0.3, 3, dict(event="rollback", to=1)),
-        (0.4, 2, dict(loss=4, val_loss=2.5)), (0.5, 3, dict(loss=2)), (0.5, 4, dict(loss=None)),
-        (25, 2, dict(event="damaged")), (25, 2, dict(event="resume", config=flags)),
-        (25.1, 3, dict(loss=2, val_loss=1.25)), (25.2, 4, dict(loss=1)), (25.2, 4, dict(
-            event="end")))
+        (0.4, 2, dict(loss=4, val_loss=2.5)), (0.5, 3, dict(loss=2)),
+        (0.5, 4, dict(loss=None, val_loss=None)), (25, 2, dict(event="damaged")),
+        (25, 2, dict(event="resume", config=flags)), (25.1, 3, dict(loss=2, val_loss=1.25)),
+        (25.2, 4, dict(loss=1)), (25.2, 4, dict(event="end")))
     write_run("b", (0, 0, dict(event="start", config=dict(
         flags, out="b", lr=1e-3, skip_steps="2:3", resume="never", plain=False))),
         (1, 1, dict(loss=8)), (2, 2, dict(loss=80)))
@@ -102,21 +102,6 @@ def test_nats_order_only_what_is_the_same_test(tmp_path, monkeypatch, runs, orde
     assert " ".join(line[-1] for line in table) == order
     assert all(line in text for line in words) and ("note" in text) == bool(words), text
     assert ("so the order" in text) == any("so the order" in line for line in words), text
-
-
-def test_compare_reads_what_is_not_finite_or_not_a_step(tmp_path, monkeypatch):
-    """NaN as another program writes it, and rows without their fields: what is left is ordered."""
-    monkeypatch.chdir(tmp_path)
-    nan, inf = math.nan, math.inf
-    write_run("a", (0, 1, dict(loss=None, val_loss=inf)), (3, 4, dict(val_loss=2, loss=3)),
-              (4, 5, dict(loss=inf, val_loss=nan, bits_per_byte=nan)))
-    with open("a/metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "time": 14400}\n[]\nnull\n'
-                   '{"step": "7", "time": 14400, "loss": 1, "tokens": 1, "lr": 1}\n')
-    write_run("b", (0, 1, dict(loss=nan)), (1, 2, dict(loss=9, val_loss=nan)))
-    one, two = compare.compare(compare.read_runs(["b", "a"])).splitlines()[-2:]
-    assert one.split()[:6] == "2.0000 4 2.0000 4 5 500".split()
-    assert two.split()[:4] == "- - - -".split()
 
 
 @pytest.mark.parametrize("before, words", [

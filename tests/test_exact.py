@@ -163,7 +163,8 @@ def test_a_term_out_of_range_skips_the_step_on_every_rank(pool, tmp_path):
 
 
 def test_a_norm_out_of_range_is_reported_and_leaves_the_loss_scale(tmp_path):
-    """It is no overflow: a smaller scale would not help."""
+    """It is no overflow: a smaller scale would not help. A CPU computes an exact run in one thread:
+    the number of threads chooses the kernels of products, and cuts elementwise ones."""
     def enlarge(run):
         def spoil(step):
             if step == 2:
@@ -171,19 +172,13 @@ def test_a_norm_out_of_range_is_reported_and_leaves_the_loss_scale(tmp_path):
                     bucket.shard["grad"][:] = 100 * run.progress.scaler.scale    # each is in range
         after_backward(run, spoil)
     config = settings(tmp_path, steps=4, exact=True, dtype="fp16", log_every=1)
-    seen = watched(config, enlarge, cfg=NARROW)
+    with mock.patch.object(torch, "set_num_threads") as set_threads:
+        seen = watched(config, enlarge, cfg=NARROW)
+    assert set_threads.mock_calls == [mock.call(1)]
     assert column(seen.rows, "skipped") == [0, 1, 0, 0]
     assert len(set(column(seen.rows, "loss_scale"))) == 1
     assert [event["reason"] for event in seen.events if event["event"] == "skip"] == [
         "too large for an exact sum (--exact)"]
-
-
-def test_an_exact_run_on_a_cpu_computes_in_one_thread(tmp_path):
-    """The number of threads chooses the kernels of products, and cuts elementwise ones."""
-    threads = []
-    with mock.patch.object(torch, "set_num_threads", threads.append):
-        watched(settings(tmp_path, steps=1, exact=True), cfg=NARROW)
-    assert threads == [1]
 
 
 def on_replica_1(run, change):

@@ -38,8 +38,8 @@ from parallelism.pieces import owned_slices
 from runtime import directory, folder_writer, run_state
 from runtime.checkpoint_writer import Streamed
 from tests.commands import TINY, kinds, read_metrics
-from tests.harness import (CFG, Memory, after_backward, assert_same_state, gridded, names_in,
-                           no_file_above, on_ranks, poison, run_steps, saved, settings,
+from tests.harness import (CFG, Memory, after_backward, assert_same_state, contents, gridded,
+                           names_in, no_file_above, on_ranks, poison, run_steps, saved, settings,
                            small_state, trained, watched)
 
 SMALL = replace(CFG, n_layer=1, n_embd=16, n_head=2)
@@ -270,9 +270,6 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, ca
                                                                     writes, file, drawn):
     """Before the last byte of such a file. Without hard links latest.pt is written, too. One line
     names what could not be written, and the earlier files are unchanged."""
-    def contents():
-        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-
     def write_on_a_full_disk(*args, write=getattr(module, writes)):
         with no_file_above(place):
             return write(*args)
@@ -283,14 +280,14 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, ca
     with saver(tmp_path, keep=2) as save, mock.patch.object(
             os, "link", side_effect=OSError) if no_links else nullcontext():
         save(1, form)
-        before = contents()
+        before = contents(tmp_path)
         size = len(before[tmp_path / file])
         for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(drawn))]:
             with mock.patch.object(module, writes, write_on_a_full_disk):
                 reason = save(2, form)
             assert f"{lost} could not be" in reason and "too large" in reason
             assert capsys.readouterr().err.count("\n") == 1
-            found = contents()
+            found = contents(tmp_path)
             assert found.keys() - before.keys() == left and found | before == found, place
         assert save(2, form) is None and step_of(tmp_path / LATEST[form]) == 2
 

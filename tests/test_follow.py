@@ -112,7 +112,6 @@ def test_follow_sends_the_valid_rows_and_all_events_of_a_run_again(tmp_path, wan
 
 
 def test_a_dashboard_that_raises_costs_a_warning(run_train, shards, tmp_path, wandb, monkeypatch):
-    """The other one gets every row."""
     pytest.importorskip("tensorboard")
     command = ["--data", shards, *TINY, "--steps", 3, "--log", "wandb,tensorboard"]
     monkeypatch.setattr(wandb, "log", mock.Mock(side_effect=[None, OSError("lost\nfor now")]))

@@ -77,8 +77,7 @@ def test_the_groups_of_a_gpu_connect_before_the_first_step(pool):
 @pytest.mark.parametrize("layout, expected", [
     ((4, 1, 1), "replicas world"), ((1, 1, 4), "tp world"), ((1, 2, 1), "pp world embedding"),
     ((2, 2, 1), "replicas, pp embedding, world"),
-    ((4, 1, 1, 2), "replicas world, ep, same_experts"),
-    ((4, 1, 1, 4), "replicas, ep world")])
+    ((4, 1, 1, 2), "replicas world, ep, same_experts"), ((4, 1, 1, 4), "replicas, ep world")])
 def test_equal_ranks_share_a_group_and_exchanges_of_all_with_all_connect(pool, layout, expected):
     """A group of NCCL takes memory of each GPU. What overlaps has its own."""
     world = math.prod(layout[:3])
@@ -372,7 +371,8 @@ def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(pool, t
 
 def test_a_device_that_never_ends_its_work_ends_the_run():
     """A rank that hangs leaves the others' GPUs waiting, and a copy to the host with them: to_host
-    raises a DistError after its timeout. It looks often, because a step waits for it."""
+    raises a DistError after its timeout. It looks often, because a step waits for it. A process
+    alone waits however long: --timeout is for other ranks."""
     never = SimpleNamespace(Event=lambda: SimpleNamespace(record=list, query=lambda: False))
     x = mock.Mock(device=torch.device("cuda"))
     with mock.patch.object(torch, "get_device_module", lambda device: never), \
@@ -380,15 +380,11 @@ def test_a_device_that_never_ends_its_work_ends_the_run():
         with pytest.raises(dist.DistError, match="has not ended its work in 0.05 s"):
             collectives.to_host(x, timeout=0.05)
     assert sleep.call_args.args[0] < 1e-3
-
-
-@pytest.mark.parametrize("world, expected", [(1, math.inf), (2, 60)])
-def test_a_process_alone_waits_for_its_device_however_long(world, expected):
-    """--timeout is for other ranks."""
-    grid = SimpleNamespace(world=world, groups=dict(world=None))
-    with mock.patch.object(step_stats, "to_host", wraps=collectives.to_host) as to_host:
-        step_stats.sum_across_ranks(dict(loss=torch.zeros(())), grid, 60, StopSignal())
-    assert to_host.call_args.args[1] == expected
+    for world, expected in [(1, math.inf), (2, 60)]:
+        grid = SimpleNamespace(world=world, groups=dict(world=None))
+        with mock.patch.object(step_stats, "to_host", wraps=collectives.to_host) as to_host:
+            step_stats.sum_across_ranks(dict(loss=torch.zeros(())), grid, 60, StopSignal())
+        assert to_host.call_args.args[1] == expected
 
 
 # ---- What a compiled run of one process does that a plain model, compiled as a whole, does not

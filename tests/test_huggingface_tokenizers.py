@@ -97,7 +97,6 @@ def write_folder(folder, tokenizer, **config):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """{kind: folder}."""
     top = tmp_path_factory.mktemp("models")
     return dict(
         chatml=write_folder(top / "chatml", byte_level(), eos_token="<|im_end|>",

@@ -157,7 +157,6 @@ def test_a_ladder_goes_on_past_rungs_that_fail_and_are_killed(imitated, tmp_path
     ("--stepz 10", "did you mean --steps?"), ("--n-kv-head 2", "nano --n-kv-head")])
 def test_a_ladder_that_cannot_predict_is_refused_in_one_line(imitated, tmp_path, capsys, flags,
                                                              words):
-    """Before a run starts."""
     expect_mistake(run_main(capsys, tools.ladder, *imitated, *FLAGS, *flags.split()),
                    *words.split(), program="tools.ladder")
     assert not (tmp_path / "starts").exists() and not (tmp_path / "o").exists()

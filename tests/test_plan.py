@@ -193,8 +193,8 @@ def test_the_estimate_of_buffers_is_what_the_buckets_hold(pool, tmp_path, cfg, l
     dp, tp, pp = layout
     config = plan_config(out=str(tmp_path), steps=2, world=math.prod(layout), gpu="h100", tp=tp,
                          pp=pp, **flags)
-    for rank, held in enumerate(pool.run(math.prod(layout), largest_buffers, layout,
-                                          config, cfg)):
+    ranks = pool.run(math.prod(layout), largest_buffers, layout, config, cfg)
+    for rank, held in enumerate(ranks):
         assert held <= bucket_bytes(Stage(cfg, config, Grid(dp, pp, tp, rank))) <= 1.01 * held
 
 
@@ -462,8 +462,7 @@ def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
     checks.check_layout(cfg, world, config.batch_size, config)
     if "--search" in words:
         del flags_of_train[steps:steps + 2]             # the plan has no such flag
-        again = json.loads(answer(["--world", "4", "--gpu", "a100-80g", "--json",
-                                   *flags_of_train]))
+        again = json.loads(answer([*"--world 4 --gpu a100-80g --json".split(), *flags_of_train]))
         del again["pp_schedule"]            # of one stage it has any name
         assert again["pp"] == 1 and best.items() >= again.items()
 

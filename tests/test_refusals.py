@@ -71,8 +71,7 @@ WORLD_SIZE=2 RANK= MASTER_ADDR= MASTER_PORT= --lr 1 | RANK, MASTER_ADDR, MASTER_
 WORLD_SIZE=2 MASTER_PORT=abc --lr 1 | MASTER_PORT, abc
 WORLD_SIZE=2 RANK=2 --lr 1 | RANK is 2
 LOCAL_RANK=1 --lr 1 | LOCAL_RANK is 1
---nproc_per_node=1 --tp 2 | tp 2 x pp 1 | --nproc_per_node=2 --tp 2
---nproc_per_node=3 --tp 2 | 3 processes, tp 2 x pp 1
+--nproc_per_node=3 --tp 2 | 3 processes, tp 2 x pp 1 | --nproc_per_node=2 --tp 2
 --tp 4 | n_head 2, tp 4 | --nproc_per_node=4 --tp 2 ; --tp 4 --n-head 4
 --n-embd 100 --n-head 3 | n_embd 100, n_head 3 | --n-embd 99 --n-head 3
 --sequence-parallel | tp is 1 | --sequence-parallel --tp 2
@@ -156,6 +155,10 @@ once upon | once, --help
 --ckpt= | --ckpt, empty
 --prompt --x | --prompt=VALUE
 --prompt \udce9 | --prompt, UTF-8
+--chat | whole.pt, not trained on conversations
+--chat --prompt 2 | --chat reads standard input
+--chat --stop 2 | --chat reads standard input
+--chat --num-samples 2 | --chat reads standard input
 """)
 
 

@@ -18,7 +18,7 @@ import checkpoint
 import train
 from base import checkpoint_files
 from base.errors import RunError
-from runtime.divergence import DivergenceMonitor
+from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
 from runtime.step_stats import StepStats
 from tests.commands import kinds
 from tests.harness import (CFG, Memory, after_backward, assert_same_state, batches_from, column,
@@ -259,10 +259,10 @@ def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
 NOISY = list(2 + 0.1 * np.random.default_rng(0).standard_normal(100))       # 2.9: nine deviations
 
 
-def judge(losses):
+def judge(losses, **settings):
     """What a DivergenceMonitor says to a series of losses: {index: reason}. "overflow" stands for a
     step that an infinite gradient skips, "at floor" for one that no loss scale can cure."""
-    monitor = DivergenceMonitor()
+    monitor = DivergenceMonitor(**settings)
     reasons = {}
     for i, loss in enumerate(losses):
         skipped = isinstance(loss, str)
@@ -311,6 +311,15 @@ def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is(
         fall = 2 + 3.5 * np.exp(-np.arange(1000) / rng.uniform(20, 200))
         fall += rng.standard_t(4, 1000) * rng.uniform(0.005, 0.2)       # tails wider than normal
         assert judge(plateau) == judge(fall) == {}, seed
+
+
+@pytest.mark.parametrize("loss, least_deviation, diverges", [
+    (0.06, ANSWERS_DEVIATION, False), (1.0, ANSWERS_DEVIATION, True), (0.06, 0.0, True)])
+def test_a_surprise_among_losses_near_0_is_no_divergence(loss, least_deviation, diverges):
+    """One letter that is wrong in a batch of some 30 learnt tokens gives 0.06 to 0.3 nats, where
+    the others gave 0.0005. Three losses of 1 nat are a divergence, and of text 0.06 are."""
+    losses = [*np.random.default_rng(0).uniform(0, 0.0005, 64), *3 * [loss]]
+    assert bool(judge(losses, least_deviation=least_deviation)) == diverges
 
 
 @pytest.mark.parametrize("changes, healthy", [

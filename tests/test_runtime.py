@@ -241,8 +241,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
         return result
 
     def prepare(run):
-        monkeypatch.setattr(evaluation, "evaluate_source",
-                            lambda *_: takes(1000, 2 * math.log(2)))
+        monkeypatch.setattr(evaluation, "evaluate_source", lambda *_: takes(1000, 2 * math.log(2)))
         run.writer.submit = lambda *_: takes(1000)
         run.val_data.meta["bytes_per_token"] = 4.0
     with mock.patch.object(time, "perf_counter", lambda: takes(40, now[0])), \

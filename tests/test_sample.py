@@ -49,7 +49,6 @@ def test_samples_of_a_batch_equal_those_drawn_one_by_one(temperature):
     """Sample i, token by token, is that of seed i alone: it does not depend on how many there are,
     nor on when others end."""
     def drawn(seeds, end):
-        """The tokens of each sample."""
         generators = [torch.Generator().manual_seed(i) for i in seeds]
         tokens = [[] for _ in seeds]
         for of in sample.generate(random_gpt(CFG), [1, 2, 3], 40, {end}, temperature,
@@ -196,7 +195,6 @@ def test_characters_are_printed_whole_and_an_error_in_one_line(run_sample, monke
 
 
 def test_logits_that_are_not_finite_are_told_in_one_line(run_sample, things, tmp_path):
-    """Exit status 1, greedy or not."""
     state = torch.load(things / "whole.pt")
     state["parameters"]["head.norm.weight"][0] = torch.nan
     torch.save(state, tmp_path / "nan.pt")

@@ -3,7 +3,6 @@
 A stopped and resumed run is compared with one that no signal stopped.
 """
 import io
-import re
 import shlex
 import signal
 import subprocess
@@ -20,24 +19,8 @@ from base.checkpoint_files import LATEST
 from base.options import parse_flags
 from parallelism import collectives
 from runtime import signals
-from tests.commands import TINY, kinds, launch, read_metrics, wait_for_step
+from tests.commands import TINY, kinds, launch, read_metrics
 from tests.harness import ROOT, assert_same_state, column
-
-
-def test_a_signal_promises_no_save_that_a_dead_peer_prevents(shards, tmp_path):
-    """One of two ranks stops in a step, the other gets a signal, then the first dies: the step
-    cannot end, and nothing is saved."""
-    witness, victim = launch(2, "--data", shards, "--out", tmp_path, *TINY, "--steps", 100000,
-                             "--save-every", 0, "--eval-every", 0, "--pp", 2, "--timeout", 30)
-    wait_for_step(tmp_path, 3, witness)
-    victim.send_signal(signal.SIGSTOP)
-    time.sleep(0.3)
-    witness.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    victim.send_signal(signal.SIGKILL)
-    (status, text, error), _ = witness.finish(), victim.finish()
-    assert status == 1 and re.search("train.py: rank 0: .*(closed|reset) by peer", error)
-    assert "saved" not in text and not list(tmp_path.glob("*.pt"))
 
 
 def start_and_wait_for(ranks, folder, statements, *flags):
@@ -161,14 +144,14 @@ REMOTE = ("remote process exited or there was a network error, NCCL version 2.29
           "ncclRemoteError: A call failed possibly due to a network error or a remote process "
           "exiting prematurely.")
 PAGE = "docs/troubleshooting.md, NCCL"
-NVLS = ("Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error {}.\n"
-        "This is usually caused by a system or configuration error in the Fabric Manager.\n"
+NVLS = ("Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 401 "
+        "'the operation cannot be performed in the present state'.\nThis is usually caused by a "
+        "system or configuration error in the Fabric Manager.\n"
         "Disable NVLS (NCCL_NVLS_ENABLE=0) if you wish to avoid this error in the future.")
 
 
 @pytest.mark.parametrize("kind, reason, advice", [
-    (CUDA, NVLS.format("401 'the operation cannot be performed in the present state'"), PAGE),
-    (CUDA, NVLS.format("2 'out of memory'"), PAGE), (CUDA, "Cuda failure 2 'out of memory'", PAGE),
+    (CUDA, NVLS, PAGE), (CUDA, "Cuda failure 2 'out of memory'", PAGE),
     (REMOTE, "socketProgress: Connection closed by remote peer node2<41224>", "another rank")])
 @pytest.mark.parametrize("operation", ["", "all-reduce with ranks [0, 1]: "])
 def test_nccls_own_reason_and_remedy_are_the_line(kind, reason, advice, operation):

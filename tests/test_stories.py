@@ -21,7 +21,7 @@ import train
 from base.options import Config
 from runtime import evaluation
 from tests.commands import TINY, kinds, read_metrics
-from tests.harness import assert_same_state, column
+from tests.harness import assert_same_state, column, contents
 
 RUN_8 = "TINY --batch-size 8 --steps 10 --save-every 4"
 STORIES = {
@@ -194,10 +194,6 @@ def start_torchrun():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return store, dict(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port,
                        TORCHELASTIC_USE_AGENT_STORE=True)
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("story", STORIES)

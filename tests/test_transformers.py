@@ -103,8 +103,7 @@ def theirs_and_ours(tmp_path_factory):
 @contextmanager
 def in_fp64(theirs):
     """Let transformers compute norms, rotary positions and routers in fp64, and GPT-J's table."""
-    with mock.patch.object(torch, "float32", torch.float64), \
-            mock.patch.object(torch, "float", torch.float64), \
+    with mock.patch.multiple(torch, float32=torch.float64, float=torch.float64), \
             mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         if theirs.config.model_type == "gptj":
             from transformers.models.gptj import modeling_gptj
