@@ -3,5 +3,4 @@ the files of a run, the runtime, faults, the branches for GPUs, the tools, the R
 starts ranks and programs for all of them.
 
     python -m pytest                    # test_all.py and these
-    python -m pytest tests -m slow
-"""
+    python -m pytest tests -m slow"""

@@ -1,8 +1,7 @@
 """How the tests start programs, and the data sets that these read: a plugin of pytest.
 
     Commands    Command, launch, torchrun: in other processes; run_train, run_data, run_sample: here
-    Data sets   shards, two_sources, library, things: made once
-"""
+    Data sets   shards, two_sources, library, things: made once"""
 import functools
 import gc
 import io

@@ -5,8 +5,7 @@ for test_all.py and every file in tests/. It loads before torch and sets the env
 reads at its import. A test imports the functions it calls: `from tests.harness import trained`.
 
 A test on ranks is `on_ranks`, or takes `pool`; a run is trained(pool, layout, ...), or watched(...)
-in this process. Programs, and the data sets that they read, are in tests/commands.py.
-"""
+in this process. Programs, and the data sets that they read, are in tests/commands.py."""
 import copy
 import functools
 import gc

@@ -2,8 +2,7 @@
 loss is LAW of the width and the tokens. `python imitated_train.py train.py FLAGS`.
 
 It saves, resumes, branches, diverges and fails as train.py does, as far as those tools see. Each
-start is a line of $STARTS. Runs whose --out ends in $FAILS fail, those in $KILLED are killed.
-"""
+start is a line of $STARTS. Runs whose --out ends in $FAILS fail, those in $KILLED are killed."""
 import json
 import os
 import sys

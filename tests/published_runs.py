@@ -19,8 +19,7 @@ many chunks Llama 3's stages had is a guess. What these programs did otherwise t
                                 (CUDA_LAUNCH_BLOCKING=1); nothing hides data parallelism
     OPT; MosaicML, 40 GB        gradients are sent in 16 bits (we send and count 32)
     Megatron-LM, H100           hides all communication
-    torchtitan                  cards of 500 W, with slower memory; recomputes some products
-"""
+    torchtitan                  cards of 500 W, with slower memory; recomputes some products"""
 from dataclasses import dataclass
 
 from base.flops import flops_per_token

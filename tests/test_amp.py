@@ -1,7 +1,6 @@
 """Mixed precision: the scale's floor, and sums and updates that 16 bits would lose.
 
-The loss scale beside torch's GradScaler: test_all.py.
-"""
+The loss scale beside torch's GradScaler: test_all.py."""
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,6 @@
 """What data.TokenDataset reads and refuses: windows, epochs, mixtures, batches that grow.
 
-How shards are made: test_data.py.
-"""
+How shards are made: test_data.py."""
 import os
 import random
 import re

@@ -1,7 +1,6 @@
 """tools/bench: its parts, their table, and what befalls a program.
 
-No figure of these tests is a measurement.
-"""
+No figure of these tests is a measurement."""
 import json
 from dataclasses import replace
 

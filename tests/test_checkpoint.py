@@ -1,7 +1,6 @@
 """The files of a run: which stay, which is taken, how they reach the disk, and what is refused.
 
-What is in a file: test_all.py. What a file survives: test_faults.py.
-"""
+What is in a file: test_all.py. What a file survives: test_faults.py."""
 import os
 import shutil
 import threading

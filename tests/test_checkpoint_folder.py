@@ -1,8 +1,7 @@
 """Checkpoints as folders, of which each rank writes a part.
 
 What a folder holds is compared with the state that rank 0 gathers, and with what PyTorch's own
-torch.distributed.checkpoint reads from it, which is told names and shapes alone.
-"""
+torch.distributed.checkpoint reads from it, which is told names and shapes alone."""
 import math
 import os
 import pickle

@@ -115,6 +115,8 @@ def test_a_runs_best_is_of_one_test(tmp_path, monkeypatch, before, words):
         (4, 2, dict(loss=3)), (4, 2, dict(event="resume", config={}, data=BYTES)),
         (4.5, 3, dict(loss=2, val_loss=2.5)), (4.5, 4, dict(loss=2, val_loss=2.25)),
         (4.5, 5, dict(loss=2, val_loss=math.nan)))
+    with open("a/metrics.jsonl", "a") as file:      # what is no row
+        file.write('[]\nnull\n{"step": "7", "time": 1, "loss": 1, "tokens": 1, "lr": 1}\n')
     text = compare.compare(compare.read_runs(["a", "a/", "./a"]))
     assert "a: evaluations up to step 1 " in text and words in text
     assert text.splitlines()[-1].split()[:6] == "2.2500 4 2.2500 4 5 500".split()

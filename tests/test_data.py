@@ -32,8 +32,8 @@ from corpus.chat_records import Refused
 from corpus.prepare import prepare
 from corpus.shards import SPLITS
 from corpus.tokenizers import TiktokenTokenizer, get_tokenizer
-from tests.commands import (NASTY, SHARED, Command, expect_mistake, meta_of, set_block, shard,
-                            texts_of, write_lines, write_texts)
+from tests.commands import (NASTY, SHARED, Command, dataset, expect_mistake, meta_of, set_block,
+                            shard, texts_of, write_lines, write_texts)
 from tests.harness import contents, names_in, no_file_above, nothing
 
 
@@ -739,6 +739,16 @@ def test_a_vocabulary_above_65536_has_tokens_of_32_bits(tmp_path, monkeypatch):
     assert encoding.decode(tokens) == text and max(tokens) > 1 << 16
     dataset_32 = data.TokenDataset(tmp_path / "d", "train", 16)
     assert dataset_32.read([1])[0][0].tolist() == made[0][16:33]
+
+
+@pytest.mark.parametrize("read", [
+    lambda name, folder: dataset(folder, {"train_0": range(9)}, tokenizer=name),
+    lambda name, folder: get_tokenizer(name, "the content of its file")])
+def test_what_older_versions_made_is_refused_with_the_command_that_makes_it_again(tmp_path, read):
+    """Data, and a checkpoint's tokenizer."""
+    with pytest.raises(ValueError, match="json-0 is of an older version .* data.py --input FILE "
+                                         "--tokenizer FOLDER --out NEW"):
+        read("json-0", tmp_path)
 
 
 def test_gpt2s_tokens_are_the_default(run_data, tmp_path, monkeypatch):

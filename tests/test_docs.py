@@ -1,7 +1,6 @@
 """The pages of the documentation: their form, their links, and that flags.md has every flag.
 
-The commands of the pages have tests in tests/test_readme.py.
-"""
+The commands of the pages have tests in tests/test_readme.py."""
 import ast
 import re
 from dataclasses import fields

@@ -1,7 +1,6 @@
 """--exact: sums that do not depend on their order, terms out of range, and random pairs of layouts.
 
-test_all.py shows that layouts have the same bits.
-"""
+test_all.py shows that layouts have the same bits."""
 import functools
 from dataclasses import replace
 from fractions import Fraction

@@ -2,8 +2,7 @@
 
 A fault costs at most the save that it meets, and a message that names the file or the rank. What
 comes after it is compared with a run without the fault, bit for bit. Checkpoints are files or, of
-which every rank writes a part, folders.
-"""
+which every rank writes a part, folders."""
 import ctypes
 import errno
 import gc

@@ -1,8 +1,7 @@
 """Replicas that must be equal: flipped bits are found and named, healthy runs are left alone.
 
 A flip is one bit of one rank's parameter, master, moment or gradient. The final weights of a run
-that has gone back are compared with those of a run without the flip, bit for bit.
-"""
+that has gone back are compared with those of a run without the flip, bit for bit."""
 import functools
 import math
 import random

@@ -2,8 +2,7 @@
 
 NCCL: a simulation drives the real executor by NCCL's rules, under which messages keep the order in
 which they are asked for. `Second` is a device whose tensors the CPU holds: it notes each copy to
-and from it and each wait, and refuses to mix devices, as a GPU does.
-"""
+and from it and each wait, and refuses to mix devices, as a GPU does."""
 import functools
 import itertools
 import math

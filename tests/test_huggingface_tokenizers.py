@@ -1,6 +1,5 @@
 """Tokenizers of Hugging Face and their chat templates: tokens, what is learnt, and the way from a
-folder to shards, checkpoints and samples. All is compared with the package transformers.
-"""
+folder to shards, checkpoints and samples. All is compared with the package transformers."""
 import collections
 import itertools
 import json

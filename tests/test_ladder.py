@@ -1,7 +1,6 @@
 """tools/ladder.py and tools/train_many.py: rungs of one family, a law, and a prediction.
 
-Most runs are imitated (tests/imitated_train.py), as train.py takes seconds to start.
-"""
+Most runs are imitated (tests/imitated_train.py), as train.py takes seconds to start."""
 import json
 import os
 import random

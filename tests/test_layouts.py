@@ -2,8 +2,7 @@
 
 A row is (model, flags, layout): its run is compared with that of one process, and its first
 gradients with those of the plain model by autograd. The rows of `harness.COVER` have every two
-values of the options that may stand together; `drawn` draws others.
-"""
+values of the options that may stand together; `drawn` draws others."""
 import functools
 import itertools
 import math

@@ -1,8 +1,7 @@
 """model.py and models/: published sizes, initial values, dropout, norms, the cache.
 
 Logits and gradients beside torch's layers: test_all.py; beside transformers: test_transformers.py.
-That models train in every layout as in one process: test_layouts.py.
-"""
+That models train in every layout as in one process: test_layouts.py."""
 import copy
 import itertools
 import math

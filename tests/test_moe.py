@@ -1,7 +1,6 @@
 """Mixtures of experts: routers, their losses and biases, and experts divided over replicas.
 
-That they train in every layout as in one process: tests/test_layouts.py.
-"""
+That they train in every layout as in one process: tests/test_layouts.py."""
 from dataclasses import replace
 from functools import partial
 

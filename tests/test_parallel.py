@@ -2,8 +2,7 @@
 
 They stand before the forms that train.py runs. A row of EXAMPLES is a function on each of two
 ranks: it makes three steps of SGD by the example, and returns the parameters that its rank has
-then, each whole.
-"""
+then, each whole."""
 from dataclasses import replace
 
 import pytest

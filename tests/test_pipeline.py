@@ -1,8 +1,7 @@
 """Pipeline parallelism: stages, the papers' schedules, and what a stage keeps.
 
 That a pipeline gives the whole model's gradients, and torch's: test_all.py. That none can hang:
-test_gpu_branches.py.
-"""
+test_gpu_branches.py."""
 import itertools
 import weakref
 from dataclasses import replace

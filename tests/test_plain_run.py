@@ -1,7 +1,6 @@
 """train.py --plain: in a notebook, its end by a signal, and on a full disk.
 
-That it trains as train.py does: test_all.py. Its refusals, resumes and files: test_stories.py.
-"""
+That it trains as train.py does: test_all.py. Its refusals, resumes and files: test_stories.py."""
 import errno
 import os
 import re

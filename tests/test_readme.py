@@ -1,6 +1,5 @@
 """What README.md and docs/ promise: their commands run as printed, and their names of tests and
-flags exist. README is the text of all pages.
-"""
+flags exist. README is the text of all pages."""
 import math
 import re
 import shlex

@@ -1,8 +1,7 @@
 """What a run survives: lost peers, kills at any moment, chains of faults, divergence.
 
 What comes after a fault is compared with a run without it, bit for bit. Checkpoints are files or
-folders.
-"""
+folders."""
 import itertools
 import math
 import os

@@ -1,8 +1,7 @@
 """A user's mistake ends in one line that names what is wrong, and exit status 2, from one rank.
 
 A line of a table is a mistake: the command | words of its message | commands that follow its
-advice, which must not be refused. The words are flags, names and numbers; sentences may change.
-"""
+advice, which must not be refused. The words are flags, names and numbers; sentences may change."""
 import math
 import re
 import shutil

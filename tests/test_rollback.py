@@ -1,8 +1,7 @@
 """Divergence and rollback: when a run goes back, and where to.
 
 Runs with a fault are compared with runs without it, and the judgement of steps and checkpoints with
-the rules in the docstring of runtime/divergence.py.
-"""
+the rules in the docstring of runtime/divergence.py."""
 import math
 import re
 import threading

@@ -1,8 +1,7 @@
 """What a run on real machines needs beside the training: runtime/.
 
 Refusals: test_refusals.py. Signals: test_signals.py. Divergence: test_rollback.py. Faults:
-test_faults.py.
-"""
+test_faults.py."""
 import errno
 import fcntl
 import math

@@ -1,7 +1,6 @@
 """sample.py: what is drawn, and the cache of keys and values.
 
-Mistakes: test_refusals.py. Conversations: test_conversations.py.
-"""
+Mistakes: test_refusals.py. Conversations: test_conversations.py."""
 import io
 import random
 import re

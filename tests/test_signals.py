@@ -1,7 +1,6 @@
 """Processes and signals: ranks start and fail together, and a signal saves the last finished step.
 
-A stopped and resumed run is compared with one that no signal stopped.
-"""
+A stopped and resumed run is compared with one that no signal stopped."""
 import io
 import shlex
 import signal

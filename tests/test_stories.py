@@ -3,8 +3,7 @@
 A line is a command of train.py, "STATUS FLAGS :: what it says", behind the letter of its torchrun
 where it has one; "$" a command of the shell; "=" what is true then; "!" a statement of Python. TINY
 stands for harness.TINY. Status 9: killed in the first evaluation. A refusal, status 2, is one line
-and changes no file.
-"""
+and changes no file."""
 import re
 import shlex
 import subprocess

@@ -1,7 +1,6 @@
 """The rules of the house: who may import whom, the list of flags, and a book that needs no tools.
 
-MAY_IMPORT is the table of the imports, LINES that of the sizes.
-"""
+MAY_IMPORT is the table of the imports, LINES that of the sizes."""
 import ast
 import fnmatch
 import graphlib

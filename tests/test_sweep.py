@@ -1,7 +1,6 @@
 """tools/sweep.py: a grid of runs, what it repeats, and what it draws.
 
-Most runs are imitated, as in tests/test_ladder.py.
-"""
+Most runs are imitated, as in tests/test_ladder.py."""
 import re
 
 import pytest

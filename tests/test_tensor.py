@@ -1,7 +1,6 @@
 """Tensor parallelism: the loss and its memory, and what communication overlaps.
 
-That the layers compute what the whole ones do, and torch's: test_all.py.
-"""
+That the layers compute what the whole ones do, and torch's: test_all.py."""
 from dataclasses import replace
 from unittest import mock
 

@@ -1,7 +1,6 @@
 """train.py: recorded losses, the learning rate, and the evaluation of a mixture.
 
-That layouts and resumed runs are alike: test_all.py.
-"""
+That layouts and resumed runs are alike: test_all.py."""
 import math
 import re
 from dataclasses import asdict

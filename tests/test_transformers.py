@@ -1,7 +1,6 @@
 """Models of transformers, imported by tools.huggingface, have its logits and gradients.
 
-Random weights, biases and norms too.
-"""
+Random weights, biases and norms too."""
 import functools
 from contextlib import contextmanager
 from dataclasses import replace

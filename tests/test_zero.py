@@ -1,7 +1,6 @@
 """ZeRO: what a rank keeps, and when it communicates.
 
-That replicas train as one process, DDP and FSDP2 do: test_all.py.
-"""
+That replicas train as one process, DDP and FSDP2 do: test_all.py."""
 import functools
 import itertools
 from dataclasses import replace
