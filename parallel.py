@@ -644,10 +644,11 @@ class Pipeline:
         self.model, self.grid, self.batch = model, grid, batch
         self.loss_factor, self.flat = loss_factor, flat
         inputs = batch[0][0]
+        dtype = next(model.parameters()).dtype          # also of activations
         self.loss = torch.zeros((), dtype=sum_dtype(inputs.device), device=inputs.device)
         # like what one stage sends to the next: (B, T, C), or with sequence parallelism T / tp
         shape = *cut_positions(inputs, grid).shape, model.cfg.n_embd
-        self.activation_like = next(model.parameters()).new_empty(shape)
+        self.activation_like = torch.empty(shape, dtype=dtype, device=inputs.device)
         self.chunks = [model]       # pipeline.Interleaved has several
         self.kept = {}              # (microbatch, chunk): (x, y), input and output, from F to B
 
@@ -699,8 +700,7 @@ class Pipeline:
             work.wait()
 
     def split_in_turns(self, schedule: list[tuple]) -> list[list[tuple]]:
-        """A turn: ops after which messages start, together. pipeline.Interleaved has pairs."""
-        return [[op] for op in schedule]
+        return [[op] for op in schedule]    # messages start after a turn; Interleaved has pairs
 
     def may_receive_early(self, turn: list[tuple], next_turn: list[tuple]) -> bool:
         """F, then F: the input comes from the neighbor that gets no result, so receive it during
