@@ -23,8 +23,8 @@ def find_divergence(batch: Batch, stats: StepStats, progress: Progress,
     windows TokenDataset.read rebuilds the batch, or the last batches. Returns a divergence on
     which the run has to act."""
     batches, monitor = progress.batches, progress.monitor
-    begin, _ = batches.data.mixture.phases[-1]      # of other weights of the sources
-    if batch.start <= begin < batches.consumed and not monitor.rate_is_suspect:
+    begin, _ = batches.data.mixture.phases[-1]      # above 0: where the weights have changed
+    if begin > 0 and batch.start <= begin < batches.consumed and not monitor.rate_is_suspect:
         monitor.forget_losses()
     divergence = monitor.observe(batch.start, stats)
     seen = dict(step=batch.step, loss=stats.loss, grad_norm=stats.grad_norm,
