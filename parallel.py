@@ -602,7 +602,7 @@ def plain_pipeline(stage: GPT, batch: list, schedule: list[tuple], grid: Grid) -
 
 
 # `Pipeline` below, which train.py runs, computes the same. Results travel while the next op runs.
-# After either form, a tied matrix is summed: each end stage has a term of its gradient.
+# After either form, the gradient of a tied matrix is summed: each end stage has a term.
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
@@ -687,7 +687,7 @@ class Pipeline:
         for turn, next_turn in zip(turns, [*turns[1:], []]):
             inputs = [self.input_of(op) for op in next_turn]
             early = self.may_receive_early(turn, next_turn)
-            received = start_messages(self.grid, inputs) if early else []
+            receiving = start_messages(self.grid, inputs) if early else []
             results = []
             for op, x in zip(turn, arriving):
                 results.append(Message(sending=True, op=op, tensor=self.run_op(op, x)))
@@ -695,7 +695,7 @@ class Pipeline:
             started = start_messages(self.grid, results if early else results + inputs)
             for op, work in zip(turn, started):
                 leaving[op[0]] = work
-            arriving = received + started[len(turn):]
+            arriving = receiving + started[len(turn):]
         for work in leaving.values():
             work.wait()
 
@@ -703,9 +703,9 @@ class Pipeline:
         return [[op] for op in schedule]    # messages start after a turn; Interleaved has pairs
 
     def may_receive_early(self, turn: list[tuple], next_turn: list[tuple]) -> bool:
-        """F, then F: the input comes from the neighbor that gets no result, so receive it during
-        this op (GPipe: 3 to 10% faster; on a GPU, waiting would occupy multiprocessors). F, then B:
-        one neighbor sends and receives, so the messages start together."""
+        """F, then F: input and result have different neighbors, so receive the input during this op
+        (GPipe: 3 to 10% faster; on a GPU, waiting would occupy multiprocessors). F, then B: they
+        have the same neighbor, so both messages start together."""
         kinds = [kind for kind, *_ in turn + next_turn]
         return self.loss.device.type == "cpu" and kinds in (["F", "F"], ["B", "B"])
 

@@ -120,7 +120,7 @@ def plain_train(config: Config, model_config: GPTConfig, device: torch.device,
     dtype = torch.float64 if config.dtype == "fp64" else torch.float32
     model = model_config.build().initialize(config.seed).to(device, dtype)
     optimizer = plain_adamw(config, model)
-    if out.checkpoint is not None:      # the newest complete one
+    if out.checkpoint is not None:      # the run goes on from it
         plain_load(model, optimizer, out.checkpoint)
     train_shards = open_shards(config.data, "train")
     val_shards = open_shards(config.data, "val")

@@ -39,9 +39,9 @@ def make_schedule(name: str, grid, num_microbatches: int) -> list[tuple]:
 
 
 class Interleaved(Pipeline):
-    """A Pipeline of several chunks. A stage exchanges messages after a turn: one op, or, where
-    forwards and backwards alternate, a forward and the backward after it. There each stage is two
-    forwards ahead of the next, so that on NCCL single sends would wait for each other."""
+    """A Pipeline of several chunks. Messages start after a turn: one op, or, where forwards and
+    backwards alternate, a forward and the backward after it. (There each stage is two forwards
+    ahead of the next: on NCCL, sends after single ops would wait for each other.)"""
 
     def __init__(self, model: GPT, grid, *args):
         super().__init__(model, grid, *args)

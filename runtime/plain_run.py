@@ -44,7 +44,7 @@ def begin(given: dict, job: Job, device: torch.device,
                   f"this run has {flag_name(name)}, which --plain does not have: drop --plain")
                  for name in OF_OTHERS]
     if start.state is not None:
-        # So far each step has read one batch of the same data, as the steps to come will.
+        # It continues only a run whose steps have each read one batch of this size and data.
         state, stored = start.state, start.state["config"]["batch_size"]
         problems += [
             (config.batch_size != stored,
@@ -78,7 +78,7 @@ class OutputFolder:
     """The folder --out of a plain run, with its checkpoints and metrics.jsonl."""
     config: Config
     seq_len: int
-    checkpoint: Path | None         # the newest whole one, from which the run begins
+    checkpoint: Path | None         # from which the run begins; None: a new run
     of_all: dict                    # what all checkpoints hold besides tensors
     finished_step: int              # the last one
     log: RunLog | None = None       # unless the run has no step to make

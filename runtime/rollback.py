@@ -24,7 +24,8 @@ def find_divergence(batch: Batch, stats: StepStats, progress: Progress,
     which the run has to act."""
     batches, monitor = progress.batches, progress.monitor
     begin, _ = batches.data.mixture.phases[-1]      # above 0: where the weights have changed
-    if begin > 0 and batch.start <= begin < batches.consumed and not monitor.rate_is_suspect:
+    before = [0, *monitor.starts][-1]               # where the batch before this one begins
+    if before < begin < batches.consumed and not monitor.rate_is_suspect:
         monitor.forget_losses()
     divergence = monitor.observe(batch.start, stats)
     seen = dict(step=batch.step, loss=stats.loss, grad_norm=stats.grad_norm,

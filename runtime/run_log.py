@@ -53,7 +53,7 @@ class RunLog:
     def report_step(self, batch: Batch, stats: StepStats, lr: float, seconds: float,
                     progress: Progress) -> dict:
         """Print a step that took `seconds`, and return its row of metrics.jsonl. In it `skipped`
-        says how many steps up to this one have had no update."""
+        says how many steps in a row, this one the last, have had no update."""
         row = dict(
             step=batch.step, loss=stats.loss, lr=lr,
             tokens=progress.batches.sequences_trained * self.model_config.seq_len,

@@ -103,10 +103,10 @@ def test_data_py_needs_neither_torch_nor_the_model():
 
 # Lines at most, of folders, of files of the book and of the program. A change that raises one says
 # what it is worth.
-LINES = {"base": 1636, "corpus": 2536, "models": 840, "parallelism": 2532, "runtime": 2750,
+LINES = {"base": 1636, "corpus": 2536, "models": 840, "parallelism": 2532, "runtime": 2751,
          "tools": 4012, "parallel.py": 1350, "model.py": 350, "train.py": 310, "checkpoint.py": 200,
          "data.py": 240, "sample.py": 120, "amp.py": 130}
-PROGRAM = 16_991
+PROGRAM = 16_992
 
 
 def test_the_program_grows_by_decision_alone():

@@ -23,7 +23,7 @@ def write(state: dict, target: Path) -> None:
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(target.name + ".tmp")
     if target.suffix == ".pt":
-        if isinstance(state["parameters"], FolderTensors):      # each is read when it is written
+        if isinstance(state["parameters"], FolderTensors):      # torch.save asks in this order
             kinds = [state[kind] for kind in STATE]
             read = (tensors[name] for tensors in kinds for name in tensors)
             state = state | {kind: {name: Streamed(like.shape, like.dtype, read)

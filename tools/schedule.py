@@ -64,7 +64,7 @@ def live_activations(schedule: list) -> int:
 
 
 def draw(times: list[dict]) -> str:
-    """`clock`'s table as a line for each stage, a column for each unit of time, as shown above."""
+    """`clock`'s table as a line for each stage, a column for each unit of time."""
     span = max(end for row in times for _, end in row.values())
     is_chunked = any(chunk > 0 for _, _, chunk in times[0])
     lines = []

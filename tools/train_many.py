@@ -1,4 +1,4 @@
-"""Train several runs of train.py, some at a time.
+"""Train several runs of train.py, some at a time, for tools.sweep and tools.ladder.
 
 A run that has ended is not repeated, one that was killed is resumed, and one that fails or diverges
 does not end the others. Each run's console goes to console.txt in its --out.

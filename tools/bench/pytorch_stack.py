@@ -1,6 +1,6 @@
 """Train model.GPT with PyTorch's own parallel stack: the other side of the races.
 
-    torchrun --nproc_per_node=2 -m tools.bench.pytorch_stack '{"mode": "ddp", "work": ...}'
+    torchrun --nproc_per_node=2 -m tools.bench.pytorch_stack '{"mode": "ddp", "compiled": false, ...}'
 
 The argument is a JSON object of arguments of `train_plain`; the modes are single, ddp and fsdp.
 """
@@ -43,7 +43,7 @@ def parallel(mode, compiled, plain, dtype):
 
 
 def compute_gradients(net, cast, x, y, micro_batch):
-    """Of the sequences of a step and their targets."""
+    """Forward and backward of a step, by microbatches."""
     microbatches = list(zip(x.split(micro_batch), y.split(micro_batch)))
     for i, (tokens, targets) in enumerate(microbatches):
         last = i == len(microbatches) - 1

@@ -126,7 +126,7 @@ def state_bytes(stage: Stage, on_gpu: bool = True) -> dict:
         sizes["gradients"] += count * config.master_size * (
             shard if config.zero >= 2 else bucket.numel)
         sizes[f"{place}moments"] += 2 * count * config.master_size * updated
-        if offload or size != config.master_size:       # else a parameter is its own master
+        if offload or size != config.master_size:       # masters apart from the parameters
             sizes[f"{place}masters"] += count * config.master_size * updated
         longest = max(longest, updated)
     if offload:
