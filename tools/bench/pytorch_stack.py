@@ -1,6 +1,6 @@
 """Train model.GPT with PyTorch's own parallel stack: the other side of the races.
 
-    torchrun --nproc_per_node=2 -m tools.bench.pytorch_stack '{"mode": "ddp", "compiled": false, ...}'
+    torchrun --nproc_per_node=2 -m tools.bench.pytorch_stack '{"mode": "ddp", ...}'
 
 The argument is a JSON object of arguments of `train_plain`; the modes are single, ddp and fsdp.
 """
