@@ -380,6 +380,10 @@ def test_losses_are_compared_under_the_same_flags_only(tmp_path):
 
     def begin_another_mixture(run):
         run.train_data.mixture.phases = [[0, {"memory": 1}], [20 * 8, {"memory": 1}]]
-    for lr, kept in ((2.9e-3, 1), (3.1e-3, 21)):            # after a step
-        seen = watched(replace(config, lr=lr, steps=21), begin_another_mixture, file)
-        assert len(seen.run.progress.monitor.losses) == kept
+    config = settings(tmp_path / "longer", steps=30, save_every=20)
+    watched(config)
+    file = saved_file(tmp_path / "longer", 20)
+    # After step 30. Also where the sequence with which other weights begin is left out.
+    for changes, kept in [(dict(), 10), (dict(skip_steps="21:22"), 10), (dict(lr=3.1e-3), 30)]:
+        seen = watched(replace(config, **changes), begin_another_mixture, file)
+        assert len(seen.run.progress.monitor.losses) == kept, changes
