@@ -191,7 +191,7 @@ class ExactHead(TiledHead):
 def refusals(config, cfg: GPTConfig | None) -> list[tuple]:
     """What --exact cannot be combined with, and of a model what it cannot cut, as rules of
     checks.refuse."""
-    if not getattr(config, "exact", False):         # tools.schedule has none
+    if not config.exact:
         return []
     tp, cp = config.tp, config.cp
     channels = 0 if cfg is None else cfg.n_kv_head * cfg.head_dim
